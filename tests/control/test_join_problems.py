@@ -113,7 +113,7 @@ def test_nothing_listens() -> None:
 def test_a_stranger_listens(answer: bytes, shown: str) -> None:
     found, port = served(says(answer))
     assert found is not None
-    assert (found.kind, found.certain) == ("stranger", False)
+    assert (found.kind, found.certain) == ("not-phalanx", False)
     assert found.what == f"what listens on 127.0.0.1 port {port} is not phalanx"
     assert found.details == (f'127.0.0.1 port {port}: answered "{shown}"',)
 
@@ -125,7 +125,7 @@ def test_a_stranger_that_speaks_and_then_waits() -> None:
 
     found, _ = served(handle, timeout=0.3)
     assert found is not None
-    assert found.kind == "stranger"
+    assert found.kind == "not-phalanx"
     assert '"220 mail"' in found.details[0]
 
 
@@ -191,7 +191,7 @@ def test_lines_of_a_hosts_file() -> None:
     [
         (["unreachable", "refused"], "refused"),
         (["filtered", "unreachable"], "filtered"),
-        (["refused", "stranger", "silent"], "stranger"),
+        (["refused", "not-phalanx", "silent"], "not-phalanx"),
         (["other", "unreachable"], "unreachable"),
         (["other"], "other"),
     ],
@@ -217,8 +217,8 @@ def test_the_address_that_led_furthest_counts(kinds: list[join_problems.Kind], b
         ("plan", "world size 4", "world size 6", "the same command on every node"),
         ("version", "torch 2.13.0", "torch 2.11.0", "the same versions"),
         ("taken", "node 2", "gpu-c", "node 2 of this run is already there: gpu-c"),
-        ("devices", "3 workers", "4 workers", "takes 3 workers, and was to take 4 workers"),
-        ("other", "this", "that", "does not let this node in"),
+        ("devices", "3 workers", "4 workers", "has 3 workers, but 4 workers were expected"),
+        ("other", "this", "that", "refuses this node"),
     ],
 )
 def test_refusals(kind: join_problems.Kind, mine: str, theirs: str, words: str) -> None:

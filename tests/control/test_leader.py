@@ -113,9 +113,9 @@ def test_who_knocked_is_rejected_is_said() -> None:
         ({"member": 5}, "would not start what", "it has node 5, node 0 has 2 nodes"),
         ({"terms": {"script": "b"}}, "would not start what", "it has script: b, node 0 has script: a"),
         ({"versions": {"torch": "1.0"}}, "has other versions than", "it has torch 1.0, node 0 has torch 2.9"),
-        ({"slots": 4}, "takes 4 workers, and was to take 2 workers", "it has 4 workers, but 2 workers were expected"),
+        ({"slots": 4}, "has 4 workers, but 2 workers were expected", "it has 4 workers, but 2 workers were expected"),
         ({"trouble": "there is no GPU"}, "there is no GPU", "there is no GPU"),
-        ({"terms": {"x": "y" * 300}}, "does not let this node in", "Expected `str` of length <= 256"),
+        ({"terms": {"x": "y" * 300}}, "refuses this node", "Expected `str` of length <= 256"),
     ],
 )
 def test_refusals_in_words(changes: dict[str, object], what: str, noted: str) -> None:

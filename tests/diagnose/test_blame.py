@@ -254,7 +254,7 @@ KEPT: dict[str, Case] = {
         (0,),
         ["rank 0 is sleeping at g.py:5 in get"],
     ),
-    "all stand at one place": (
+    "all at one place": (
         evidence(*(rank(number, [HERE], step=30) for number in range(2))),
         "stands",
         (0, 1),

@@ -24,7 +24,7 @@ IN_LOOP = {"loop": 48, "source": "dist.all_reduce(loss)"}
 AFTER_LOOP = {"loop": 0, "source": "dist.barrier()"}
 
 
-def parted(
+def diverged(
     odd: list[CallEvidence], odd_stack: list, usual: list[CallEvidence], stack: list, culprit: int = 0
 ) -> Evidence:
     """Four ranks; one of them has made other calls."""
@@ -44,7 +44,7 @@ BUCKETS = past(
 
 DESYNC: dict[str, Case] = {
     "more inside a condition": (
-        parted(
+        diverged(
             [*LOOP, call("barrier", 9)],
             collective("barrier", 88, guard="if rank == 0"),
             [*LOOP, call("all_reduce", 9, 10)],
@@ -61,7 +61,7 @@ DESYNC: dict[str, Case] = {
         ],
     ),
     "fewer, by a condition": (
-        parted(
+        diverged(
             [*LOOP, call("barrier", 9)],
             collective("barrier", 95),
             [*LOOP, call("all_reduce", 9, 10)],
@@ -72,7 +72,7 @@ DESYNC: dict[str, Case] = {
         ["rank 0 skipped a collective that the other 3 called inside `if rank != 0` at train.py:88", "barrier #9"],
     ),
     "fewer, by what the loop did before": (
-        parted(
+        diverged(
             [*LOOP, call("all_reduce", 9, 1)],
             collective("all_reduce", 54),
             [*LOOP, call("all_reduce", 9, 10)],
@@ -84,7 +84,7 @@ DESYNC: dict[str, Case] = {
         ["rank 2 skipped a collective", "train.py:52", "went on to all_reduce #9 at train.py:54"],
     ),
     "another operation": (
-        parted(
+        diverged(
             [call("broadcast", 3, 4)],
             collective("broadcast", 20),
             [call("all_reduce", 3, 4)],
@@ -96,7 +96,7 @@ DESYNC: dict[str, Case] = {
         ["rank 1 called broadcast at train.py:20 where the other 3 called all_reduce at train.py:22 (#3)"],
     ),
     "another operation, each in its branch": (
-        parted(
+        diverged(
             [*LOOP, call("broadcast", 9, 4)],
             collective("broadcast", 20, guard="if rank == 1"),
             [*LOOP, call("all_reduce", 9, 10)],
@@ -108,7 +108,7 @@ DESYNC: dict[str, Case] = {
         ["rank 1 called broadcast", "the other 3 called all_reduce"],
     ),
     "a root that is done before the others come": (
-        parted(
+        diverged(
             [call("broadcast", 3, 4, done=True)],
             loading(ITEM),
             [call("all_reduce", 3, 4)],
@@ -120,7 +120,7 @@ DESYNC: dict[str, Case] = {
         ["rank 1 called broadcast where the other 3 called all_reduce"],
     ),
     "shapes": (
-        parted(
+        diverged(
             [call("all_reduce", 3, 10)],
             collective("all_reduce"),
             [call("all_reduce", 3, 12)],
@@ -151,7 +151,7 @@ DESYNC: dict[str, Case] = {
         ["shapes differ in all_reduce #3", "rank 3 has [10], the other 3 have [12]"],
     ),
     "dtypes": (
-        parted(
+        diverged(
             [call("all_reduce", 3, 10, dtype="Half")],
             collective("all_reduce"),
             [call("all_reduce", 3, 10)],
@@ -162,7 +162,7 @@ DESYNC: dict[str, Case] = {
         ["dtypes differ", "rank 0 has Half, the other 3 have Float"],
     ),
     "reductions": (
-        parted(
+        diverged(
             [call("all_reduce", 3, 10, reduction="MAX")],
             collective("all_reduce"),
             [call("all_reduce", 3, 10, reduction="SUM")],
@@ -173,7 +173,7 @@ DESYNC: dict[str, Case] = {
         ["rank 0 has MAX, the other 3 have SUM"],
     ),
     "roots": (
-        parted(
+        diverged(
             [call("broadcast", 3, 10, root=1)],
             collective("broadcast"),
             [call("broadcast", 3, 10, root=0)],
@@ -185,7 +185,7 @@ DESYNC: dict[str, Case] = {
         ["rank 2 has root 1, the other 3 have root 0"],
     ),
     "left the loop for a barrier": (
-        parted(
+        diverged(
             [*LOOP, call("barrier", 9)],
             collective("barrier", 70, **AFTER_LOOP),
             [*LOOP, call("all_reduce", 9, 10)],
@@ -197,7 +197,7 @@ DESYNC: dict[str, Case] = {
         ["rank 1 left the loop earlier", "barrier #9 at train.py:70", "all_reduce #9", "uneven data"],
     ),
     "left DDP's loop, seen through the function that both are in": (
-        parted(
+        diverged(
             [*past(8, REDUCE), call("barrier", 9)],
             [*collective("barrier", 12, function="finish"), frame("train.py", 90, "main", source="finish()")],
             [*past(8, REDUCE), call("all_reduce", 9, 10)],
@@ -209,7 +209,7 @@ DESYNC: dict[str, Case] = {
         ["rank 1 left the loop", "DDP"],
     ),
     "left a loop that lies in a function": (
-        parted(
+        diverged(
             [*past(8, REDUCE), call("barrier", 9)],
             collective("barrier", 28, function="main", source="dist.barrier()"),
             [*past(8, REDUCE), call("all_reduce", 9, 10)],
@@ -224,7 +224,7 @@ DESYNC: dict[str, Case] = {
         ["rank 1 left the loop", "barrier #9 at train.py:28 in main"],
     ),
     "unused parameters": (
-        parted(
+        diverged(
             [*BUCKETS, call("all_reduce", 9, 100, done=True, site=tuple(backward())), call("all_reduce", 10, 1)],
             collective("all_reduce", 64),
             [*BUCKETS, call("all_reduce", 9, 100, done=True, site=tuple(backward())), call("all_reduce", 10, 200)],
@@ -241,7 +241,7 @@ DESYNC: dict[str, Case] = {
         ],
     ),
     "evaluation on one rank, which broadcasts twice": (
-        parted(
+        diverged(
             [*LOOP, call("broadcast", 9, 3, done=True), call("broadcast", 10, 1)],
             [frame(DDP, 2405, "_sync_buffers"), frame(DDP, 1884, "forward"), frame("eval.py", 12, "evaluate")],
             [*LOOP, call("barrier", 9)],
@@ -252,7 +252,7 @@ DESYNC: dict[str, Case] = {
         ["rank 0 alone runs the forward of a DDP model at eval.py:12 in evaluate", "(broadcast #9)"],
     ),
     "evaluation on one rank": (
-        parted(
+        diverged(
             [*LOOP, call("broadcast", 9, 3)],
             [
                 frame(DDP, 2427, "_sync_module_buffers"),

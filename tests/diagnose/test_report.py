@@ -24,7 +24,7 @@ def test_text() -> None:
         "the other 7 wait for it in all_reduce #214 (6.5 MB) at train.py:52",
         "  its line: with self.lock:",
         "",
-        "where they stand, 40 s without progress:",
+        "what all ranks are doing, 40 s without progress:",
         "  rank 2: waiting for a lock at dataset.py:41 in __getitem__",
         "  ranks 0, 1, 3-7: all_reduce #214 (6.5 MB) at train.py:52",
         "",
@@ -45,7 +45,7 @@ def test_nothing_wrong_says_why_it_stands() -> None:
     assert report.text(seen, []).startswith("a debugger is open in rank 1")
     seen = evidence(rank(0, [frame("train.py", 9)], since=0.1), waited=0.1)
     assert report.text(seen, diagnose(seen)).startswith(
-        "nothing can be seen to be wrong\n\nwhere they stand:\n  rank 0"
+        "nothing can be seen to be wrong\n\nwhat all ranks are doing:\n  rank 0"
     )
 
 

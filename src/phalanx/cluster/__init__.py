@@ -1,0 +1,1 @@
+"""Nodes, slots, devices, cores, and the sources that describe them."""

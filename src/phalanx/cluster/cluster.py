@@ -1,4 +1,4 @@
-"""Where the run takes place: nodes and their slots, uneven by nature."""
+"""The nodes of a run and their slots."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or a slice of one, as the driver names it.
+    """One accelerator, or a slice of one.
 
-    `handle` is what CUDA_VISIBLE_DEVICES has to hold for a process to see this device and no other.
+    `handle` is the value of CUDA_VISIBLE_DEVICES for a process that sees only this device.
     """
 
     kind: str  # "gpu" or "mig"

@@ -1,6 +1,6 @@
-"""What is known of the network between hosts: the doctor has measured it, and runs show it.
+"""Measured links between hosts. `phalanx doctor` writes them, runs show them.
 
-HOME/links.json: of every pair of hosts the newest result.
+HOME/links.json has the newest result of each pair of hosts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _decoder: msgspec.json.Decoder[list[Known]] = msgspec.json.Decoder(list[Known])
 
 
 def keep(home: str, found: Iterable[LinkMeasured], now: float) -> None:
-    """In the place of what was known of these pairs. Whole or not at all; OSError where it cannot be."""
+    """Store measurements, replacing older ones of the same pairs, atomically. Raises OSError."""
     new = {_pair(link): Known(now, link) for link in found}
     if not new:
         return
@@ -48,7 +48,7 @@ def keep(home: str, found: Iterable[LinkMeasured], now: float) -> None:
 
 
 def known(home: str, hosts: Collection[str]) -> tuple[float, tuple[LinkMeasured, ...]] | None:
-    """Between these: when the oldest of it was measured, and all of it. None: nothing is known."""
+    """Return the links between these hosts, and when the oldest was measured. None: nothing is known."""
     found = [one for one in _read(home) if one.link.one in hosts and one.link.other in hosts]
     if not found:
         return None
@@ -56,7 +56,7 @@ def known(home: str, hosts: Collection[str]) -> tuple[float, tuple[LinkMeasured,
 
 
 def _read(home: str) -> list[Known]:
-    """What cannot be read says nothing."""
+    """Return all stored links. An unreadable file counts as empty."""
     with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError), open(_path(home), "rb") as file:
         return _decoder.decode(file.read(_LARGEST))
     return []

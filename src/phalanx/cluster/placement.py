@@ -1,4 +1,4 @@
-"""Who goes where: a pure function from a Cluster to a seat for every rank."""
+"""Assigns ranks to slots. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.cluster.cluster import Cluster, Slot
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place in the world."""
+    """The node, local rank and slot of one rank."""
 
     rank: int
     node: int
@@ -20,7 +20,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Placement:
-    """The seats that are known here: all of them, or those of this node once everybody has joined."""
+    """The known seats: all, or those of this node after the rendezvous."""
 
     seats: tuple[Seat, ...]
     world_size: int
@@ -31,7 +31,7 @@ class Placement:
 
 
 def place(cluster: Cluster) -> Placement:
-    """Ranks run through the nodes in order, and through each node's slots in order."""
+    """Assign ranks to the nodes in order, and on each node to its slots in order."""
     seats: list[Seat] = []
     for node in cluster.nodes:
         for local_rank, slot in enumerate(node.slots):

@@ -1,4 +1,4 @@
-"""Which versions there are on this machine, without importing any of it."""
+"""The installed versions, without importing anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = re.compile(r"(torch|phalanx|nvidia-nccl.*)")
 
 
 def versions() -> dict[str, str]:
-    """Of everything that has to fit together across nodes; what is not there is not named."""
+    """Return the versions that must match across nodes."""
     found = {"phalanx": __version__, "python": platform.python_version()}
     there = dict(reversed(packages()))  # of what is there twice, the first is imported
     if "torch" in there:
@@ -26,9 +26,9 @@ def versions() -> dict[str, str]:
 
 
 def packages() -> list[tuple[str, str]]:
-    """torch, phalanx and NCCL as they are installed, with their versions, in the order of sys.path.
+    """Return torch, phalanx and NCCL packages with versions, in the order of sys.path.
 
-    By the names of their folders: to open the metadata of every package would take half a second.
+    By folder names: reading the metadata of all packages takes half a second.
     """
     found: list[tuple[str, str]] = []
     for folder in dict.fromkeys(sys.path):
@@ -47,7 +47,7 @@ def packages() -> list[tuple[str, str]]:
 
 
 def _otherwise(name: str) -> list[tuple[str, str]]:
-    """Installed in some other way, as from an egg."""
+    """Installed in another way, as from an egg."""
     from importlib import metadata
 
     try:

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver has reported to the kernel log about its GPUs."""
+"""Errors of the NVIDIA driver in the kernel log."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class XidLine:
 
 
 def read() -> tuple[XidLine, ...]:
-    """Nothing where the log is for root only."""
+    """Return the errors; empty if only root can read the log."""
     return tuple(find_xids(kernel_log(), time.clock_gettime(time.CLOCK_BOOTTIME)))
 
 
 def kernel_log(path: str = "/dev/kmsg") -> list[str]:
-    """All that is in the kernel log, where it may be read."""
+    """Return the kernel log, if it can be read."""
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -44,7 +44,7 @@ def kernel_log(path: str = "/dev/kmsg") -> list[str]:
 
 
 def find_xids(lines: Sequence[str], now: float) -> Iterator[XidLine]:
-    """From records of the kernel log; `now` is seconds since the machine started."""
+    """Yield the errors in records of the kernel log. `now`: seconds since boot."""
     for line in lines:
         match = re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:]+)[^)]*\): (\d+)", line)
         stamp = re.match(r"\d+,\d+,(\d+),", line)

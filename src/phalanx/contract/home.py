@@ -1,4 +1,4 @@
-"""Where phalanx keeps runs, warm fork servers, tokens and meetings of this user."""
+"""The folder of runs, warm fork servers, tokens and leader files of this user."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from phalanx.errors import LaunchError
 
 
 def home(environ: Mapping[str, str]) -> str:
-    """As `preferred`; if that state folder cannot be written, a folder of the user's own among the temporary files.
+    """Return `preferred`, or a private folder for temporary files if that cannot be written.
 
-    This is for containers: a read-only root, a user without a home. The folder is made here, so that it is safe.
+    For containers with a read-only root or a user without a home. The folder is created here, so that it is safe.
     """
     path = preferred(environ)
     return path if environ.get(HOME) or (os.path.isabs(path) and _can_be_made(path)) else _temporary()
 
 
 def preferred(environ: Mapping[str, str]) -> str:
-    """PHALANX_HOME, else the user's state folder. Nodes with a shared disk meet here."""
+    """Return PHALANX_HOME, or the user's state folder. Nodes with a shared disk find each other here."""
     given = environ.get(HOME)
     if given:
         return os.path.abspath(given)
@@ -31,12 +31,12 @@ def preferred(environ: Mapping[str, str]) -> str:
 
 
 def is_temporary(path: str) -> bool:
-    """Whether `home` had to fall back."""
+    """Return whether `home` had to use a temporary folder."""
     return os.path.basename(path) == _name()
 
 
 def _can_be_made(path: str) -> bool:
-    """Judged by what exists of it: nothing is written to find out."""
+    """Return whether a folder can be created, judged by what exists: nothing is written."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
@@ -47,7 +47,7 @@ def _name() -> str:
 
 
 def _temporary() -> str:
-    """The same in every terminal of this user, so its name can be guessed: another user may have taken it."""
+    """Return a folder whose name is the same in every terminal of this user, so another user may have taken it."""
     import tempfile
 
     path = os.path.join(tempfile.gettempdir(), _name())

@@ -14,7 +14,7 @@ _MOST = 1 << 20
 
 
 def encode(nodes: Sequence[Sequence[int]]) -> str:
-    """`nodes`: the ranks of each node, in the order of node ranks."""
+    """Return the ranks of each node, in the order of nodes, as text."""
     flat = [rank for ranks in nodes for rank in ranks]
     if flat != list(range(len(flat))):
         return "/".join(".".join(map(str, ranks)) for ranks in nodes)
@@ -23,7 +23,7 @@ def encode(nodes: Sequence[Sequence[int]]) -> str:
 
 
 def decode(text: str) -> tuple[tuple[int, ...], ...]:
-    """Raises ValueError for what `encode` never writes."""
+    """Return the ranks of each node. Raises ValueError for what `encode` never writes."""
     if not text:
         raise ValueError("it is empty")
     if "/" in text or "." in text:

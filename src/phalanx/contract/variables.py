@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's, name for name, so that any script finds what it looks for."""
+"""The environment of a worker. The names are torchrun's, so that scripts find what they look for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE_KEY = "PHALANX_PAGE_KEY"  # lets a browser in, or a Prometheus that looks a
 
 CHECKPOINTS = "PHALANX_CHECKPOINTS"  # their folder: `--checkpoints`
 CHECKPOINT_EVERY = "PHALANX_CHECKPOINT_EVERY"
-SNAPSHOT_EVERY = "PHALANX_SNAPSHOT_EVERY"  # the same, or one of OFF; not set: not told
+SNAPSHOT_EVERY = "PHALANX_SNAPSHOT_EVERY"  # the same, or one of OFF; not set: default
 OFF = ("off", "0")
 
 # Which interface a library is to use. Left to themselves, libraries ask what this machine's name resolves to.
@@ -33,13 +33,13 @@ THREADS = "OMP_NUM_THREADS"
 
 
 def for_cuda(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that CUDA reads when a process begins to use it."""
+    """Return the variables that CUDA reads when a process begins to use it."""
     return {name: value for name, value in environ.items() if name.startswith("CUDA_")}
 
 
 @dataclass(frozen=True)
 class WorkerVariables:
-    """Everything about one worker that its environment tells."""
+    """All that the environment says about a worker."""
 
     rank: int
     world_size: int
@@ -63,7 +63,7 @@ class WorkerVariables:
 
 
 def worker_environment(member: WorkerVariables, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make a process this worker. `inherited` is what it has beside them."""
+    """Return the variables of a worker. `inherited`: what it has besides."""
     return {
         **place(member),
         "ROLE_NAME": member.role,
@@ -83,7 +83,7 @@ def worker_environment(member: WorkerVariables, inherited: Mapping[str, str]) ->
 
 
 def place(member: WorkerVariables | Assignment) -> dict[str, str]:
-    """Where a worker stands: what changes when the group forms anew with others."""
+    """Return the variables of the rank, which change when the group changes."""
     return {
         "RANK": str(member.rank),
         "LOCAL_RANK": str(member.local_rank),

@@ -142,7 +142,7 @@ def turn_away(handler: web.RequestHandler) -> None:
 
 
 def make_room(members: int) -> None:
-    """Raise the limit of open files if members and strangers need more."""
+    """Raise the limit of open files if members and other callers need more."""
     needed = members + MOST + 3 * AT_ONCE + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

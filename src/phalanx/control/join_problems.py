@@ -19,7 +19,7 @@ Kind = Literal[
     "refused",
     "unreachable",
     "filtered",
-    "stranger",
+    "not-phalanx",
     "silent",
     "token",
     "run",
@@ -35,7 +35,7 @@ _NOBODYS = 9  # a port at which nobody answers
 ADDRESSES = 16  # of one name that are tried
 NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ENONET}
 # Of several addresses, the one that led furthest says most.
-TELLING: tuple[Kind, ...] = ("stranger", "silent", "refused", "filtered", "unreachable", "other")
+TELLING: tuple[Kind, ...] = ("not-phalanx", "silent", "refused", "filtered", "unreachable", "other")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> JoinProblem:
     plan:     "world size 4", "world size 6"
     version:  "torch 2.13.0", "torch 2.11.0"
     taken:    "node 2", the host that has it
-    devices:  what this node takes, and was to take: "3 workers", "4 workers"
+    devices:  what this node has, and what was expected: "3 workers", "4 workers"
     """
     mine, theirs, leader = _printable(mine), _printable(theirs), _printable(leader)
     node0 = f"node 0 ({leader})"
@@ -147,12 +147,12 @@ def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> JoinProblem:
             "give every node a --node-rank of its own; if the other is left from before, end it: phalanx stop",
         ),
         "devices": (
-            f"this node takes {mine}, and was to take {theirs}",
-            (f"{node0} was told so",),
+            f"this node has {mine}, but {theirs} were expected",
+            (f"{node0} was started that way",),
             "the same -g on every node, with the number of workers of each: -g 8,2; phalanx plan shows what is here",
         ),
     }
-    what, details, fix = words.get(kind, (f"{node0} does not let this node in", differ, ""))
+    what, details, fix = words.get(kind, (f"{node0} refuses this node", differ, ""))
     return JoinProblem(kind if kind in words else "other", what, details, fix, certain=True)
 
 
@@ -212,7 +212,7 @@ async def _try(target: JoinTarget, port: int, timeout: float, hello: bytes, expe
     if expected in answer:
         return None
     if answer:
-        return JoinProblem("stranger", f'{place}: answered "{_first_bytes(answer)}"')
+        return JoinProblem("not-phalanx", f'{place}: answered "{_first_bytes(answer)}"')
     return JoinProblem("silent", f"{place}: took the call, {end}")
 
 
@@ -299,7 +299,7 @@ def _most_telling(host: str, port: int, addresses: list[str], found: list[JoinPr
             f"a firewall drops it, or the machine is down: let TCP port {port} through to node 0,"
             " or use another: --master-port PORT",
         ),
-        "stranger": (
+        "not-phalanx": (
             f"what listens on {leader} port {port} is not phalanx",
             "choose another port for all nodes: --master-port PORT",
         ),

@@ -170,7 +170,7 @@ class Member:
                 problem = await self._diagnose(where)
             if problem.kind != same:
                 same, same_since = problem.kind, now
-            lasting = problem.kind in ("unresolved", "loopback", "stranger") and now - same_since > _SETTLED
+            lasting = problem.kind in ("unresolved", "loopback", "not-phalanx") and now - same_since > _SETTLED
             if (problem.certain and not wait_for_place) or lasting or now - start >= timeout:
                 await self._hang_up()
                 raise self._absent(problem, now - start)

@@ -306,7 +306,7 @@ class Over(Message, frozen=True, kw_only=True, tag="over"):
 
     attempt: Count
     failed: Count = 0
-    by_themselves: Count = 0  # of those, not because they were told to stop
+    by_themselves: Count = 0  # of those, not because they were stopped
     first: FailureReport | None = None  # the first cause among its own
     trouble: Text = ""  # it ended for a reason that is no worker's
     left: Text = ""  # processes that its workers left running, and what will be done about them

@@ -98,7 +98,7 @@ def _own(path: str) -> Token:
             return _read_file(path, fix=f"rm {_quoted(path)}   (the next run makes a new one), or {EXPORT}")
         except TokenError:
             # Another node may be writing it, where files have no second names; or a network file system
-            # does not yet show here what it has just told us that there is.
+            # does not show the new file yet.
             if complete or time.monotonic() > end:
                 raise
         time.sleep(0.02)
@@ -114,7 +114,7 @@ def _complete(path: str) -> bool:
 
 
 def _create(path: str, text: str) -> None:
-    """Make the file with all of its text, or leave the one that somebody else made first."""
+    """Create the file with its whole text, or keep the one that another process created first."""
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     part = f"{path}.{os.urandom(8).hex()}"
     _write(part, text)

@@ -134,7 +134,7 @@ SCENES = (
     TourScene("all_reduce_async", "begin, do something else, then wait", own(2), _sum(2)),
     TourScene("reduce_scatter", "each rank gets its piece of the sum: what FSDP does", own(0), _sum_of_column),
     TourScene("all_to_all", "each rank sends a piece to each: rows become columns", own(0), _column),
-    TourScene("barrier", "nobody goes on before the last has come", lambda r, w: [], holds=_waited, unit="ms"),
+    TourScene("barrier", "no rank continues before the last one has come", lambda r, w: [], holds=_waited, unit="ms"),
     TourScene(
         "broadcast_objects", "Python objects; pickled, so among friends only", _words, _of(lambda r, w: 1, _words)
     ),

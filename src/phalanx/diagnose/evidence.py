@@ -1,6 +1,6 @@
-"""What is known about a run that does not go on: of every node, every rank, its stacks and its collectives.
+"""What is known about a stalled run: nodes, ranks, stacks and collectives.
 
-It travels between nodes, and lies in the run folder afterwards: typed, as JSON.
+It is sent between nodes and stored in the run folder, as typed JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class ThreadStack(msgspec.Struct, frozen=True, kw_only=True):
-    """Frames as Python shows them in a dump: the innermost first."""
+    """The frames of a thread, the innermost first."""
 
     name: str
     frames: tuple[Frame, ...]
@@ -37,7 +37,7 @@ class ThreadStack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """A collective or a message between two ranks, as torch's flight recorder or the stack shows it."""
+    """A collective or a message between two ranks, from the flight recorder of torch or from the stack."""
 
     group: str  # its name
     seq: int  # collectives of a group are numbered; 0: nobody has counted it
@@ -57,7 +57,7 @@ class CallEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recorded collective was, apart from its number: a training loop repeats a few of them."""
+    """A recorded collective without its number. A training loop repeats a few of them."""
 
     op: str  # as the backend recorded it
     called: str = ""  # as the script called it, where the call site shows that
@@ -79,7 +79,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What the flight recorders of one rank have kept. Messages between two ranks are left out."""
+    """What the flight recorders of one rank have kept, without messages between two ranks."""
 
     sites: tuple[tuple[Frame, ...], ...] = ()  # the user's own frames, and those that show DDP; the innermost first
     signatures: tuple[Signature, ...] = ()
@@ -98,7 +98,7 @@ class GroupEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """What the kernel says."""
+    """What the kernel says about a process."""
 
     pid: int
     state: str  # R runs, S sleeps, D waits for a device, T stopped, t traced, Z dead
@@ -107,7 +107,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     swapped: int = 0  # bytes
     major_faults: float = 0.0  # pages read from disk, per second
     threads: int = 0
-    sockets: int = 0  # TCP connections that stand
+    sockets: int = 0  # open TCP connections
     unsent: int = 0  # bytes in them that no peer has taken
     read: float = 0.0  # bytes a second, of files and sockets
     written: float = 0.0
@@ -163,7 +163,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     gpu: Gpu | None = None
     ended: int | None = None  # exit code, or minus the signal
     note: str = ""  # what could not be had, and why
-    debugged: bool = False  # somebody has a debugger open in it
+    debugged: bool = False  # a debugger is attached
     store: str = ""  # host:port where it looks for the store, if that is not where the launcher has it
     given: str = ""  # likewise, host:port that the launcher has set
     hosts: bool = False  # rank 0 hosts that store: the script has unset TORCHELASTIC_USE_AGENT_STORE
@@ -191,7 +191,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[Rank, ...]
     nodes: tuple[NodeFacts, ...] = ()
     world_size: int = 0
-    limit: float = 30.0  # seconds after which a run counts as standing still: --stall-timeout
+    limit: float = 30.0  # seconds after which a run counts as state still: --stall-timeout
     finding: str = ""  # of the doctor, about the network between nodes
 
 

@@ -1,4 +1,4 @@
-"""What a stack means: the innermost frame of the user's own code, and what the library frames around it are doing."""
+"""What a stack means: the innermost frame of the user's code, and what the library frames around it do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAYS_NOTHING = frozenset({"__call__", "wrapper", "<module>", "<lambda>", "run",
 
 @dataclass(frozen=True)
 class Act:
-    """What a thread is doing. `shown`: a frame or the text of the line says so, and not only the kernel."""
+    """What a thread is doing. `shown`: a frame or the text of its line says so, not only the kernel."""
 
     what: What
     words: str  # waiting for a lock
@@ -126,14 +126,14 @@ _KERNEL = _patterns(
 
 
 def mine(frame: Frame) -> bool:
-    """The user's own code: no library, nothing frozen or generated, not phalanx."""
+    """Return whether a frame is user code: no library, nothing frozen or generated, not phalanx."""
     if frame.file.startswith("<"):
         return frame.file.startswith(_TYPED)
     return _THEIRS.search(frame.file.replace("\\", "/")) is None
 
 
 def own(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of the user's code."""
+    """Return the innermost frame of user code."""
     return next((frame for frame in frames if mine(frame)), None)
 
 
@@ -149,7 +149,7 @@ def main_frames(rank: Rank) -> tuple[Frame, ...]:
 
 
 def act(frames: Sequence[Frame], process: Process | None = None) -> Act:
-    """What the thread does: by its library frames, else by the text of its line, else by what the kernel says."""
+    """Return what a thread does, by its library frames, the text of its line, or the kernel."""
     found = NOTHING
     for frame in frames:
         if mine(frame):
@@ -167,13 +167,16 @@ def act(frames: Sequence[Frame], process: Process | None = None) -> Act:
 
 
 def reads_gpu(frames: Sequence[Frame]) -> Act | None:
-    """Of a rank with a GPU: its line takes a number from there, and waits for all that is queued before."""
+    """Return what a rank does whose line reads a value from the GPU: it waits for all queued kernels.
+
+    None: it does not.
+    """
     source = frames[0].source if frames and mine(frames[0]) else ""
     return Act("cuda", "waiting for the GPU") if _READS_GPU.search(source) else None
 
 
 def asleep(process: Process | None) -> Act:
-    """What the kernel says."""
+    """Return what the kernel says about a sleeping process."""
     if process is None:
         return NOTHING
     for pattern, what, words in _KERNEL:
@@ -201,14 +204,14 @@ def in_backward(frames: Sequence[Frame]) -> bool:
 
 
 def in_work(frames: Sequence[Frame]) -> bool:
-    """It waits for what a group of ours does: also where torch's C++ waits for it, in a backward pass."""
+    """Return whether the stack waits for a collective of a phalanx group, also inside the C++ of a backward pass."""
     return any(
         frame.file.replace("\\", "/").endswith(f"phalanx/{paths.WORK}") and frame.function == "wait" for frame in frames
     )
 
 
 def in_model(frames: Sequence[Frame]) -> bool:
-    """In the forward of a DistributedDataParallel."""
+    """Return whether the stack is in the forward pass of DistributedDataParallel."""
     return any(
         frame.file.replace("\\", "/").endswith("torch/nn/parallel/distributed.py") and frame.function != "__init__"
         for frame in frames
@@ -216,7 +219,7 @@ def in_model(frames: Sequence[Frame]) -> bool:
 
 
 def in_compiler(frames: Sequence[Frame]) -> bool:
-    """It compiles; merely importing the compiler is something else."""
+    """Return whether the stack compiles. Importing the compiler does not count."""
     inner = [frame.file.replace("\\", "/") for frame in frames]
     if any(file.startswith("<frozen importlib") for file in inner):
         return False

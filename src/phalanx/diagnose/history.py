@@ -1,7 +1,7 @@
-"""Where the ranks of a group first called different collectives, by all that their flight recorders still have.
+"""Finds the first different collective of a group, from what the flight recorders still have.
 
-NCCL does not compare what ranks call: a broadcast that meets an all_reduce gives wrong numbers, and the ranks go on.
-The hang comes later, or never. What was called under one number is compared here, whether it is over or not.
+NCCL does not compare what ranks call: a broadcast that meets an all_reduce gives wrong numbers, and the ranks continue.
+The hang comes later, or never. So calls with the same number are compared here, finished or not.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Difference:
 
 
 def logs(history: History) -> dict[tuple[str, str], dict[int, tuple[Item, ...]]]:
-    """By group and backend."""
+    """Return the recorded collectives by group and backend."""
     sites = (*history.sites, ())
     items = [Item(signature, sites[signature.site]) for signature in history.signatures]
     return {(each.group, each.backend): _log(each, items) for each in history.groups}
@@ -85,8 +85,11 @@ def _log(recorded: Recorded, items: Sequence[Item]) -> dict[int, tuple[Item, ...
 
 
 def first_difference(histories: Mapping[int, Log]) -> Difference | None:
-    """Of one group: its ranks, and what each has recorded. Under each number those are compared that have it: a rank
-    that has not come to it yet does not differ, nor does one whose older records are overwritten."""
+    """Return the first difference in one group.
+
+    Only ranks that have a record for a number are compared: a rank that is not there yet does not differ, nor does
+    one whose older records are overwritten.
+    """
     known = {rank: log for rank, log in sorted(histories.items()) if log}
     if len(known) < 2:
         return None
@@ -113,7 +116,7 @@ def first_difference(histories: Mapping[int, Log]) -> Difference | None:
 
 
 def _key(item: Item) -> _Key:
-    """What all ranks have to agree on; None: not known, or it may differ."""
+    """Return what all ranks must agree on. None: unknown, or it may differ."""
     signature = item.signature
     dtype = signature.dtypes[0] if signature.dtypes else None
     return signature.op, _size(signature), dtype, signature.reduction or None, signature.root
@@ -131,7 +134,7 @@ def _size(signature: Signature) -> int | None:
 def _sides(
     by_key: dict[_Key, list[int]], here: Mapping[int, tuple[Item, ...]], unfinished: set[int]
 ) -> list[HistorySide]:
-    """A rank in the middle of a coalesced block has only its first collectives recorded."""
+    """Group ranks by what they called. A rank inside a coalesced block has recorded only its first collectives."""
     longest = max(len(items) for items in here.values())
     begun = [len(items) for rank, items in here.items() if rank in unfinished and len(items) < longest]
     shown = min(begun, default=longest)
@@ -163,8 +166,10 @@ def _part(sides: Sequence[HistorySide]) -> int:
 
 
 def shift(odd: Log, rest: Log, seq: int) -> Shift:
-    """How the collectives go on after a difference: the odd ones called another collective in its place, one more, or
-    one less. Empty: nothing follows, or several of these fit, as in a loop of one collective."""
+    """Return how the collectives continue after a difference: replaced, one more, or one less.
+
+    Empty: nothing follows, or several of these fit, as in a loop with one collective.
+    """
     fits = [name for name, mine, theirs in _SHIFTS if _fits(odd, seq + mine, rest, seq + theirs)]
     return fits[0] if len(fits) == 1 else ""
 
@@ -179,7 +184,7 @@ def _fits(odd: Log, mine: int, rest: Log, theirs: int) -> bool:
 
 
 def _alike(one: tuple[Item, ...], other: tuple[Item, ...]) -> bool:
-    """The same collective, called at the same place where that is known."""
+    """Return whether two items are the same collective at the same place."""
     if not _compatible(tuple(map(_key, one)), tuple(map(_key, other))):
         return False
     a, b = frames.own(one[0].site), frames.own(other[0].site)

@@ -17,7 +17,7 @@ from phalanx.diagnose.evidence import Phase
 from phalanx.diagnose.rank_state import LONGER, UNHEARD
 
 STALL_AFTER = 30.0
-AGAIN = 600.0  # seconds after which a stall that lasts is told again
+AGAIN = 600.0  # seconds after which a lasting stall is reported again
 _SEVERAL = 5.0  # usual steps
 _ALL = 2.0  # usual steps, if all wait: a step may consist of little else
 _ASLEEP = 10.0  # seconds between two looks: it was we who stood still, by Ctrl-Z or with the whole machine
@@ -57,7 +57,7 @@ class Alarm:
 
 @dataclass
 class _Past:
-    """Of one rank."""
+    """What is remembered of one rank."""
 
     mark: tuple[int, int, int]
     moved: float  # when it last finished a step, a batch or a collective
@@ -69,7 +69,7 @@ class _Past:
 
 @dataclass
 class ProgressWatch:
-    """`see` is called about once a second, with all ranks that run."""
+    """Detects stalls. Call `see` about once per second with all running ranks."""
 
     stall_timeout: float = STALL_AFTER
     _past: dict[int, _Past] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class ProgressWatch:
         if debugged:
             return None
         if self._alarm is not None:
-            return self._standing(self._alarm, now)
+            return self._ongoing(self._alarm, now)
         self._alarm = self._judge(alive, alone=len(readings) < 2)
         self._told = now
         if self._alarm is not None:
@@ -103,7 +103,7 @@ class ProgressWatch:
 
     def _remember(self, alive: list[Reading]) -> None:
         here = {each.rank for each in alive}
-        if here != set(self._past):  # somebody has come or gone: a new company has its full time, unless it hangs
+        if here != set(self._past):  # ranks were added or removed: the time starts again, unless they hang
             old, self._past = self._past, {}
             for each in alive:
                 if each.rank in old:
@@ -121,8 +121,8 @@ class ProgressWatch:
             if each.busy or each.works or each.state == "R":
                 past.worked = each.time
 
-    def _standing(self, alarm: Alarm, now: float) -> Alarm | None:
-        """There has been one: has it ended, or is it time to say it again?"""
+    def _ongoing(self, alarm: Alarm, now: float) -> Alarm | None:
+        """Return an alarm if the current stall is over, or is to be repeated."""
         if any(rank not in self._past for rank in alarm.ranks):
             self._past = {}
         if (
@@ -161,7 +161,7 @@ class ProgressWatch:
         return Alarm("stall", ranks, max(self._past[rank].moved for rank in ranks), limit, proven, others)
 
     def _moved(self, rank: int) -> bool:
-        """Since the alarm."""
+        """Return whether there was progress since the alarm."""
         return rank in self._past and self._past[rank].moved > self._marks[rank]
 
     def _still(self, reading: Reading) -> float:

@@ -1,4 +1,4 @@
-"""Where each rank stands: the place, what it does there, the collective that it waits in, and for whom."""
+"""The state of each rank: where it is, what it does, which collective it waits in, and for whom."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RankState:
 
     @property
     def unseen(self) -> bool:
-        """There is nothing to judge it by."""
+        """Whether there is no evidence about it."""
         return not (self.rank.threads or self.rank.process or self.rank.calls or self.gone)
 
     @property
@@ -78,17 +78,17 @@ class RankState:
 
     @property
     def works(self) -> bool:
-        """It computes, be it only now and then."""
+        """Whether it computes, at least now and then."""
         return self.rank.busy or self.spins or self.cpu >= COMPUTES
 
     @property
     def held(self) -> bool:
-        """Python's lock is: the process gives no sign, and is not stopped."""
+        """Whether Python's lock is held: the process does not answer and is not stopped."""
         return self.rank.silent >= UNHEARD and not (self.gone or self.stopped) and self.rank.process is not None
 
     @cached_property
     def long(self) -> str:
-        """What it does, if that may take its time: compile, checkpoint, import."""
+        """What it does, if that may take long: compile, checkpoint, import."""
         if self.rank.phase in _LONG:
             return self.rank.phase
         for phase, test in (("checkpoint", frames.in_checkpoint), ("compile", frames.in_compiler)):
@@ -98,7 +98,7 @@ class RankState:
 
     @property
     def moves(self) -> bool:
-        """It is slow, and not stuck: it computes at ever other places, or reads and writes."""
+        """Whether it is slow but not stuck: it computes at changing places, or does I/O."""
         process = self.rank.process
         if self.rank.busy or self.long in ("compile", "import"):  # others may compile for it
             return True
@@ -112,21 +112,21 @@ class RankState:
 
     @property
     def proceeds(self) -> bool:
-        """It compiles, or has a checkpoint in hand, and the kernel sees it do so: that ends, however long it takes."""
+        """Whether it compiles or writes a checkpoint, and the kernel confirms it."""
         if self.long == "compile":
             return self.works or self._others_work
         return self.long == "checkpoint" and self.moves
 
     @property
     def _others_work(self) -> bool:
-        """What it has started computes, and none of it is dead."""
+        """Whether its child processes compute and none of them is dead."""
         children = self.rank.process.children if self.rank.process is not None else ()
         states = {word for child in children for word in child.split()[1:2]}
         return "R" in states and not states & {"Z", "X"}
 
     @property
     def bucket(self) -> bool:
-        """The collective is one of DDP's, called from the backward pass."""
+        """Whether the collective is called by DDP in the backward pass."""
         return self.call is not None and bucket(self.call, self.frames)
 
 
@@ -135,19 +135,19 @@ def bucket(call: CallEvidence, stack: tuple[Frame, ...] = ()) -> bool:
     return call.op.startswith("all_reduce") and frames.in_backward(call.site or stack)
 
 
-def site(standing: RankState, call: CallEvidence) -> Frame | None:
-    """Where a call was made, in the user's code."""
+def site(state: RankState, call: CallEvidence) -> Frame | None:
+    """Return where a call was made in user code."""
     found = frames.own(call.site)
-    return found if found is not None or call is not standing.call else standing.place
+    return found if found is not None or call is not state.call else state.place
 
 
-def trail(standing: RankState, call: CallEvidence) -> tuple[Frame, ...]:
-    """All of the user's frames of a call, the innermost first."""
-    stack = call.site or (standing.frames if call is standing.call else ())
+def trail(state: RankState, call: CallEvidence) -> tuple[Frame, ...]:
+    """Return all user frames of a call, the innermost first."""
+    stack = call.site or (state.frames if call is state.call else ())
     return tuple(frame for frame in stack if frames.mine(frame))
 
 
-def stand(evidence: Evidence, rank: Rank) -> RankState:
+def state_of(evidence: Evidence, rank: Rank) -> RankState:
     """Return the state of a rank."""
     stack = frames.main_frames(rank)
     act = frames.act(stack, rank.process)
@@ -160,9 +160,9 @@ def stand(evidence: Evidence, rank: Rank) -> RankState:
     return RankState(rank, act, place, _waits_in(bare), stuck)
 
 
-def _waits_in(standing: RankState) -> CallEvidence | None:
-    rank, act, stack = standing.rank, standing.act, standing.frames
-    if standing.gone or standing.stopped or rank.busy or (standing.held and standing.cpu >= SPINS):
+def _waits_in(state: RankState) -> CallEvidence | None:
+    rank, act, stack = state.rank, state.act, state.frames
+    if state.gone or state.stopped or rank.busy or (state.held and state.cpu >= SPINS):
         return None
     if frames.in_data(stack) and act.what not in ("collective", "message"):
         return None
@@ -181,14 +181,16 @@ def _waits_in(standing: RankState) -> CallEvidence | None:
     if "nccl" in backend(rank, undone[-1].group):
         return next(iter(_queued(rank)), None) if unstarted(rank) is None else None
     # A wait for gloo sleeps in a lock. What computes, or sleeps elsewhere, has merely left it under way.
-    if standing.spins or act.what not in ("nothing", "lock", "backward", "cuda"):
+    if state.spins or act.what not in ("nothing", "lock", "backward", "cuda"):
         return None
     return undone[-1]
 
 
 def _queued(rank: Rank) -> list[CallEvidence]:
-    """NCCL does them in the order of their calls: the process runs ahead, and its GPU is in the first that is not over.
-    Of several messages that are called as one torch does not write down that they are over."""
+    """Return the first unfinished call: NCCL runs calls in order, and the process runs ahead of its GPU.
+
+    torch does not record the end of messages that are called as one batch.
+    """
     found: list[CallEvidence] = []
     for call in rank.calls:
         if call.done:
@@ -199,14 +201,16 @@ def _queued(rank: Rank) -> list[CallEvidence]:
 
 
 def unstarted(rank: Rank) -> CallEvidence | None:
-    """The first collective in the queue of its GPU, if its kernel has not even started: what lies before it does not
-    end. Only known where torch records when kernels start."""
+    """Return the first collective in the GPU queue if its kernel has not started.
+
+    Known only if torch records when kernels start.
+    """
     head = next(iter(_queued(rank)), None)
     return head if head is not None and head.seq > 0 and head.started is False else None
 
 
 def _seen(rank: Rank, act: Act) -> CallEvidence:
-    """From the stack alone: nobody has recorded it."""
+    """Return the call that the stack alone shows."""
     group = rank.groups[0] if rank.groups else None
     op = act.name.removeprefix("i") if act.what == "message" else act.name
     return CallEvidence(group=group.name if group else "", seq=0, op=op or "a collective")
@@ -222,15 +226,15 @@ class Field:
     """All ranks, and who waits for whom."""
 
     evidence: Evidence
-    standings: dict[int, RankState]
-    awaits: dict[int, frozenset[int]] = field(default_factory=dict)  # of those who wait: whoever has not come
+    states: dict[int, RankState]
+    awaits: dict[int, frozenset[int]] = field(default_factory=dict)  # waiting rank -> ranks that have not come
 
     def of(self, ranks: Iterable[int]) -> list[RankState]:
         """Return the states of these ranks, in order."""
-        return [self.standings[rank] for rank in sorted(ranks) if rank in self.standings]
+        return [self.states[rank] for rank in sorted(ranks) if rank in self.states]
 
     def waiting_for(self, ranks: Iterable[int]) -> list[int]:
-        """Who waits for them, directly or through others."""
+        """Return who waits for these ranks, directly or through others."""
         reached = set(ranks)
         found: set[int] = set()
         while True:
@@ -241,7 +245,7 @@ class Field:
             reached |= more
 
     def wait_for(self, ranks: Sequence[int]) -> str:
-        """; the other 3 wait for it in all_reduce #214 (DDP bucket 1, 6.5 MB)"""
+        """Return e.g. "; the other 3 wait for it in all_reduce #214 (DDP bucket 1, 6.5 MB)"."""
         waiting = self.of(self.waiting_for(ranks))
         if not waiting:
             return ""
@@ -255,7 +259,7 @@ class Field:
 
 
 def timed(evidence: Evidence) -> Evidence:
-    """That a kernel has not started says something only where that of another rank has."""
+    """Drop kernel start times unless the kernel of another rank has started."""
     started = {_place(call) for rank in evidence.ranks for call in rank.calls if call.started}
     if all(call.started is not False or _place(call) in started for rank in evidence.ranks for call in rank.calls):
         return evidence
@@ -277,77 +281,77 @@ def _untimed(call: CallEvidence) -> CallEvidence:
 def survey(evidence: Evidence) -> Field:
     """Return the states of all ranks, and who waits for whom."""
     evidence = timed(evidence)
-    standings = {rank.rank: stand(evidence, rank) for rank in evidence.ranks}
+    states = {rank.rank: state_of(evidence, rank) for rank in evidence.ranks}
     awaits: dict[int, frozenset[int]] = {}
     memo: _Memo = {}  # most ranks wait in the same one
-    for standing in standings.values():
-        missing = _missing(standing, standings, evidence, memo)
+    for state in states.values():
+        missing = _missing(state, states, evidence, memo)
         if missing is not None:
-            awaits[standing.number] = missing - {standing.number}
-    return Field(evidence, standings, awaits)
+            awaits[state.number] = missing - {state.number}
+    return Field(evidence, states, awaits)
 
 
 def _missing(
-    standing: RankState,
-    standings: dict[int, RankState],
+    state: RankState,
+    states: dict[int, RankState],
     evidence: Evidence,
     memo: _Memo,
 ) -> frozenset[int] | None:
-    call = standing.call
-    if not standing.stuck:  # however slow its steps are, who is stopped does not come
+    call = state.call
+    if not state.stuck:  # however slow its steps are, who is stopped does not come
         if call is None or call.op in ("send", "recv"):
             return None
-        members = members_of(standing, standings)
-        return frozenset(rank for rank in members if standings[rank].stopped) or None
+        members = members_of(state, states)
+        return frozenset(rank for rank in members if states[rank].stopped) or None
     if call is None:
-        if standing.act.what not in MEETINGS or standing.gone or standing.stopped:
+        if state.act.what not in MEETINGS or state.gone or state.stopped:
             return None
-        everybody = set(standings) | set(range(evidence.world_size))
+        everybody = set(states) | set(range(evidence.world_size))
         here = {
             each.number
-            for each in standings.values()
-            if each.act.what == standing.act.what and not (each.gone or each.stopped)
+            for each in states.values()
+            if each.act.what == state.act.what and not (each.gone or each.stopped)
         }
-        past = {each.number for each in standings.values() if each.act.what != "join" and each.rank.groups}
-        if standing.act.what == "join" and past:  # who has a group has joined
+        past = {each.number for each in states.values() if each.act.what != "join" and each.rank.groups}
+        if state.act.what == "join" and past:  # who has a group has joined
             return frozenset(everybody - here - past) or None
         return frozenset(everybody - here)
     if call.op in ("send", "recv"):
-        peer = standings.get(call.peer) if call.peer is not None else None
-        return frozenset() if peer is None or meet(standing, peer) else frozenset({peer.number})
-    members = members_of(standing, standings)
+        peer = states.get(call.peer) if call.peer is not None else None
+        return frozenset() if peer is None or meet(state, peer) else frozenset({peer.number})
+    members = members_of(state, states)
     key = (call.group, call.seq, f"{'' if call.seq > 0 else call.op} {call.started}", members)
     if key not in memo:
-        memo[key] = frozenset(rank for rank in members if _absent(standings[rank], call))
+        memo[key] = frozenset(rank for rank in members if _absent(states[rank], call))
     return memo[key]
 
 
-def members_of(standing: RankState, standings: dict[int, RankState]) -> frozenset[int]:
-    """Those who belong to the group of its call."""
-    call = standing.call
-    group = next((each for each in standing.rank.groups if call is not None and each.name == call.group), None)
-    return frozenset(standings) & frozenset(group.ranks) if group is not None and group.ranks else frozenset(standings)
+def members_of(state: RankState, states: dict[int, RankState]) -> frozenset[int]:
+    """Return the ranks of the group of a call."""
+    call = state.call
+    group = next((each for each in state.rank.groups if call is not None and each.name == call.group), None)
+    return frozenset(states) & frozenset(group.ranks) if group is not None and group.ranks else frozenset(states)
 
 
-def _absent(standing: RankState, call: CallEvidence) -> bool:
-    if standing.stopped or standing.gone:  # what it has called, it cannot go on with
-        return not any(each.done and (each.group, each.seq) == (call.group, call.seq) for each in standing.rank.calls)
+def _absent(state: RankState, call: CallEvidence) -> bool:
+    if state.stopped or state.gone:  # what it has called, it cannot go on with
+        return not any(each.done and (each.group, each.seq) == (call.group, call.seq) for each in state.rank.calls)
     if call.seq > 0:
-        reached = newest(standing.rank, call.group)
+        reached = newest(state.rank, call.group)
         if reached is not None:
-            return reached < call.seq or (bool(call.started) and _not_started(standing.rank, call))
-    own = standing.call
+            return reached < call.seq or (bool(call.started) and _not_started(state.rank, call))
+    own = state.call
     return own is None or own.group != call.group or (call.seq <= 0 and own.op != call.op)
 
 
 def _not_started(rank: Rank, call: CallEvidence) -> bool:
-    """Its GPU has not come to the collective that the GPUs of others are in."""
+    """Return whether its GPU has not reached the collective that other GPUs are in."""
     head = unstarted(rank)
     return head is not None and (head.group, head.backend) == (call.group, call.backend) and head.seq <= call.seq
 
 
 def newest(rank: Rank, name: str) -> int | None:
-    """The number of the newest collective that it has called in a group."""
+    """Return the number of the newest collective that a rank has called in a group."""
     group: GroupEvidence | None = next((each for each in rank.groups if each.name == name), None)
     called = [call.seq for call in rank.calls if call.group == name and call.seq > 0]
     if group is not None and group.enqueued >= 0:
@@ -356,7 +360,7 @@ def newest(rank: Rank, name: str) -> int | None:
 
 
 def meet(one: RankState, other: RankState) -> bool:
-    """A send and the receive that it is meant for."""
+    """Return whether two calls are a send and its receive."""
     a, b = one.call, other.call
     if a is None or b is None or {a.op, b.op} != {"send", "recv"}:
         return False
@@ -365,46 +369,46 @@ def meet(one: RankState, other: RankState) -> bool:
     return a.tag is None or b.tag is None or a.tag == b.tag
 
 
-def described(standing: RankState) -> str:
-    """all_reduce #214 (DDP, 6.5 MB) at train.py:52"""
-    call = standing.call
+def described(state: RankState) -> str:
+    """Return e.g. "all_reduce #214 (DDP, 6.5 MB) at train.py:52"."""
+    call = state.call
     if call is None:
-        if standing.act.what in MEETINGS:
-            name = "init_process_group" if standing.act.what == "join" else "new_group"
-            return f"{name}{words.at(standing.place)}"
-        if standing.act.what == "leaving":
-            name = "destroy_process_group" if standing.act.name == "destroy_process_group" else "the end of its script"
-            return f"{name}{words.at(standing.place)}"
-        if not standing.act.words and standing.place is not None and not standing.works:
-            return words.at(standing.place).strip()
-        return f"{standing.act.words or 'at work'}{words.at(standing.place)}"
+        if state.act.what in MEETINGS:
+            name = "init_process_group" if state.act.what == "join" else "new_group"
+            return f"{name}{words.at(state.place)}"
+        if state.act.what == "leaving":
+            name = "destroy_process_group" if state.act.name == "destroy_process_group" else "the end of its script"
+            return f"{name}{words.at(state.place)}"
+        if not state.act.words and state.place is not None and not state.works:
+            return words.at(state.place).strip()
+        return f"{state.act.words or 'at work'}{words.at(state.place)}"
     if call.op in ("send", "recv"):
         peer = "" if call.peer is None else f" {'to' if call.op == 'send' else 'from'} rank {call.peer}"
         tag = f" (tag {call.tag})" if call.tag else ""
-        return f"{call.op}{peer}{tag}{words.at(site(standing, call))}"
-    return f"{named(standing, call)}{words.at(site(standing, call))}"
+        return f"{call.op}{peer}{tag}{words.at(site(state, call))}"
+    return f"{named(state, call)}{words.at(site(state, call))}"
 
 
-def being(standing: RankState) -> str:
-    """in all_reduce #214 at train.py:52; sleeping at train.py:33"""
-    inside = standing.call is not None or standing.act.what in (*MEETINGS, "leaving")
-    return f"{'in ' if inside else ''}{described(standing)}"
+def being(state: RankState) -> str:
+    """Return e.g. "in all_reduce #214 at train.py:52" or "sleeping at train.py:33"."""
+    inside = state.call is not None or state.act.what in (*MEETINGS, "leaving")
+    return f"{'in ' if inside else ''}{described(state)}"
 
 
-def named(standing: RankState, call: CallEvidence) -> str:
-    """all_reduce #214 (DDP bucket 1, 6.5 MB)"""
+def named(state: RankState, call: CallEvidence) -> str:
+    """Return e.g. "all_reduce #214 (DDP bucket 1, 6.5 MB)"."""
     about = []
-    if bucket(call, standing.frames if call is standing.call else ()):
-        number = _bucket_number(standing, call)
+    if bucket(call, state.frames if call is state.call else ()):
+        number = _bucket_number(state, call)
         about.append("DDP" if number is None else f"DDP bucket {number}")
     if words.size(call):
         about.append(words.quantity(words.size(call)))
     return words.numbered(call) + (f" ({', '.join(about)})" if about else "")
 
 
-def _bucket_number(standing: RankState, call: CallEvidence) -> int | None:
-    """Since the last collective that was none, where a shape that comes again does not show an earlier step."""
-    before = [each for each in standing.rank.calls if each.group == call.group and each.seq < call.seq]
+def _bucket_number(state: RankState, call: CallEvidence) -> int | None:
+    """Return the number of the bucket since the last collective that was none."""
+    before = [each for each in state.rank.calls if each.group == call.group and each.seq < call.seq]
     seen = {call.shapes}
     for count, each in enumerate(reversed(before)):
         if not bucket(each):

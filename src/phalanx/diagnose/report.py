@@ -1,4 +1,4 @@
-"""A diagnosis for people, and for programs: the verdicts, who stands where, how to see more."""
+"""A diagnosis for people and for programs: verdicts, what all ranks do, how to see more."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from phalanx.contract import encoding
 from phalanx.diagnose import words
 from phalanx.diagnose.diagnosis import remarks
 from phalanx.diagnose.evidence import Evidence, Frame
-from phalanx.diagnose.rank_state import RankState, being, described, stand, timed
+from phalanx.diagnose.rank_state import RankState, being, described, state_of, timed
 from phalanx.diagnose.verdict import Verdict
 
 MORE = "phalanx why --stacks shows all stacks; phalanx attach RANK opens a debugger in one"
 
 
 class ReportPlace(msgspec.Struct, frozen=True):
-    """Ranks that stand at the same place."""
+    """Ranks at the same place."""
 
     ranks: tuple[int, ...]
     what: str  # all_reduce #214 at train.py:52
@@ -26,12 +26,12 @@ class ReportPlace(msgspec.Struct, frozen=True):
 
 
 def places(evidence: Evidence) -> list[ReportPlace]:
-    """The smallest group first: who is alone somewhere is more interesting."""
+    """Return ranks by place, the smallest group first: a rank that is alone is more interesting."""
     evidence = timed(evidence)
     together: dict[str, list[RankState]] = {}
     for rank in evidence.ranks:
-        standing = stand(evidence, rank)
-        together.setdefault(_what(standing), []).append(standing)
+        state = state_of(evidence, rank)
+        together.setdefault(_what(state), []).append(state)
     found = [
         ReportPlace(tuple(sorted(each.number for each in group)), what, group[0].place)
         for what, group in together.items()
@@ -39,19 +39,19 @@ def places(evidence: Evidence) -> list[ReportPlace]:
     return sorted(found, key=lambda place: (len(place.ranks), place.ranks))
 
 
-def _what(standing: RankState) -> str:
-    rank, process = standing.rank, standing.rank.process
+def _what(state: RankState) -> str:
+    rank, process = state.rank, state.rank.process
     if rank.ended is not None:
         return words.exit_text(rank.ended)
-    if standing.unseen:
+    if state.unseen:
         return rank.note or "gives no sign of itself"
-    state = {"T": "stopped ", "t": "held by a tracer ", "Z": "dead "}.get(process.state if process else "", "")
+    process_state = {"T": "stopped ", "t": "held by a tracer ", "Z": "dead "}.get(process.state if process else "", "")
     debugged = "in a debugger, " if rank.debugged else ""
-    blank = standing.call is None and not standing.act.words and standing.place is None
-    doing = f"in {rank.phase}" if blank and state else rank.phase if blank else described(standing)
-    if state and not blank:
-        doing = being(standing)
-    return f"{state}{debugged}{doing}"
+    blank = state.call is None and not state.act.words and state.place is None
+    doing = f"in {rank.phase}" if blank and process_state else rank.phase if blank else described(state)
+    if process_state and not blank:
+        doing = being(state)
+    return f"{process_state}{debugged}{doing}"
 
 
 def text(evidence: Evidence, verdicts: Sequence[Verdict], more: str = MORE) -> str:
@@ -70,7 +70,7 @@ def text(evidence: Evidence, verdicts: Sequence[Verdict], more: str = MORE) -> s
     if not evidence.ranks:
         return "no rank runs now: they are about to be started, or have ended"
     still = f", {words.duration(evidence.waited)} without progress" if evidence.waited >= 1 else ""
-    lines += ["", f"where they stand{still}:"]
+    lines += ["", f"what all ranks are doing{still}:"]
     lines += [f"  {words.who(place.ranks)}: {place.what}" for place in places(evidence)]
     lines += [
         f"  rank {rank.rank}: {rank.note}" for rank in evidence.ranks if rank.note and (rank.threads or rank.calls)
@@ -81,7 +81,7 @@ def text(evidence: Evidence, verdicts: Sequence[Verdict], more: str = MORE) -> s
 
 
 def as_json(evidence: Evidence, verdicts: Sequence[Verdict]) -> bytes:
-    """Everything: verdicts, remarks, places, and the evidence itself."""
+    """Return everything: verdicts, remarks, places and the evidence."""
     content: dict[str, Any] = {
         "verdicts": list(verdicts),
         "remarks": remarks(evidence),

@@ -1,4 +1,4 @@
-"""What the text of a file says about a line: the line itself, the loop and the question for the rank around it."""
+"""What the source says about a line: its text, and the loop and the condition on the rank around it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 60  # characters of a condition in a sentence
 
 
 def annotate(frame: Frame, text: str) -> Frame:
-    """The frame with what can be read in its file; as it was, where the file is not what ran."""
+    """Return the frame with what its file says; unchanged if the file is not what ran."""
     lines = text.splitlines()
     if not 0 < frame.line <= len(lines):
         return frame
@@ -25,7 +25,7 @@ def annotate(frame: Frame, text: str) -> Frame:
 
 @lru_cache(16)
 def _tree(text: str) -> ast.AST | None:
-    """One file has many lines that are asked for."""
+    """Return the parsed file, cached."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What is wrong, in words: who, where, why, what shows it, what to do."""
+"""Why a run is stalled: who, where, why, what shows it, what to do."""
 
 from __future__ import annotations
 

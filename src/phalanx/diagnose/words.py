@@ -1,4 +1,4 @@
-"""How ranks, places, sizes and collectives are written in a sentence."""
+"""Ranks, places, sizes and collectives as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTES = {
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """0, 1, 3-7"""
+    """Return e.g. "0, 1, 3-7"."""
     ordered = sorted(set(ranks))
     parts: list[str] = []
     start = 0
@@ -31,7 +31,7 @@ def numbers(ranks: Iterable[int]) -> str:
 
 
 def who(ranks: Iterable[int]) -> str:
-    """rank 3; ranks 0, 1, 3-7"""
+    """Return e.g. "rank 3" or "ranks 0, 1, 3-7"."""
     named = set(ranks)
     return f"rank{'' if len(named) == 1 else 's'} {numbers(named)}"
 
@@ -42,7 +42,7 @@ def verb(ranks: Iterable[int], one: str, several: str) -> str:
 
 
 def others(ranks: Iterable[int], evidence: Evidence, besides: Iterable[int]) -> str:
-    """the other 3; or their numbers, if those are not all"""
+    """Return "the other 3", or their numbers if those are not all."""
     named, everybody = set(ranks), {rank.rank for rank in evidence.ranks}
     if named and named == everybody - set(besides):
         return f"the other {len(named)}" if len(named) > 1 else f"the other one ({who(named)})"
@@ -56,7 +56,7 @@ def file(path: str) -> str:
 
 
 def place(frame: Frame | None) -> str:
-    """dataset.py:41 in __getitem__"""
+    """Return e.g. "dataset.py:41 in __getitem__"."""
     if frame is None:
         return ""
     inside = "" if frame.function in ("", "<module>") else f" in {frame.function}"
@@ -69,7 +69,7 @@ def at(frame: Frame | None) -> str:
 
 
 def inside(frame: Frame | None) -> str:
-    """inside `if rank == 0` at train.py:88"""
+    """Return e.g. " inside `if rank == 0` at train.py:88"."""
     if frame is None:
         return ""
     return f"{f' inside `{frame.guard}`' if frame.guard else ''} at {place(frame)}"
@@ -102,7 +102,7 @@ def elements(shape: tuple[tuple[int, ...], ...]) -> int:
 
 
 def size(call: CallEvidence) -> int:
-    """Bytes; 0: not known."""
+    """Return the bytes of a call; 0: unknown."""
     if not call.dtypes or not call.shapes:
         return 0
     return elements(call.shapes) * _BYTES.get(call.dtypes[0].removeprefix("torch."), 0)

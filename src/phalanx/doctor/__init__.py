@@ -1,1 +1,1 @@
-"""What is wrong with a machine, or between machines: one check a file, each reads facts and judges them apart."""
+"""What is wrong with a machine, or between machines. Each check reads facts and judges them separately."""

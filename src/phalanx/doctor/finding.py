@@ -1,4 +1,4 @@
-"""What a check says: fact, cause, fix, and how bad it is."""
+"""The result of a check: fact, cause, fix, and level."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
 
 @dataclass(frozen=True)
 class Finding:
-    """Green: as it should be. Yellow: works, but slowly, or not in every case. Red: a run would fail."""
+    """Green: fine. Yellow: works, but slowly or not always. Red: a run would fail."""
 
     check: str
     level: Level

@@ -1,4 +1,4 @@
-"""Measures what torch makes of the network: send and receive between pairs, and all_reduce."""
+"""Measures the network with torch: send and receive between pairs, and all_reduce."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def open_group(store: Any, rank: int, size: int, limit: float) -> None:
 def measure_pairs(
     rank: int, names: Sequence[str], machines: Sequence[str], rounds: Sequence[Sequence[tuple[int, int]]]
 ) -> list[HostPair]:
-    """Those in which this rank is the first; every rank must call it.
+    """Measure the pairs in which this rank is the first. Every rank must call it.
 
-    What looks bad is measured again and the best counts: a machine that is busy for a moment is no bad cable.
+    Bad results are measured again and the best counts: a machine may be busy for a moment.
     """
     budget = min(0.3, max(0.05, 10 / max(1, len(rounds))))
     best = torch.zeros(len(names), len(names), 3, dtype=torch.float64)  # latency, there, back
@@ -80,7 +80,7 @@ def _measure(rank: int, rounds: Sequence[Sequence[tuple[int, int]]], budget: flo
 
 
 def _ping(peer: int) -> float:
-    """Half of a round trip, one of the quickest of many: the others tell how busy the machines are."""
+    """Return half of a round trip, one of the quickest of many."""
     note = torch.zeros(1)
     times = []
     for _ in range(_PINGS):
@@ -99,7 +99,7 @@ def _pong(peer: int) -> None:
 
 
 def _send(peer: int, budget: float) -> float:
-    """Bytes a second. The first chunk tells how many more fit into the time."""
+    """Return bytes per second. The first chunk determines how many more fit into the time."""
     chunk = torch.zeros(_CHUNK, dtype=torch.uint8)
     count = torch.zeros(1, dtype=torch.int64)
     began = time.perf_counter()
@@ -128,10 +128,10 @@ def _receive(peer: int) -> None:
 
 
 def _rate(peer: int) -> float:
-    """What the peer measured when it sent."""
-    told = torch.zeros(1, dtype=torch.float64)
-    dist.recv(told, peer)
-    return float(told[0])
+    """Return what the peer measured when it sent."""
+    received = torch.zeros(1, dtype=torch.float64)
+    dist.recv(received, peer)
+    return float(received[0])
 
 
 def all_reduce(rank: int, size: int, backend: str, device: str, group: Any = None) -> list[Collective]:
@@ -170,7 +170,7 @@ def close_group() -> None:
 
 
 def gpu(local_rank: int) -> tuple[int, str]:
-    """The number and the UUID of the device this rank would use; -1 where there is none."""
+    """Return number and UUID of the device that this rank would use; -1: none."""
     try:
         count = torch.cuda.device_count()
         if not count:

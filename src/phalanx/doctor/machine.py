@@ -1,4 +1,4 @@
-"""All checks of one machine: its facts in one piece, as they travel between nodes, and what they mean."""
+"""All checks of one machine: its facts, as they are sent between nodes, and their findings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MachineFacts:
 
 
 def read(environ: Mapping[str, str], folder: str) -> MachineFacts:
-    """`folder` is where runs are kept."""
+    """Read the facts of this machine. `folder`: of runs."""
     return MachineFacts(
         id=network.machine_id(),
         names=names.read(),

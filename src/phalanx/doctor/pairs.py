@@ -1,4 +1,4 @@
-"""Every pair of nodes: who is measured when, and which links are slower than the others."""
+"""All pairs of nodes: when each is measured, and which links are slower than the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HostPair:
 
 @dataclass(frozen=True)
 class Collective:
-    """One operation of all ranks together."""
+    """One measured collective."""
 
     name: str
     backend: str
@@ -50,12 +50,12 @@ class Collective:
 
     @property
     def bus(self) -> float:
-        """Bytes a second over each rank's link, whatever the number of ranks."""
+        """Bus bandwidth: bytes per second over the link of each rank, independent of the number of ranks."""
         return 2 * (self.ranks - 1) / self.ranks * self.bytes / self.seconds if self.seconds else 0.0
 
 
 def rounds(count: int, alone: int = _ALONE) -> list[list[tuple[int, int]]]:
-    """Pairs that are measured at the same time: one by one, or of many nodes each once a round."""
+    """Return pairs that are measured at the same time: one by one, or with many nodes each node once per round."""
     if count <= alone:
         return [[(one, other)] for one in range(count) for other in range(one + 1, count)]
     # The circle method of tournaments: the first stays, the others move on by one place every round.
@@ -80,7 +80,7 @@ def judge(pairs: Sequence[HostPair]) -> list[Finding]:
 
 
 def doubtful(pairs: Sequence[HostPair]) -> list[HostPair]:
-    """Those that would be complained about."""
+    """Return the pairs that would be reported."""
     real = [pair for pair in pairs if not pair.local]
     bad = [*_by_speed(real), *_by_latency(real)]
     return [pair for pair in real if pair in bad or _is_uneven(pair)]
@@ -128,7 +128,7 @@ def _others(pairs: Sequence[HostPair], pair: HostPair, what: str) -> float:
 
 
 def _common(slow: Sequence[HostPair], pairs: Sequence[HostPair]) -> str:
-    """The node whose links are the slow ones, all of them and no others."""
+    """Return the node whose links are exactly the slow ones."""
     for node in {slow[0].one, slow[0].other}:
         links = [pair for pair in pairs if node in (pair.one, pair.other)]
         if len(links) > 1 and len(links) == len(slow) and all(pair in links for pair in slow):
@@ -198,11 +198,11 @@ def judge_collectives(collectives: Sequence[Collective]) -> list[Finding]:
     ]
     if collectives and not wrong:
         large = [one for one in collectives if one.bytes > 1 << 16]
-        told = [
+        parts = [
             f"{one.backend}, {several(one.ranks, 'rank')}: {size(one.bytes)} in {seconds(one.seconds)}, "
             f"{speed(one.bus)} a link"
             for one in large
         ]
         small = [f"{one.backend} {seconds(one.seconds)} for a few bytes" for one in collectives if one not in large]
-        found.append(Finding("all_reduce", "green", "; ".join([*told, listed(small)] if small else told)))
+        found.append(Finding("all_reduce", "green", "; ".join([*parts, listed(small)] if small else parts)))
     return found

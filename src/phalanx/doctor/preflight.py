@@ -1,4 +1,4 @@
-"""The cheap part, before every launch: silent when all is well."""
+"""The cheap checks before every launch. Silent if all is well."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def preflight(
     nodes: int,
     ranks: int = 0,
 ) -> list[Finding]:
-    """What stands in the way of a launch, or soon will. `ranks`: those of this node."""
+    """Return what prevents a launch, or soon will. `ranks`: of this node."""
     found = [
         *disk.judge(disk.read(run_folder_base)),
         *shared_memory.judge(shared_memory.read(), brief=True),
@@ -26,6 +26,6 @@ def preflight(
 
 
 def _name() -> list[Finding]:
-    """A name that leads to loopback is no finding here: phalanx gives the ranks an address that others reach."""
+    """A name that leads to loopback is no finding: phalanx gives the ranks an address that others reach."""
     own = names.read(patience=_PATIENCE, backward=False)
     return names.judge(own) if own.answered and own.trouble else []

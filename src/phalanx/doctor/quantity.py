@@ -1,4 +1,4 @@
-"""Numbers in words: sizes, speeds and times as a reader expects them."""
+"""Sizes, speeds and times as text."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 
 def size(count: float) -> str:
-    """`64 MiB`, `1.5 GiB`"""
+    """Return e.g. `64 MiB`, `1.5 GiB`."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def speed(rate: float) -> str:
-    """Bytes a second: `1.2 GB/s`"""
+    """Return bytes per second, e.g. `1.2 GB/s`."""
     return _scaled(rate, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def seconds(value: float) -> str:
-    """`35 µs`, `1.2 ms`, `3.4 s`"""
+    """Return e.g. `35 µs`, `1.2 ms`, `3.4 s`."""
     for unit, scale in (("µs", 1e6), ("ms", 1e3)):
         if abs(value) * scale < 1000:
             return f"{_short(value * scale)} {unit}"
@@ -29,7 +29,7 @@ def several(count: int, noun: str) -> str:
 
 
 def listed(words: Sequence[str], most: int = 4) -> str:
-    """The first few, and how many more."""
+    """Return the first few, and how many more."""
     rest = len(words) - most
     return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 

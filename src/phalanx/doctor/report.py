@@ -1,4 +1,4 @@
-"""Findings for a reader: what is wrong first, with cause and fix; what is well, a line each."""
+"""The findings as text: what is wrong first, with cause and fix; then what is fine, one line each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def ordered(findings: Sequence[Finding]) -> list[Finding]:
-    """The worst first; otherwise as they were found."""
+    """Return the worst first."""
     return sorted(findings, key=lambda finding: -LEVELS.index(finding.level))
 
 
@@ -91,7 +91,7 @@ def _show_pairs(console: Console, result: Result, width: int) -> None:
 
 
 def wrapped(text: str, width: int, indent: int, hang: int) -> list[str]:
-    """The text in lines of that width, of which the first begins at `indent` and the others at `hang`. 0: no width."""
+    """Return the text in lines: the first begins at `indent`, the others at `hang`. Width 0: no wrapping."""
     if not width:
         return [text]
     # A word is never broken: it may be a path, or what is to be typed.
@@ -106,7 +106,7 @@ def wrapped(text: str, width: int, indent: int, hang: int) -> list[str]:
 
 
 def compact(greens: Sequence[Finding]) -> Iterator[tuple[str, list[str]]]:
-    """For each check what all nodes have in common, then the first few by name."""
+    """Yield per check what all nodes have in common, then the first few by name."""
     checks: dict[str, list[Finding]] = {}
     for finding in greens:
         checks.setdefault(finding.check, []).append(finding)
@@ -117,12 +117,12 @@ def compact(greens: Sequence[Finding]) -> Iterator[tuple[str, list[str]]]:
         if len(facts) == 1:
             yield check, list(facts)
         else:
-            told = [f"{', '.join(nodes)}: {fact}" if all(nodes) else fact for fact, nodes in facts.items()]
-            yield check, told[:_FEW] + ([f"and {len(told) - _FEW} more"] if len(told) > _FEW else [])
+            parts = [f"{', '.join(nodes)}: {fact}" if all(nodes) else fact for fact, nodes in facts.items()]
+            yield check, parts[:_FEW] + ([f"and {len(parts) - _FEW} more"] if len(parts) > _FEW else [])
 
 
 def matrix(nodes: Sequence[str], pairs: Sequence[HostPair]) -> Iterator[list[str]]:
-    """From the node of the row to that of the column: latency and speed. The titles come first."""
+    """Yield rows of latency and speed from the node of the row to that of the column, titles first."""
     yield ["from \\ to", *nodes]
     cells = {}
     for pair in pairs:

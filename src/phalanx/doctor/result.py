@@ -1,4 +1,4 @@
-"""What a survey of several nodes found, as it is written to a file."""
+"""The result of a survey of several nodes, as it is written to a file."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def encode(result: Result) -> bytes:
 
 
 def decode(text: bytes) -> Result:
-    """ValueError if it is none."""
+    """Return the result of a JSON text. Raises ValueError."""
     return msgspec.json.decode(text, type=Result)
 
 
 def write(result: Result, path: str) -> None:
-    """In one step: a reader sees nothing, or all of it."""
+    """Write the file atomically."""
     folder = os.path.dirname(os.path.abspath(path))
     file, part = tempfile.mkstemp(prefix=".doctor-", dir=folder)
     try:
@@ -54,7 +54,7 @@ def write(result: Result, path: str) -> None:
 
 
 def find(output: bytes) -> Result | None:
-    """The last result that was printed among other lines, each of which may have a prefix."""
+    """Return the last result that was printed among other lines, which may have prefixes."""
     for line in reversed(output.splitlines()):
         _, mark, text = line.partition(MARK.encode())
         if mark:

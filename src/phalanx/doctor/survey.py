@@ -65,9 +65,9 @@ class SurveyHello:
 
 @dataclass(frozen=True)
 class SurveyView:
-    """How the others look from one node."""
+    """What one node sees of the others."""
 
-    sights: tuple[NameLookup, ...] = ()
+    lookups: tuple[NameLookup, ...] = ()
     tries: tuple[Reach, ...] = ()
     offset: Offset | None = None
 
@@ -83,7 +83,7 @@ class MeasuredPair:
 
 
 class SurveyMeeting:
-    """The ranks of the survey, and the store through which they exchange what they know."""
+    """The ranks of the survey, and the store through which they exchange data."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.rank = int(environ["RANK"])
@@ -93,12 +93,12 @@ class SurveyMeeting:
         self._store = self.connect(master=self.rank == 0 and not agent)
 
     def connect(self, *, master: bool = False) -> Any:
-        """A connection of its own: one that waits in a thread holds up all others that use it."""
+        """Return a separate connection to the store: a blocked one blocks all threads that share it."""
         host, port = self._address
         return dist.TCPStore(host, port, self.size, master, timedelta(seconds=_LIMIT), wait_for_workers=False)
 
     def exchange(self, what: str, mine: object, kind: type[_T], limit: float = _LIMIT) -> list[_T | None]:
-        """Everybody's, in the order of ranks; None: it did not come in time."""
+        """Return the values of all ranks in order; None: it did not come in time."""
         self._store.set(f"doctor/{what}/{self.rank}", msgspec.json.encode(mine))
         deadline = time.monotonic() + limit
         found: list[_T | None] = []
@@ -113,7 +113,7 @@ class SurveyMeeting:
         return found
 
     def attempt(self, what: str, work: Callable[[Any], MeasuredPair], limit: float) -> MeasuredPair:
-        """Do it in a thread, for as long as it may take and nobody has given it up."""
+        """Run `work` in a thread, at most `limit` seconds or until another rank gives up."""
         done: list[MeasuredPair] = []
 
         def try_it() -> None:
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def survey(
     meeting: SurveyMeeting, environ: Mapping[str, str], publish: Callable[[Result], None], *, quick: bool = False
 ) -> Result:
-    """Every rank calls it, and has the same result. `publish`: what is known before the riskiest part begins."""
+    """Run all checks. Every rank calls it and gets the same result. `publish`: called before the riskiest part."""
     echo = Echo()
     folder = _runs(environ.get(variables.RUN_FOLDER, "."))
     device, gpu = links.gpu(int(environ.get("LOCAL_RANK", "0")))
@@ -217,13 +217,13 @@ def survey(
 
 
 def _runs(folder: str) -> str:
-    """Where runs are kept, from the folder of this one."""
+    """Return the folder of runs, from that of this run."""
     runs, middle, _ = folder.rpartition("/runs/")
     return f"{runs}/runs" if middle else folder
 
 
 def call(hosts: Sequence[str | None]) -> list[str]:
-    """A name for every rank: its host's, with the rank where that is not clear."""
+    """Return a name per rank: its host, with the rank if that is ambiguous."""
     return [
         f"rank {rank}" if host is None else host if hosts.count(host) == 1 else f"{host} (rank {rank})"
         for rank, host in enumerate(hosts)
@@ -231,28 +231,28 @@ def call(hosts: Sequence[str | None]) -> list[str]:
 
 
 def look(rank: int, called: Sequence[str], present: Mapping[int, SurveyHello]) -> SurveyView:
-    """All others as they are seen from here, all at the same time."""
+    """Return how all others look from here, tried in parallel."""
     me = present.get(rank)
     others = {peer: hello for peer, hello in present.items() if peer != rank}
-    strangers = {peer: hello for peer, hello in others.items() if me is None or hello.machine.id != me.machine.id}
+    elsewhere = {peer: hello for peer, hello in others.items() if me is None or hello.machine.id != me.machine.id}
     with ThreadPoolExecutor(max_workers=16) as pool:
-        sights = [pool.submit(_sight, called[rank], called[peer], hello.host) for peer, hello in strangers.items()]
+        lookups = [pool.submit(_lookup, called[rank], called[peer], hello.host) for peer, hello in elsewhere.items()]
         tries = [
             pool.submit(_try, called[rank], called[peer], address, hello)
             for peer, hello in others.items()
-            for address in _addresses(hello, stranger=peer in strangers)
+            for address in _addresses(hello, remote=peer in elsewhere)
         ]
         seen = tuple(one.result() for one in tries)
-        known = tuple(one.result() for one in sights)
+        known = tuple(one.result() for one in lookups)
     return SurveyView(known, seen, _offset(rank, called, seen, present))
 
 
-def _sight(node: str, peer: str, host: str) -> NameLookup:
+def _lookup(node: str, peer: str, host: str) -> NameLookup:
     return NameLookup(node, peer, names.read(host))
 
 
-def _addresses(hello: SurveyHello, *, stranger: bool) -> tuple[str, ...]:
-    return hello.machine.network.addresses[:6] if stranger else ("127.0.0.1",)
+def _addresses(hello: SurveyHello, *, remote: bool) -> tuple[str, ...]:
+    return hello.machine.network.addresses[:6] if remote else ("127.0.0.1",)
 
 
 def _try(node: str, peer: str, address: str, hello: SurveyHello) -> Reach:
@@ -262,7 +262,7 @@ def _try(node: str, peer: str, address: str, hello: SurveyHello) -> Reach:
 def _offset(
     rank: int, called: Sequence[str], tries: Sequence[Reach], present: Mapping[int, SurveyHello]
 ) -> Offset | None:
-    """This clock against the first rank's. By itself, when the other tries are over: they would disturb it."""
+    """Measure the clock offset to the first rank, after the other tries: they would disturb it."""
     first = present.get(0)
     if rank == 0 or first is None:
         return Offset(0.0, 0.0) if rank == 0 else None
@@ -279,7 +279,7 @@ def summarise(
     gloo: Sequence[MeasuredPair | None],
     nccl: Sequence[MeasuredPair | None] = (),
 ) -> Result:
-    """Everybody's facts become findings. Ranks that share a machine are judged as the one they are on."""
+    """Turn the facts of all ranks into findings. Ranks on one machine are judged as one."""
     nodes = {hello.machine.id: rank for rank, hello in sorted(present.items(), reverse=True)}
     firsts = sorted(nodes.values())
     seen = [view for view in views if view is not None]
@@ -303,7 +303,7 @@ def summarise(
             *versions.compare({node: facts.versions for node, facts in machines.items()}),
             *network.compare({node: facts.network for node, facts in machines.items()}),
             *names.compare(
-                [sight for view in seen for sight in view.sights],
+                [sight for view in seen for sight in view.lookups],
                 {called[rank]: hello.machine.network.addresses for rank, hello in present.items()},
             ),
             *reach.judge([one for view in seen for one in view.tries]),
@@ -327,7 +327,7 @@ def _missing(called: Sequence[str], present: Mapping[int, SurveyHello]) -> list[
 
 
 def _troubles(called: Sequence[str], backend: str, measured: Sequence[MeasuredPair | None]) -> list[Finding]:
-    """One finding for the backend: what kept it from working, in the words of those it happened to."""
+    """Return one finding per backend: why it did not work."""
     said = {
         called[rank]: "no answer" if one is None else one.trouble
         for rank, one in enumerate(measured)
@@ -341,7 +341,9 @@ def _troubles(called: Sequence[str], backend: str, measured: Sequence[MeasuredPa
             "red",
             f"the ranks cannot work together over {backend}: "
             + "; ".join(f"{node}: {trouble}" for node, trouble in said.items()),
-            "" if backend == "nccl" else "gloo takes the address that a host's name leads to, unless it is told better",
+            ""
+            if backend == "nccl"
+            else "gloo uses the address that the host name resolves to, unless GLOO_SOCKET_IFNAME is set",
             "NCCL_DEBUG=INFO phalanx run …" if backend == "nccl" else "GLOO_SOCKET_IFNAME=NAME phalanx run …",
         )
     ]

@@ -1,1 +1,1 @@
-"""What hangs or spoils a distributed script, found by reading it: it is never run or imported. Pure."""
+"""Finds errors of distributed scripts by reading them. Scripts are never run or imported. Pure."""

@@ -1,4 +1,4 @@
-"""What a rule says: where, why it is wrong, what to write instead."""
+"""The result of a rule: where, why it is wrong, what to write instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class LintFinding:
-    """Error: hangs, or spoils the result. Warning: does so in some cases, or wastes something."""
+    """Error: hangs, or makes the result wrong. Warning: does so in some cases, or wastes something."""
 
     line: int
     rule: str

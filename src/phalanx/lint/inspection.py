@@ -1,4 +1,4 @@
-"""Every rule, over every file."""
+"""Runs all rules over all files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LintReport:
 
 
 def inspect(text: str, file: str = "") -> list[LintFinding]:
-    """What is wrong with the script of this text. Raises SyntaxError or ValueError where it is not Python."""
+    """Return the findings of a script. Raises SyntaxError or ValueError if it is not Python."""
     model = Model(Script(text))
     if not model.distributed:
         return []
@@ -110,7 +110,7 @@ def _files(path: str) -> Iterator[str]:
 
 
 def _in_folder(path: str) -> Iterator[str]:
-    """But for what is hidden, and for environments."""
+    """Yield the files of a folder, without hidden ones and virtual environments."""
     for folder, folders, files in os.walk(path):
         folders[:] = [
             name

@@ -53,7 +53,7 @@ class Model:
 
     @cached_property
     def distributed(self) -> bool:
-        """It has to do with other ranks at all."""
+        """Whether the script uses other ranks at all."""
         names = ("torch.distributed.", "torch.nn.parallel.DistributedDataParallel")
         return self.script.uses(*_DISTRIBUTED) or any(
             self.script.name(node).startswith(names) for node in self.script.nodes if isinstance(node, ast.Attribute)
@@ -61,7 +61,7 @@ class Model:
 
     @cached_property
     def joins(self) -> bool:
-        """It becomes one of many ranks itself: by torch's own calls."""
+        """Whether it joins a process group by calls of torch."""
         starts = self.calls("init_process_group")
         if any(map(_pretends, starts)):
             return False
@@ -69,7 +69,7 @@ class Model:
 
     @cached_property
     def driven(self) -> bool:
-        """A library makes it one, and deals with devices, data and groups."""
+        """Whether a library handles devices, data and groups."""
         classes = [node for node in self.script.nodes if isinstance(node, ast.ClassDef)]
         bases = {self.script.last(base) for node in classes for base in node.bases}
         if bases & {"LightningModule", "LightningDataModule"}:
@@ -80,16 +80,16 @@ class Model:
 
     @property
     def many(self) -> bool:
-        """There may be more than one rank."""
+        """Whether there may be more than one rank."""
         return self.joins or self.driven
 
     def calls(self, *names: str) -> list[ast.Call]:
-        """Calls by the last part of their name."""
+        """Return calls by the last part of their name."""
         return [call for call in self.script.calls if self.script.last(call.func) in names]
 
 
 def _pretends(call: ast.Call) -> bool:
-    """A group of one process, for what needs some group; or one that only acts as if there were others."""
+    """Return whether a group has only one process, or is fake."""
     words = [*call.args, *(word.value for word in call.keywords if word.arg == "backend")]
     if any(isinstance(word, ast.Constant) and word.value in ("fake", "threaded") for word in words):
         return True

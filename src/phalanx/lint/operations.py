@@ -1,4 +1,4 @@
-"""What all ranks have to do together: collectives, making groups, steps of a model that is wrapped."""
+"""Operations that all ranks must do together: collectives, creating groups, steps of a wrapped model."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Operations:
         self._wraps = any(self._wrapper(call) for call in script.calls)
 
     def at(self, call: ast.Call) -> tuple[RankOperation, ...]:
-        """What the call does: itself, or by a function of this file."""
+        """Return what a call does, itself or through a function of this file."""
         if call not in self._at:
             one = self._direct(call)
             self._at[call] = (one,) if one is not None else tuple(self._by_function(call))
@@ -161,7 +161,7 @@ class Operations:
         return self._of_model(call, last)
 
     def _of_model(self, call: ast.Call, last: str) -> RankOperation | None:
-        """Forward and backward of a wrapped model; the state of one whose parts lie on all ranks."""
+        """Forward and backward of a wrapped model; the state of a sharded one."""
         if not self._wraps:
             return None
         quiet = self._quiet(call)
@@ -176,7 +176,7 @@ class Operations:
         return None
 
     def _follows(self, value: ast.AST, where: ast.AST, depth: int) -> bool:
-        """It is computed from what a wrapped model returns."""
+        """Return whether a value is computed from the output of a wrapped model."""
         for node in ast.walk(value):
             if isinstance(node, ast.Call) and self.wrapped(node.func, node):
                 return True
@@ -204,7 +204,7 @@ class Operations:
         yield from self._handed(call, function)
 
     def _handed(self, call: ast.Call, function: Function) -> Iterator[RankOperation]:
-        """A wrapped model that is given to a function which calls it."""
+        """A wrapped model is passed to a function that calls it."""
         names = [argument.arg for argument in function.args.args]
         if names[:1] == ["self"]:
             names = names[1:]
@@ -223,7 +223,7 @@ class Operations:
     # -- what things are
 
     def holder(self, node: ast.expr) -> str:
-        """What a library's object is: accelerator, fabric, trainer, strategy, run; empty: none."""
+        """Return what an object of a library is: accelerator, fabric, trainer, strategy, run; empty: none."""
         if not isinstance(node, ast.Name | ast.Attribute):
             return ""
         for one in self.script.lookup(node):
@@ -248,11 +248,11 @@ class Operations:
         return "run" if how == "run" else "ddp"
 
     def is_wrap(self, call: ast.Call) -> str:
-        """ddp, where it is torch's own that is made here."""
+        """Return "ddp" if a call wraps a model with the DDP of torch."""
         return "ddp" if self.script.last(call.func) in _DDP and call.args else ""
 
     def wrapped(self, node: ast.expr, where: ast.AST) -> str:
-        """How the model that the name stands for at this place was wrapped: ddp, fsdp, run; empty: it is none."""
+        """Return how a model was wrapped: ddp, fsdp, run; empty: it was not."""
         if not self._wraps or not isinstance(node, ast.Name | ast.Attribute):
             return ""
         line = getattr(where, "lineno", 0)
@@ -274,7 +274,7 @@ class Operations:
         return ""
 
     def _quiet(self, node: ast.AST) -> bool:
-        """Without gradients."""
+        """Return whether the call is under no_grad."""
         for above in self.script.above(node):
             marks: list[ast.expr] = []
             if isinstance(above, ast.With):
@@ -290,7 +290,7 @@ class Operations:
 
 
 def _in_part(call: ast.Call, op: str) -> bool:
-    """In a group that is not the world."""
+    """Return whether the call uses a group that is not the world."""
     for word in call.keywords:
         if word.arg in ("group", "process_group", "pg", "device_mesh"):
             return _not_world(word.value)

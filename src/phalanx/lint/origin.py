@@ -1,4 +1,4 @@
-"""Where a value comes from: from the rank, from the world size, from a clock or from chance."""
+"""Where a value comes from: the rank, the world size, a clock or a random number."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _THROUGH = {"int", "float", "bool", "str", "abs", "min", "max", "round", "divmod
 
 
 class Origin:
-    """`depends(expression)`: it is such a value, or is computed from one; `mentions`: one is anywhere in it.
+    """`depends(expression)`: the value is, or is computed from, such a source. `mentions`: a part of it is.
 
-    A value is followed through names, arithmetic and comparisons, and through what functions of the file return. Not
-    through any other call: what `model(x.to(rank))` returns says nothing about the rank.
+    Values are followed through names, arithmetic, comparisons, and the results of functions of this file; not through
+    other calls: what `model(x.to(rank))` returns says nothing about the rank.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Origin:
     def depends(self, node: ast.expr) -> bool:
         """Return whether the value of an expression depends on the source."""
         if node not in self._known:
-            self._known[node] = False  # whoever asks again on the way has come around in a circle
+            self._known[node] = False  # ends recursion in cycles
             self._known[node] = self._source(node) or self._computed(node)
         return self._known[node]
 
@@ -104,7 +104,7 @@ class Origin:
 
 
 def _unknown(one: Binding) -> bool:
-    """It may be what its name says: no number that stands in the text (`rank=8` of a matrix), no variable of a loop."""
+    """Return whether it may be what its name says: no constant (`rank=8` of a matrix), no loop variable."""
     if one.kind in ("loop", "other"):
         return False
     if isinstance(one.value, ast.Constant):

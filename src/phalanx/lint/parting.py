@@ -1,4 +1,4 @@
-"""Where ranks go different ways: a condition that holds on some of them only, above a place or before it."""
+"""Conditions that hold on some ranks only, above a place or before it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Partings:
         self.operations = operations
 
     def find(self, node: ast.AST, divides: Divides, op: str = "") -> Parting | None:
-        """The innermost one. With `op`: but for those whose other branch does the same."""
+        """Return the innermost condition. With `op`: not if its other branch does the same."""
         child = node
         for parent in self.script.above(node):
             if found := self._under(parent, child, divides, op) or self._after(parent, child, divides, op):
@@ -73,14 +73,14 @@ class Partings:
         return None
 
     def _before(self, node: ast.AST, divides: Divides) -> Iterator[ast.stmt]:
-        """What the branches do that this one is an `elif` of."""
+        """Yield what the previous `if` and `elif` branches do."""
         above = self.script.parents[node]
         while isinstance(above, ast.If) and above.orelse == [node] and divides(above.test):
             yield from above.body
             node, above = above, self.script.parents[above]
 
     def _later(self, node: ast.AST) -> Iterator[ast.stmt]:
-        """What those do who do not leave: what follows it, and what follows what it is in."""
+        """Yield what the ranks do that do not leave."""
         for above in self.script.above(node):
             for block in _blocks(above):
                 if node in block:
@@ -118,7 +118,7 @@ class Partings:
                 if found := self._leaving(before, divides, op, ways):
                     return found
         if isinstance(parent, Loop) and child in parent.body:
-            # Whoever has left the loop does not come around again.
+            # A rank that has left the loop does not return.
             return self._leaving(parent.body, divides, op, ("return", "exit", "break"))
         return None
 
@@ -145,7 +145,7 @@ class Partings:
         return None
 
     def _way(self, branch: Sequence[ast.stmt]) -> str:
-        """How a rank may leave by it."""
+        """Return how a rank leaves: return, break …"""
         for node, depth in _with_depth(branch):
             if isinstance(node, ast.Return) or (isinstance(node, ast.Continue | ast.Break) and not depth):
                 return type(node).__name__.lower()
@@ -167,7 +167,7 @@ def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 def _with_depth(nodes: Sequence[ast.AST]) -> Iterator[tuple[ast.AST, int]]:
-    """Statements below, each with how many loops there are around it, in their order."""
+    """Yield the statements below with the number of loops around each."""
     waiting = [(node, 0) for node in reversed(nodes)]
     while waiting:
         node, depth = waiting.pop()

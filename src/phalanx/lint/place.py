@@ -1,4 +1,4 @@
-"""A path that no other rank has."""
+"""Paths that no other rank uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FOLDERS = ("tmp_path", "tmpdir", "tmp_dir", "temp_dir", "buffer", "buf", "bio",
 
 
 def private(model: Model, path: ast.expr) -> bool:
-    """It has the rank in it, is in a folder of this process alone, or is no file at all."""
+    """Return whether a path contains the rank, is in a private folder, or is not a file."""
     return model.ranks.mentions(path) or _own(model, path, 3) or _given(model, path)
 
 
@@ -28,7 +28,7 @@ def _own(model: Model, path: ast.AST, depth: int) -> bool:
 
 
 def _given(model: Model, path: ast.expr) -> bool:
-    """It comes as an argument, and a caller puts the rank in."""
+    """Return whether it is a parameter, and a caller passes a path with the rank."""
     scope = model.script.scope(path)
     if not isinstance(scope, ast.FunctionDef):
         return False

@@ -1,4 +1,4 @@
-"""Which values differ from rank to rank, and which are the number of ranks."""
+"""Which values differ between ranks, and which are the number of ranks."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def ranks(script: Script) -> Origin:
 
 
 def agreed(node: ast.Compare) -> bool:
-    """`local_rank != -1`, `rank is not None`, `rank >= 0`: whether there are others at all. All ranks agree."""
+    """Return whether a test only asks if there are other ranks, as `rank >= 0`: all ranks agree on it."""
     if len(node.ops) != 1:
         return False
     op, right = node.ops[0], node.comparators[0]
@@ -152,7 +152,7 @@ def worlds(script: Script) -> Origin:
 
 
 def chance(script: Script) -> Origin:
-    """Clocks and random numbers, but for those that every rank draws alike from one seed."""
+    """Return where values come from clocks and random numbers, except with a common seed."""
     rank = ranks(script)
     seeded = any(
         script.last(call.func) in _SEEDS and not any(map(rank.mentions, call.args))
@@ -170,7 +170,7 @@ def chance(script: Script) -> Origin:
 
 
 def first_parameters(script: Script) -> frozenset[tuple[ast.AST, str]]:
-    """Of functions that are spawned: the rank."""
+    """Return the first parameters of spawned functions: the rank."""
     found = set()
     for call in script.calls:
         if script.name(call.func) not in SPAWNS or not call.args:
@@ -192,7 +192,7 @@ SPAWNS = frozenset(
 
 
 def _variable(script: Script, node: ast.expr) -> str:
-    """The environment variable that is read."""
+    """Return the environment variable that an expression reads."""
     if isinstance(node, ast.Subscript) and script.name(node.value) == "os.environ":
         key: ast.expr | None = node.slice
     elif isinstance(node, ast.Call) and script.name(node.func) in ("os.environ.get", "os.getenv", "os.environ.pop"):

@@ -1,4 +1,4 @@
-"""Whether a place is reached by every rank, as far as this file shows."""
+"""Which code every rank reaches, as far as this file shows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CodeReach:
         self._known: dict[ast.AST, bool] = {}
 
     def everywhere(self, node: ast.AST) -> bool:
-        """Every rank comes here. A function that nobody in the file calls is reached by nobody that is known."""
+        """Return whether every rank reaches a node. Functions without callers in this file are not reached."""
         if node not in self._known:
             self._known[node] = False
             self._known[node] = self.partings.find(node, self.ranks.depends) is None and self._entered(node)
@@ -41,7 +41,7 @@ class CodeReach:
         return any(self.everywhere(place) for place in self._uses(scope))
 
     def _uses(self, function: Function) -> list[ast.AST]:
-        """Where it is named: a method behind a dot, its class for `__init__`."""
+        """Return where a function is named: a method after a dot, its class for `__init__`."""
         owner = self.script.parents[function]
         if not isinstance(owner, ast.ClassDef):
             return self._names.get(function.name, [])
@@ -58,7 +58,7 @@ class CodeReach:
 
     @cached_property
     def spawned(self) -> frozenset[Function]:
-        """The functions that it starts so."""
+        """The functions that it starts in processes."""
         found: set[Function] = set()
         for call in self.spawns:
             targets = [word.value for word in call.keywords if word.arg in ("target", "fn", "function")]

@@ -1,4 +1,4 @@
-"""A script as its text shows it: the tree, what is above what, what names stand for, what is bound where."""
+"""A script as its text shows it: syntax tree, parents, names and bindings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IGNORE = re.compile(r"#\s*phalanx:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 @dataclass(frozen=True)
 class Binding:
-    """How a name gets its value in a scope: by `value`, or by the part of it with that index."""
+    """How a name gets its value in a scope: `value`, or the part of it at an index."""
 
     kind: Literal["value", "loop", "parameter", "other"]
     value: ast.expr | None = None
@@ -30,7 +30,7 @@ class Binding:
 
 
 class Script:
-    """`Script(text)`; a SyntaxError or ValueError says why it is none."""
+    """`Script(text)`. Raises SyntaxError or ValueError."""
 
     def __init__(self, text: str) -> None:
         with warnings.catch_warnings():
@@ -51,19 +51,19 @@ class Script:
             node = parent
 
     def scope(self, node: ast.AST) -> Scope:
-        """The function or the module that it is in; a function is in the one around it."""
+        """Return the function or module that contains a node."""
         found = (above for above in self.above(node) if isinstance(above, Scope))
         return next(found, self.tree)
 
     def owner(self, node: ast.AST) -> ast.ClassDef | None:
-        """The class whose method it is in."""
+        """Return the class whose method contains a node."""
         return next((above for above in self.above(node) if isinstance(above, ast.ClassDef)), None)
 
     # -- names
 
     @cached_property
     def imports(self) -> dict[str, str]:
-        """What an imported name stands for: dist -> torch.distributed."""
+        """What imported names stand for: dist -> torch.distributed."""
         found = {}
         for node in self.nodes:
             if isinstance(node, ast.Import):
@@ -78,7 +78,7 @@ class Script:
 
     @cached_property
     def modules(self) -> frozenset[str]:
-        """All that is imported, by its full name."""
+        """All imported modules by their full names."""
         plain = {alias.name for node in self.nodes if isinstance(node, ast.Import) for alias in node.names}
         return frozenset(plain | set(self.imports.values()))
 
@@ -87,7 +87,7 @@ class Script:
         return any(name == package or name.startswith(f"{package}.") for name in self.modules for package in packages)
 
     def name(self, node: ast.AST | None) -> str:
-        """Its full dotted name: torch.distributed.all_reduce, self.model; empty for anything else."""
+        """Return the full dotted name: torch.distributed.all_reduce, self.model; empty for anything else."""
         if isinstance(node, ast.Name):
             return self.imports.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
@@ -96,7 +96,7 @@ class Script:
         return ""
 
     def last(self, node: ast.AST | None) -> str:
-        """The last part of its name, also where nobody knows the rest: `f().rank` -> rank."""
+        """Return the last part of a name, even if the rest is unknown: `f().rank` -> rank."""
         return node.attr if isinstance(node, ast.Attribute) else self.name(node).rpartition(".")[2]
 
     # -- what is in it
@@ -122,7 +122,7 @@ class Script:
         return found
 
     def called(self, call: ast.Call) -> Function | None:
-        """The function of this file that is called, where there is only one that it can be."""
+        """Return the function of this file that a call runs, if it is unambiguous."""
         if isinstance(call.func, ast.Name) and call.func.id not in self.imports:
             found = [f for f in self.functions.get(call.func.id, ()) if not isinstance(self.parents[f], ast.ClassDef)]
         elif isinstance(call.func, ast.Attribute) and self.name(call.func.value) == "self":
@@ -133,7 +133,7 @@ class Script:
         return found[0] if len(found) == 1 else None
 
     def inside(self, *roots: ast.AST) -> Iterator[ast.AST]:
-        """Everything below them that runs with them: not what functions made there would do."""
+        """Yield everything below that runs with these nodes, without nested functions."""
         waiting = list(roots)
         while waiting:
             node = waiting.pop()
@@ -143,7 +143,7 @@ class Script:
 
     @cached_property
     def bindings(self) -> dict[ast.AST, dict[str, list[Binding]]]:
-        """By scope and name. The scope of `self.x` is its class, that of `args.x` the module."""
+        """Bindings by scope and name. The scope of `self.x` is its class, that of `args.x` the module."""
         found: dict[ast.AST, dict[str, list[Binding]]] = {}
         scope: ast.AST
         for node in self.nodes:
@@ -156,7 +156,7 @@ class Script:
         return found
 
     def lookup(self, node: ast.Name | ast.Attribute) -> list[Binding]:
-        """How the name got its value: the bindings of the innermost scope that has any."""
+        """Return the bindings of a name in the innermost scope that has any."""
         text = ast.unparse(node)
         if (around := self._loop_around(node)) is not None:
             return [around]
@@ -167,7 +167,7 @@ class Script:
         return []
 
     def _loop_around(self, node: ast.Name | ast.Attribute) -> Binding | None:
-        """Where it is the variable of a loop that it stands in."""
+        """Return the loop whose variable a name is."""
         child: ast.AST = node
         for above in self.above(node):
             if isinstance(above, Scope):
@@ -192,7 +192,7 @@ class Script:
 
     @cached_property
     def ignored(self) -> dict[int, frozenset[str]]:
-        """By line: rules that `# phalanx: ignore[rule, …]` silences there. "*": all."""
+        """Line -> rules that `# phalanx: ignore[rule, …]` silences. "*": all."""
         if "ignore" not in self.text:
             return {}
         found = {}

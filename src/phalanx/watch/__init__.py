@@ -1,1 +1,1 @@
-"""What is to be seen of a run, from its events alone: in the terminal, in a browser, as a file, as metrics."""
+"""Shows a run from its events: in the terminal, in a browser, as a report, as metrics."""

@@ -1,1 +1,1 @@
-"""Where a run is described: the command line, the environment, later a scheduler. The only readers of os.environ."""
+"""What describes a run: hosts, schedulers, the environment. Only this package reads os.environ."""

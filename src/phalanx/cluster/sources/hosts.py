@@ -21,7 +21,7 @@ class Host:
 
     @property
     def workers(self) -> int | None:
-        """How many it was told to take; None: as many as it has devices."""
+        """The number of workers; None: one per device."""
         if self.devices is None:
             return self.slots
         spans = [part.partition("-") for part in self.devices.split(",")]

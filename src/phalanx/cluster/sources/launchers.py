@@ -1,4 +1,4 @@
-"""Which scheduler started this process, where several left their variables."""
+"""Which scheduler started this process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from phalanx.cluster.sources.task import Allocation, SchedulerTask
 
 
 def find(environ: Mapping[str, str]) -> SchedulerTask | Allocation | None:
-    """The innermost: mpirun in an allocation before the allocation, a step before it too."""
+    """Return the innermost one: mpirun before the allocation that it runs in, a step before it too."""
     if not _slurm_speaks_pmi(environ) and (task := mpi.task(environ)) is not None:
         return task
     return slurm.task(environ) or slurm.allocation(environ)
 
 
 def _slurm_speaks_pmi(environ: Mapping[str, str]) -> bool:
-    """srun may give its tasks the variables of MPICH; they then say the same as its own."""
+    """srun may give its tasks the variables of MPICH, which then say the same as its own."""
     if "OMPI_COMM_WORLD_RANK" in environ or "SLURM_STEP_ID" not in environ:
         return False
     # Only Slurm sets PMI_JOBID. A task can inherit these from the shell it was started from, and they are stale then.

@@ -87,7 +87,7 @@ def _job(said: Variables, *, step: bool) -> str:
     name = str(said.number("SLURM_JOB_ID", "SLURM_JOBID", least=1))
     if step:
         name += f".{said.number('SLURM_STEP_ID', 'SLURM_STEPID')}"
-    # A requeued job keeps its number, and step numbers begin anew.
+    # A requeued job keeps its number, and step numbers start again.
     restarts = "" if said.text("SLURM_RESTART_COUNT") is None else f"r{said.number('SLURM_RESTART_COUNT')}"
     return file_name("slurm", said.text("SLURM_CLUSTER_NAME") or "", name, restarts)
 
@@ -106,6 +106,6 @@ def _refuse_heterogeneous(said: Variables) -> None:
     size = said.text("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
     if size is not None and size not in ("0", "1"):
         raise said.refuse(
-            f"this job is heterogeneous, of {size} components, which cannot be told apart from here",
+            f"this job is heterogeneous, with {size} components that cannot be distinguished here",
             fix=f"{BY_HAND}   (or a job of one component)",
         )

@@ -1,4 +1,4 @@
-"""What this process was given by whoever started it."""
+"""The environment of this process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def environment() -> dict[str, str]:
-    """A copy: nothing that phalanx does changes its own environment."""
+    """Return a copy of the environment."""
     return dict(os.environ)
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

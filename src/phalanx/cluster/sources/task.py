@@ -1,4 +1,4 @@
-"""What a scheduler says about this process: its place among the tasks, or nodes that wait for tasks."""
+"""What a scheduler says about this process: its place among the tasks, or allocated nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BY_HAND = "on every node: phalanx run -n NODES -i NODE_ID --master HOST:PORT …
 
 @dataclass(frozen=True)
 class SchedulerTask:
-    """This process's place among those that a scheduler started."""
+    """The place of this process among the tasks of a scheduler."""
 
     source: str  # in words: "Slurm", "Open MPI", "MPICH", "Intel MPI"
     job: str  # the same in all tasks of the job (and step) and in no other; safe as a file name; "": it has no name
@@ -28,7 +28,7 @@ class SchedulerTask:
 
     @property
     def one_a_node(self) -> bool | None:
-        """True: each task has a node to itself. False: tasks share nodes, so one is one rank. None: unknown here."""
+        """True: each task has its own node. False: each task is one rank. None: unknown."""
         if self.nodes is not None:
             return self.nodes == self.size  # no node is without a task
         if self.local_size > 1:
@@ -39,7 +39,7 @@ class SchedulerTask:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Nodes that a scheduler has given, on which nobody has started tasks yet."""
+    """Nodes of a scheduler on which no tasks run yet."""
 
     source: str
     job: str
@@ -50,7 +50,7 @@ class Allocation:
 
 
 class Variables:
-    """Reads a source's variables, remembers which, and refuses half-set ones by name."""
+    """Reads the variables of a source, remembers which, and rejects incomplete ones."""
 
     def __init__(self, source: str, environ: Mapping[str, str], *, fix: str) -> None:
         self.source = source
@@ -59,7 +59,7 @@ class Variables:
         self.said: dict[str, str] = {}
 
     def text(self, *names: str) -> str | None:
-        """The first of these that is set to something."""
+        """Return the first of these variables that is not empty."""
         for name in names:
             if value := self.environ.get(name, "").strip():
                 self.said[name] = value
@@ -74,7 +74,7 @@ class Variables:
         return value
 
     def number(self, *names: str, least: int = 0, below: int | None = None) -> int:
-        """The first of these that is set, as a number from `least` on, and less than `below`."""
+        """Return the first of these variables as a number, at least `least` and less than `below`."""
         value = self.needed(*names)
         name = next(name for name in names if name in self.said)
         # int() would take "+1", "1_0" and digits of other scripts.
@@ -97,5 +97,5 @@ class Variables:
 
 
 def file_name(*parts: str) -> str:
-    """One name for a job, of characters that any file system takes."""
+    """Return a name for a job that any file system accepts."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", "-".join(part for part in parts if part))[:200]

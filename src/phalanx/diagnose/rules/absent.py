@@ -1,6 +1,4 @@
-"""Who did not come to a collective, barrier or store that timed out: from evidence in which the victim waits where it
-gave up.
-"""
+"""Which rank did not take part in a collective, barrier or store call that timed out."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ _WAITED = 30.0  # seconds, where the message does not say
 
 
 def blame(evidence: Evidence, late: int, timeout: Timeout) -> list[str]:
-    """Who did not come, and where it was: one sentence, then what shows it and what to do. Empty: nobody can tell."""
+    """Return who did not come and where it was, then what shows it and what to do. Empty: unknown."""
     field = survey(_as_stuck(evidence, timeout))
-    victim = field.standings.get(late)
+    victim = field.states.get(late)
     if victim is None:
         return []
     verdicts = diagnose(field.evidence)
@@ -40,7 +38,7 @@ def blame(evidence: Evidence, late: int, timeout: Timeout) -> list[str]:
 
 
 def _do(victim: RankState, timeout: Timeout) -> str:
-    """come to all_reduce #3 at train.py:7 within 5 s"""
+    """Return e.g. "come to all_reduce #3 at train.py:7 within 5 s"."""
     seconds = words.duration(timeout.seconds) if timeout.seconds else ""
     within, call = f" within {seconds}" if seconds else "", victim.call
     if call is not None and call.op in ("send", "recv"):
@@ -52,14 +50,14 @@ def _do(victim: RankState, timeout: Timeout) -> str:
 
 
 def _as_stuck(evidence: Evidence, timeout: Timeout) -> Evidence:
-    """However short the timeout was, and however long the steps of a rank take, its peer has not waited for it."""
+    """Treat the rank as stuck: its peer has waited for a full timeout, however short that was."""
     waited = max(evidence.waited, timeout.seconds or _WAITED, PATIENCE)
     ranks = tuple(msgspec.structs.replace(rank, usual=0.0, since=max(rank.since, waited)) for rank in evidence.ranks)
     return msgspec.structs.replace(evidence, waited=waited, ranks=ranks)
 
 
 def _missing(field: Field, victim: RankState, timeout: Timeout) -> list[RankState]:
-    """Whoever keeps the victim: those that wait for nobody, as far as they are among the missing."""
+    """Return the missing ranks that wait for nobody."""
     awaited = field.awaits.get(victim.number, frozenset())
     if not awaited and timeout.ranks and not timeout.key:
         awaited = frozenset(timeout.ranks) - {victim.number}
@@ -75,19 +73,19 @@ def _missing(field: Field, victim: RankState, timeout: Timeout) -> list[RankStat
 
 
 def _nobody(field: Field, victim: RankState, timeout: Timeout) -> list[str]:
-    """Nobody is missing by the evidence: a key of the store that no rank has set, or what lies between them."""
+    """Return lines for a timeout without a missing rank: a key that nobody has set, or the network."""
     if not timeout.key or victim.act.what in MEETINGS:
         return []
-    others = [each for each in field.of(field.standings) if each.number != victim.number]
+    others = [each for each in field.of(field.states) if each.number != victim.number]
     where = f"rank {victim.number} waited for{words.at(victim.place)}"
     text = f"no rank set the key {timeout.key!r} that {where} within {words.duration(timeout.seconds)}"
     return [text, *(f"{words.who(_numbers(group))}: {_being(group)}" for group in _together(others)[:4])]
 
 
-def _together(standings: Sequence[RankState]) -> list[list[RankState]]:
-    """Those that are at the same place, and do the same there."""
+def _together(states: Sequence[RankState]) -> list[list[RankState]]:
+    """Return the ranks that do the same at the same place."""
     groups: dict[str, list[RankState]] = {}
-    for each in standings:
+    for each in states:
         groups.setdefault(_doing(each), []).append(each)
     return list(groups.values())
 
@@ -102,19 +100,19 @@ def _being(group: Sequence[RankState]) -> str:
     return f"{subject} {'' if gone else words.verb(_numbers(group), 'was ', 'were ')}{_doing(group[0])}"
 
 
-def _doing(standing: RankState) -> str:
-    if standing.rank.ended is not None:
-        return words.exit_text(standing.rank.ended)
-    if standing.unseen:
-        return f"not to be seen ({standing.rank.note})" if standing.rank.note else "not to be seen"
-    state = {"T": "stopped (SIGSTOP) ", "t": "held by a tracer "}.get(
-        standing.rank.process.state if standing.rank.process else "", ""
+def _doing(state: RankState) -> str:
+    if state.rank.ended is not None:
+        return words.exit_text(state.rank.ended)
+    if state.unseen:
+        return f"not to be seen ({state.rank.note})" if state.rank.note else "not to be seen"
+    process_state = {"T": "stopped (SIGSTOP) ", "t": "held by a tracer "}.get(
+        state.rank.process.state if state.rank.process else "", ""
     )
-    return f"{state}{being(standing)}"
+    return f"{process_state}{being(state)}"
 
 
 def _shown(group: Sequence[RankState], verdicts: Sequence[Verdict]) -> list[str]:
-    """The processes that it waited for, the line itself, and what to do."""
+    """Return the processes that it waited for, the line itself, and what to do."""
     first, numbers = group[0], set(_numbers(group))
     awaited = children.awaited(first.rank, first.act)
     found = next((verdict for verdict in verdicts if numbers & set(verdict.ranks)), None)

@@ -1,4 +1,4 @@
-"""A rank that waits for nobody, while others wait for it: what keeps it, by what its main thread does."""
+"""A rank that waits for nobody while others wait for it: what its main thread does."""
 
 from __future__ import annotations
 
@@ -37,82 +37,82 @@ def verdicts(field: Field, accused: Container[int]) -> Iterator[Verdict]:
     yield from _never_came(field)
     away = {node.node for node in lost_nodes(field.evidence)}
     alike: dict[tuple[object, ...], list[RankState]] = {}
-    for standing in field.of(roots(field)):
-        if standing.number not in accused and standing.rank.node not in away:
-            alike.setdefault(_likeness(field, standing), []).append(standing)
+    for state in field.of(roots(field)):
+        if state.number not in accused and state.rank.node not in away:
+            alike.setdefault(_likeness(field, state), []).append(state)
     for kept in alike.values():
         found = _judge(field, kept)
         if found is not None:
             yield found
 
 
-def _likeness(field: Field, standing: RankState) -> tuple[object, ...]:
-    """Ranks that are kept by the same are named together; DataLoaders have each their own workers."""
-    rank = standing.rank
-    alone = standing.number if standing.act.what == "loader" else None
-    state = (standing.spins, slow(field, standing), standing.stuck, standing.unseen)
-    return alone, standing.act, standing.place, standing.long, rank.busy, rank.ended, rank.note, *state
+def _likeness(field: Field, state: RankState) -> tuple[object, ...]:
+    """Ranks with the same cause are named together; each DataLoader has its own workers."""
+    rank = state.rank
+    alone = state.number if state.act.what == "loader" else None
+    flags = (state.spins, slow(field, state), state.stuck, state.unseen)
+    return alone, state.act, state.place, state.long, rank.busy, rank.ended, rank.note, *flags
 
 
 def roots(field: Field) -> set[int]:
-    """Who keeps the others. Where nobody waits for anybody, those who stand still alone."""
+    """Return the ranks that keep the others waiting. If nobody waits for anybody: those that are stuck alone."""
     awaited = {rank for missing in field.awaits.values() for rank in missing}
     if awaited:
         return awaited - set(field.awaits)
     # While others go on, one that never had a pace has another part to play: a server, a watcher of the others.
-    together = all(each.stuck or each.gone for each in field.standings.values())
+    together = all(each.stuck or each.gone for each in field.states.values())
     return {
         each.number
-        for each in field.standings.values()
+        for each in field.states.values()
         if each.stuck and each.number not in field.awaits and not each.gone and not each.rank.busy
         and (together or each.rank.step >= 0)
         and (each.act.what in _ALONE or (overdue(field, each) and not each.works))
     }  # fmt: skip
 
 
-def overdue(field: Field, standing: RankState) -> bool:
-    """Even what computes, or writes a checkpoint, has taken too long."""
-    limit = max(field.evidence.limit, 5 * standing.rank.usual)
-    return max(standing.rank.since, field.evidence.waited) >= LONGER * limit
+def overdue(field: Field, state: RankState) -> bool:
+    """Return whether even computing or writing a checkpoint has taken too long."""
+    limit = max(field.evidence.limit, 5 * state.rank.usual)
+    return max(state.rank.since, field.evidence.waited) >= LONGER * limit
 
 
-def slow(field: Field, standing: RankState) -> bool:
+def slow(field: Field, state: RankState) -> bool:
     """Return whether a rank makes progress and is only slow."""
-    return standing.proceeds or (standing.moves and not overdue(field, standing))
+    return state.proceeds or (state.moves and not overdue(field, state))
 
 
 def _judge(field: Field, kept: Sequence[RankState]) -> Verdict | None:
-    standing = kept[0]
-    if slow(field, standing) or not standing.stuck or standing.act.what == "debugger":
+    state = kept[0]
+    if slow(field, state) or not state.stuck or state.act.what == "debugger":
         return None
-    if standing.leaving and (found := leaving.verdict(field, kept)) is not None:
+    if state.leaving and (found := leaving.verdict(field, kept)) is not None:
         return found
     waiting = field.of(field.waiting_for([each.number for each in kept]))
     if waiting and all(each.call is None for each in waiting):
         return _late(field, kept, waiting)
-    if standing.gone:
+    if state.gone:
         return None
-    if standing.unseen:
-        note = f": {standing.rank.note}" if standing.rank.note else ""
+    if state.unseen:
+        note = f": {state.rank.note}" if state.rank.note else ""
         return _verdict(field, kept, "unknown", f"{_verb(kept, 'gives', 'give')} no sign{note}")
     return data.verdict(field, kept) or _kept(field, kept)
 
 
 def _kept(field: Field, kept: Sequence[RankState]) -> Verdict:
-    standing = kept[0]
-    act, card = standing.act, standing.rank.gpu
+    state = kept[0]
+    act, card = state.act, state.rank.gpu
     are, have = _verb(kept, "is", "are"), _verb(kept, "has", "have")
-    time = words.duration(max(standing.rank.since, field.evidence.waited))
-    if standing.long == "checkpoint":
+    time = words.duration(max(state.rank.since, field.evidence.waited))
+    if state.long == "checkpoint":
         doing = f" ({act.words})" if act.words else ""
         return _verdict(field, kept, "checkpoint", f"{are} writing or reading a checkpoint{doing}")
     if act.what == "leaving":
         inside = "in destroy_process_group" if act.name == "destroy_process_group" else "at the end of its script"
         return _verdict(field, kept, "leaving", f"{are} {inside}", f", and {_verb(kept, 'does', 'do')} not end")
-    if standing.long:
-        doing = {"compile": "compiling", "import": "importing"}[standing.long]
-        return _verdict(field, kept, standing.long, f"{have} been {doing} for {time}")
-    behind = unstarted(standing.rank)
+    if state.long:
+        doing = {"compile": "compiling", "import": "importing"}[state.long]
+        return _verdict(field, kept, state.long, f"{have} been {doing} for {time}")
+    behind = unstarted(state.rank)
     if behind is not None:
         text = f"{_verb(kept, 'waits', 'wait')} for the GPU{gpu.use(card)}"
         return _verdict(
@@ -120,24 +120,24 @@ def _kept(field: Field, kept: Sequence[RankState]) -> Verdict:
             kept,
             "gpu",
             text,
-            f": a kernel does not end, and {named(standing, behind)} behind it has not started",
+            f": a kernel does not end, and {named(state, behind)} behind it has not started",
         )
     if act.what in _KEPT:
         kind, after, fix = _KEPT[act.what]
-        awaited = children.awaited(standing.rank, act)
+        awaited = children.awaited(state.rank, act)
         first = f" ({awaited[0]})" if awaited and len(kept) == 1 else ""
         found = _verdict(field, kept, kind, f"{are} {act.words}{first}", after)
         fix = _TIMEOUT if awaited else fix
         return msgspec.structs.replace(found, fix=fix, details=(*awaited[len(first) > 0 :], *found.details))
-    if act.what == "cuda" or (gpu.busy(card) and not standing.rank.busy):
+    if act.what == "cuda" or (gpu.busy(card) and not state.rank.busy):
         text = f"{_verb(kept, 'waits', 'wait')} for the GPU{gpu.use(card)}"
         return _verdict(field, kept, "gpu", text, "" if gpu.idle(card) else ": a kernel does not end")
-    if (standing.spins or standing.rank.busy) and gpu.idle(card):
+    if (state.spins or state.rank.busy) and gpu.idle(card):
         text = (
             f"{_verb(kept, 'computes', 'compute')} on the CPU, or {_verb(kept, 'loops', 'loop')}, while the GPU is idle"
         )
         return _verdict(field, kept, "loop", f"{text}{gpu.use(card)}")
-    if standing.spins or standing.rank.busy:
+    if state.spins or state.rank.busy:
         return _verdict(
             field,
             kept,
@@ -151,8 +151,8 @@ def _kept(field: Field, kept: Sequence[RankState]) -> Verdict:
 
 
 def everybody(field: Field) -> Iterator[Verdict]:
-    """Nothing tells who is to blame, and still nothing moves."""
-    alive = [each for each in field.of(field.standings) if not each.gone]
+    """Yield a verdict for a stall without anybody to blame."""
+    alive = [each for each in field.of(field.states) if not each.gone]
     if not alive or field.evidence.waited < field.evidence.limit:
         return
     if any(slow(field, each) or each.works or not each.stuck for each in alive):
@@ -176,10 +176,10 @@ def everybody(field: Field) -> Iterator[Verdict]:
     )
 
 
-def _unpaced(field: Field, standing: RankState) -> bool:
-    """It waits for nobody, and has no pace that it could have lost."""
-    waits = standing.number in field.awaits or standing.call is not None or standing.act.what == "leaving"
-    return not waits and standing.rank.step < 0 and not overdue(field, standing)
+def _unpaced(field: Field, state: RankState) -> bool:
+    """Return whether a rank waits for nobody and never had a step time."""
+    waits = state.number in field.awaits or state.call is not None or state.act.what == "leaving"
+    return not waits and state.rank.step < 0 and not overdue(field, state)
 
 
 def _verb(kept: Sequence[RankState], one: str, several: str) -> str:
@@ -198,34 +198,34 @@ def _verdict(field: Field, kept: Sequence[RankState], kind: str, what: str, afte
     )
 
 
-def _line(standing: RankState) -> tuple[str, ...]:
-    place = standing.place
+def _line(state: RankState) -> tuple[str, ...]:
+    place = state.place
     return (f"its line: {place.source}",) if place is not None and place.source else ()
 
 
 def _late(field: Field, kept: Sequence[RankState], waiting: Sequence[RankState]) -> Verdict:
-    """Where everybody has to come, they have not."""
-    standing, ranks, others = kept[0], tuple(each.number for each in kept), [each.number for each in waiting]
+    """Return a verdict about ranks that have not reached a common point."""
+    state, ranks, others = kept[0], tuple(each.number for each in kept), [each.number for each in waiting]
     where = "init_process_group" if waiting[0].act.what == "join" else "new_group"
-    ended = standing.rank.ended
-    doing = words.exit_text(ended) if ended is not None else described(standing)
-    if standing.unseen:
-        doing = standing.rank.note or "no sign of it"
+    ended = state.rank.ended
+    doing = words.exit_text(ended) if ended is not None else described(state)
+    if state.unseen:
+        doing = state.rank.note or "no sign of it"
     return Verdict(
         kind="join",
         ranks=ranks,
         text=f"{words.who(ranks)} {_verb(kept, 'has', 'have')} not come to {where} ({doing}); "
         f"{words.others(others, field.evidence, ranks)} {words.verb(others, 'waits', 'wait')} "
         f"for {words.verb(ranks, 'it', 'them')}{words.at(waiting[0].place)}",
-        place=standing.place,
+        place=state.place,
         certain=ended is not None,
     )
 
 
 def _never_came(field: Field) -> Iterator[Verdict]:
-    """Ranks of which nothing at all is known."""
+    """Yield verdicts for ranks about which nothing is known."""
     joining = [each for each in field.of(field.awaits) if each.act.what == "join" and each.call is None]
-    missing = sorted({rank for each in joining for rank in field.awaits[each.number]} - set(field.standings))
+    missing = sorted({rank for each in joining for rank in field.awaits[each.number]} - set(field.states))
     if not missing:
         return
     here = [each.number for each in joining]

@@ -1,4 +1,4 @@
-"""The processes that a rank has started and waits for: command, state, and the line of one that it has forked."""
+"""Child processes that a rank waits for: command, state, and the line of a fork."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _FOR_RESULTS = ("waiting for a future", "waiting for a queue", "waiting for anot
 
 
 def awaited(rank: Rank, act: Act) -> list[str]:
-    """Of a rank that waits for processes of its own, a line for each of the first: process 4711 `sleep 10`, sleeping"""
+    """Return a line per process that a rank waits for, e.g. "process 4711 `sleep 10`, sleeping"."""
     if rank.process is None or (act.what != "subprocess" and act.words not in _FOR_RESULTS):
         return []
     children = [child.split(maxsplit=2) for child in rank.process.children[:_MOST]]
     return [_line(rank, *child) for child in children if len(child) == 3]
 
 
-def _line(rank: Rank, pid: str, state: str, command: str) -> str:
-    return f"process {pid} `{command}`, {_STATES.get(state, state)}{words.at(_place(rank, pid))}"
+def _line(rank: Rank, pid: str, process_state: str, command: str) -> str:
+    return f"process {pid} `{command}`, {_STATES.get(process_state, process_state)}{words.at(_place(rank, pid))}"
 
 
 def _place(rank: Rank, pid: str) -> Frame | None:
-    """Where a fork of the rank is: it has the frames of its parent below its own."""
+    """Return where a fork of the rank is: the frames of its parent are below its own."""
     stack = next((each.frames for each in rank.threads if each.name.split()[:2] == ["process", pid]), ())
     return frames.own(stack)

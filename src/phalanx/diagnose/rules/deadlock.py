@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: two groups in different order, messages that nobody takes or sends."""
+"""Ranks that wait for each other: two groups in different order, messages without a counterpart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _entangled(field: Field) -> set[int]:
 
 
 def _shrunk(field: Field, ranks: set[int]) -> set[int]:
-    """Those of them that wait for one of them, and are waited for by one of them."""
+    """Return those that wait for one of them and are waited for by one of them."""
     while True:
         awaited = {rank for each in ranks for rank in field.awaits[each]}
         kept = {rank for rank in ranks if field.awaits[rank] & ranks and rank in awaited}
@@ -50,41 +50,41 @@ def _circle(field: Field, ranks: set[int]) -> list[int]:
 
 
 def _judge(field: Field, circle: list[int]) -> Verdict:
-    standings = [field.standings[rank] for rank in circle]
-    messages = [(each, each.call) for each in standings if each.call is not None and each.call.op in _MESSAGES]
+    states = [field.states[rank] for rank in circle]
+    messages = [(each, each.call) for each in states if each.call is not None and each.call.op in _MESSAGES]
     if len(circle) == 2 and len(messages) == 2:
         return _two(*messages[0], *messages[1])
-    details = tuple(f"{words.who([each.number])}: {described(each)}" for each in standings)
+    details = tuple(f"{words.who([each.number])}: {described(each)}" for each in states)
     chain = "; ".join(
         f"rank {each.number} is in {_in(each)}, which needs rank {circle[(index + 1) % len(circle)]}"
-        for index, each in enumerate(standings[:4])
-    ) + (" ..." if len(standings) > 4 else "")
+        for index, each in enumerate(states[:4])
+    ) + (" ..." if len(states) > 4 else "")
     ranks = tuple(sorted(circle))
-    if len(messages) == len(standings):
+    if len(messages) == len(states):
         what, fix = "a circle of messages", "let one of them receive first, or use isend and irecv"
         return Verdict(kind="deadlock", ranks=ranks, text=f"{what}: {chain}", details=details, fix=fix,
-                       place=standings[0].place)  # fmt: skip
+                       place=states[0].place)  # fmt: skip
     if messages:
-        standing, call = messages[0]
-        following = circle[(circle.index(standing.number) + 1) % len(circle)]
-        return _alone(field, standing, call, field.standings[following])
-    groups = {each.call.group for each in standings if each.call is not None}
+        state, call = messages[0]
+        following = circle[(circle.index(state.number) + 1) % len(circle)]
+        return _alone(field, state, call, field.states[following])
+    groups = {each.call.group for each in states if each.call is not None}
     what = "deadlock between two groups" if len(groups) == 2 else "deadlock between groups"
-    return Verdict(kind="deadlock", ranks=ranks, text=f"{what}: {chain}", details=details, place=standings[0].place,
+    return Verdict(kind="deadlock", ranks=ranks, text=f"{what}: {chain}", details=details, place=states[0].place,
                    fix=_ORDER)  # fmt: skip
 
 
-def _in(standing: RankState) -> str:
-    call = standing.call
+def _in(state: RankState) -> str:
+    call = state.call
     if call is None or call.op in _MESSAGES:
-        return described(standing)
-    group = next((each for each in standing.rank.groups if each.name == call.group), None)
+        return described(state)
+    group = next((each for each in state.rank.groups if each.name == call.group), None)
     name = (group.description or group.name) if group is not None else call.group
-    return f"{words.numbered(call)} of group {name}{words.at(site(standing, call))}"
+    return f"{words.numbered(call)} of group {name}{words.at(site(state, call))}"
 
 
 def _two(one: RankState, mine: CallEvidence, other: RankState, theirs: CallEvidence) -> Verdict:
-    """Both wait for a message of the other."""
+    """Two ranks wait for a message of each other."""
     ranks = tuple(sorted((one.number, other.number)))
     where = f"{described(one)}; {described(other)}"
     if mine.op == theirs.op:
@@ -108,59 +108,59 @@ def _two(one: RankState, mine: CallEvidence, other: RankState, theirs: CallEvide
     )
 
 
-def _alone(field: Field, standing: RankState, call: CallEvidence, peer: RankState) -> Verdict:
+def _alone(field: Field, state: RankState, call: CallEvidence, peer: RankState) -> Verdict:
     """A message whose other end does something else."""
     sends = call.op == "send"
     doing = words.exit_text(peer.rank.ended) if peer.rank.ended is not None else f"is {being(peer)}"
     to = "to" if sends else "from"
     tag = f" (tag {call.tag})" if call.tag else ""
-    waiting = [rank for rank in field.waiting_for([standing.number]) if rank != peer.number]
+    waiting = [rank for rank in field.waiting_for([state.number]) if rank != peer.number]
     more = f"; {words.who(waiting)} {words.verb(waiting, 'waits', 'wait')} behind them" if waiting else ""
     return Verdict(
         kind="send without a receive" if sends else "receive without a send",
-        ranks=tuple(sorted((standing.number, peer.number))),
-        text=f"rank {standing.number} is in {call.op} {to} rank {peer.number}{tag}{words.at(site(standing, call))}, "
+        ranks=tuple(sorted((state.number, peer.number))),
+        text=f"rank {state.number} is in {call.op} {to} rank {peer.number}{tag}{words.at(site(state, call))}, "
         f"and rank {peer.number} {'does not receive it' if sends else 'does not send it'}: it {doing}{more}",
-        place=site(standing, call),
+        place=site(state, call),
         fix=f"a {'recv' if sends else 'send'} on rank {peer.number} for it, before its next collective",
     )
 
 
 def _unanswered(field: Field) -> Iterator[Verdict]:
-    """A message for a rank that has ended, or that waits for messages of others."""
+    """A message for a rank that has ended or waits for other messages."""
     circling = _entangled(field)
-    for standing in field.of(set(field.awaits) - circling):
-        call = standing.call
+    for state in field.of(set(field.awaits) - circling):
+        call = state.call
         if call is None or call.op not in _MESSAGES or call.peer is None:
             continue
-        peer = field.standings.get(call.peer)
-        if peer is not None and peer.number in field.awaits[standing.number] and peer.leaving:
-            yield _alone(field, standing, call, peer)
+        peer = field.states.get(call.peer)
+        if peer is not None and peer.number in field.awaits[state.number] and peer.leaving:
+            yield _alone(field, state, call, peer)
 
 
 def _crossed(field: Field) -> Iterator[Verdict]:
-    """Collectives of two groups that were queued in different order, as NCCL has it: each GPU is in another one."""
+    """Collectives of two groups in different order: with NCCL each GPU is in another one."""
     orders: dict[tuple[tuple[str, int], tuple[str, int]], RankState] = {}
-    for standing in field.standings.values():
-        if not standing.stuck:
+    for state in field.states.values():
+        if not state.stuck:
             continue
-        queued = [call for call in standing.rank.calls if not call.done and call.seq > 0]
+        queued = [call for call in state.rank.calls if not call.done and call.seq > 0]
         heads = list({call.group: call for call in reversed(queued)}.values())[::-1][:4]
         for first, second in _pairs(heads):
             key = ((first.group, first.seq), (second.group, second.seq))
             other = orders.get((key[1], key[0]))
-            if other is not None and other.number != standing.number:
-                ranks = tuple(sorted((standing.number, other.number)))
+            if other is not None and other.number != state.number:
+                ranks = tuple(sorted((state.number, other.number)))
                 yield Verdict(
                     kind="deadlock",
                     ranks=ranks,
                     text=f"deadlock between two groups: rank {other.number} queued {words.numbered(second)} of group "
-                    f"{second.group} first, rank {standing.number} {words.numbered(first)} of group {first.group}",
-                    place=standing.place,
+                    f"{second.group} first, rank {state.number} {words.numbered(first)} of group {first.group}",
+                    place=state.place,
                     fix=_ORDER,
                 )
                 return
-            orders.setdefault(key, standing)
+            orders.setdefault(key, state)
 
 
 def _pairs(calls: list[CallEvidence]) -> Iterator[tuple[CallEvidence, CallEvidence]]:

@@ -1,4 +1,4 @@
-"""What it means that ranks part: another operation, other contents, one collective too many or too few."""
+"""Why ranks are in different collectives: another operation, other contents, one too many or too few."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ UNEVEN = "as many batches on all ranks: DistributedSampler(drop_last=True), or `
 
 @dataclass(frozen=True)
 class _Case:
-    """Two calls with one number: of the first of the odd ones, and of the first of the others."""
+    """Two calls with the same number: of the first odd rank, and of the first other rank."""
 
     field: Field
-    parting: Divergence
+    divergence: Divergence
 
     @property
-    def standing(self) -> RankState:
-        return self.parting.odd[0][0]
+    def state(self) -> RankState:
+        return self.divergence.odd[0][0]
 
     @property
     def call(self) -> CallEvidence:
-        return self.parting.odd[0][1]
+        return self.divergence.odd[0][1]
 
     @property
     def other(self) -> RankState:
-        return self.parting.rest[0][0]
+        return self.divergence.rest[0][0]
 
     @property
     def beside(self) -> CallEvidence:
-        return self.parting.rest[0][1]
+        return self.divergence.rest[0][1]
 
     @property
     def here(self) -> Frame | None:
-        return site(self.standing, self.call)
+        return site(self.state, self.call)
 
     @property
     def there(self) -> Frame | None:
@@ -50,43 +50,43 @@ class _Case:
 
     @cached_property
     def ways(self) -> tuple[Frame, Frame] | None:
-        return ways(trail(self.standing, self.call), trail(self.other, self.beside))
+        return ways(trail(self.state, self.call), trail(self.other, self.beside))
 
     @cached_property
     def guard(self) -> Frame | None:
-        return next((found for pair in self.parting.odd if (found := guard(*pair)) is not None), None)
+        return next((found for pair in self.divergence.odd if (found := guard(*pair)) is not None), None)
 
     @cached_property
     def their_guard(self) -> Frame | None:
-        return next((found for pair in self.parting.rest if (found := guard(*pair)) is not None), None)
+        return next((found for pair in self.divergence.rest if (found := guard(*pair)) is not None), None)
 
     @cached_property
     def strange(self) -> bool:
-        """By what the loop did before, the others are right."""
-        usual = expected(past(self.other, self.parting))
+        """Whether the others are right, by what the loop did before."""
+        usual = expected(past(self.other, self.divergence))
         return usual is not None and alike(usual, self.beside) and not alike(usual, self.call)
 
     @cached_property
     def again(self) -> bool:
-        """It belongs to the loop: it was called before."""
-        return any(alike(each, self.call) for each in past(self.other, self.parting))
+        """Whether the call belongs to the loop: it was called before."""
+        return any(alike(each, self.call) for each in past(self.other, self.divergence))
 
     @property
     def who(self) -> str:
-        return words.who(self.parting.ranks)
+        return words.who(self.divergence.ranks)
 
     @property
     def them(self) -> str:
-        return words.others(self.parting.others, self.field.evidence, self.parting.ranks)
+        return words.others(self.divergence.others, self.field.evidence, self.divergence.ranks)
 
     @property
     def they_are(self) -> str:
-        return f"{self.them} {words.verb(self.parting.others, 'is', 'are')}"
+        return f"{self.them} {words.verb(self.divergence.others, 'is', 'are')}"
 
     @property
     def mine(self) -> str:
-        if self.here is None and self.standing.place is not None:  # it has gone on since
-            return f"{words.numbered(self.call)} (by now {described(self.standing)})"
+        if self.here is None and self.state.place is not None:  # it has gone on since
+            return f"{words.numbered(self.call)} (by now {described(self.state)})"
         return f"{words.numbered(self.call)}{words.at(self.here)}"
 
     @property
@@ -94,37 +94,37 @@ class _Case:
         return f"{named(self.other, self.beside)}{words.at(self.there)}"
 
     def verdict(self, kind: str, text: str, fix: str = SAME, place: Frame | None = None) -> Verdict:
-        pairs = (*self.parting.odd[:8], *self.parting.rest[:1])
-        details = [f"{words.who([standing.number])}: {_what(standing, call)}" for standing, call in pairs]
+        pairs = (*self.divergence.odd[:8], *self.divergence.rest[:1])
+        details = [f"{words.who([state.number])}: {_what(state, call)}" for state, call in pairs]
         if self.ways is not None and self.ways != (self.here, self.there):
             one, other = map(words.place, self.ways)
             details.append(f"the ways part at {one} ({self.who}) and {other} ({self.them})")
-        details += _aftermath(self.parting)
-        place = place or self.here or self.standing.place
-        return Verdict(kind=kind, ranks=self.parting.ranks, text=text, details=tuple(details), place=place, fix=fix)
+        details += _aftermath(self.divergence)
+        place = place or self.here or self.state.place
+        return Verdict(kind=kind, ranks=self.divergence.ranks, text=text, details=tuple(details), place=place, fix=fix)
 
 
-def judge(field: Field, parting: Divergence) -> Verdict:
+def judge(field: Field, divergence: Divergence) -> Verdict:
     """Return why ranks are in different collectives."""
-    case = _Case(field, parting)
+    case = _Case(field, divergence)
     same_place = case.here is not None and case.here == case.there
     if case.call.op == case.beside.op and same_place:
         return _differs(case)
-    found = next(filter(None, (test(case) for test in _TESTS[parting.shift])), None)
+    found = next(filter(None, (test(case) for test in _TESTS[divergence.shift])), None)
     if found is not None:
         return found
     return _operation(case) if case.call.op != case.beside.op else _differs(case)
 
 
 def _evaluation(case: _Case) -> Verdict | None:
-    alone = frames.in_model(case.call.site or case.standing.frames)
+    alone = frames.in_model(case.call.site or case.state.frames)
     if not alone or case.call.op != "broadcast" or frames.in_model(case.beside.site or case.other.frames):
         return None
-    runs = words.verb(case.parting.ranks, "runs", "run")
-    asked = next((frame for frame in case.standing.frames if frame.guard), None)
+    runs = words.verb(case.divergence.ranks, "runs", "run")
+    asked = next((frame for frame in case.state.frames if frame.guard), None)
     return case.verdict(
         "evaluation",
-        f"{case.who} alone {runs} the forward of a DDP model{words.inside(asked or case.standing.place)}, which "
+        f"{case.who} alone {runs} the forward of a DDP model{words.inside(asked or case.state.place)}, which "
         f"broadcasts its buffers ({words.numbered(case.call)}); {case.they_are} in {case.theirs}",
         "evaluate with model.module(...), or on all ranks",
     )
@@ -132,7 +132,7 @@ def _evaluation(case: _Case) -> Verdict | None:
 
 def _uneven(case: _Case) -> Verdict | None:
     asked = case.guard is not None or case.their_guard is not None
-    left = case.standing.leaving and case.parting.newest
+    left = case.state.leaving and case.divergence.newest
     if asked or not (left or _left_loop(case)):
         return None
     return case.verdict(
@@ -144,7 +144,7 @@ def _uneven(case: _Case) -> Verdict | None:
 
 
 def _left_loop(case: _Case) -> bool:
-    """The others are in a loop, and it is behind that."""
+    """The others are in a loop that this rank has left."""
     if case.ways is None:
         return False
     mine, theirs = case.ways
@@ -159,11 +159,11 @@ def _left_loop(case: _Case) -> bool:
 
 
 def _unused(case: _Case) -> Verdict | None:
-    """The backward pass of the others goes on to a bucket, and its own was through."""
-    reduces = bucket(case.beside, case.other.frames) and not bucket(case.call, case.standing.frames)
+    """The others wait for a bucket of the backward pass that this rank does not have."""
+    reduces = bucket(case.beside, case.other.frames) and not bucket(case.call, case.state.frames)
     if not (reduces and case.strange and case.again):
         return None
-    before = [call for call in past(case.standing, case.parting) if call.seq == case.parting.seq - 1]
+    before = [call for call in past(case.state, case.divergence) if call.seq == case.divergence.seq - 1]
     if any(call.site and not bucket(call) for call in before):
         return None
     return case.verdict(
@@ -189,7 +189,7 @@ def _left_out(case: _Case) -> Verdict:
 
 
 def _extra(case: _Case) -> Verdict | None:
-    """Where both ask for the rank, each has its own branch, and the operation is what differs."""
+    """One side calls a collective more."""
     if case.their_guard is not None:
         return None
     if case.guard is None and not (case.strange and case.call.op == case.beside.op):
@@ -218,7 +218,7 @@ def _differs(case: _Case) -> Verdict:
     """The same operation with other contents."""
     call, beside = case.call, case.beside
     where = f" in {words.numbered(call)}{words.at(case.here or case.there)}"
-    has, have = words.verb(case.parting.ranks, "has", "have"), words.verb(case.parting.others, "has", "have")
+    has, have = words.verb(case.divergence.ranks, "has", "have"), words.verb(case.divergence.others, "has", "have")
 
     def sentence(what: str, mine: object, theirs: object) -> str:
         return f"{what} differ{where}: {case.who} {has} {mine}, {case.them} {have} {theirs}"
@@ -227,7 +227,7 @@ def _differs(case: _Case) -> Verdict:
         text = sentence("dtypes", call.dtypes[0], beside.dtypes[0])
         return case.verdict("dtypes differ", text, "cast to one dtype before the collective")
     if words.elements(call.shapes) != words.elements(beside.shapes):
-        text = f"shapes differ{where}: {_shapes(case.parting)}, {case.them} {have} {words.shapes(beside)}"
+        text = f"shapes differ{where}: {_shapes(case.divergence)}, {case.them} {have} {words.shapes(beside)}"
         return case.verdict("shapes differ", text, "pad to one shape, or drop the last batch (drop_last=True)")
     if None not in (call.root, beside.root) and call.root != beside.root:
         text = sentence("roots", f"root {call.root}", f"root {beside.root}")
@@ -245,34 +245,34 @@ _TESTS: dict[Shift, tuple[Callable[[_Case], Verdict | None], ...]] = {
 }
 
 
-def _aftermath(parting: Divergence) -> list[str]:
-    """What a difference that ranks have passed means for what came after it."""
-    if not parting.passed:
+def _aftermath(divergence: Divergence) -> list[str]:
+    """Return what a difference that ranks have passed means for later results."""
+    if not divergence.passed:
         return []
     found = []
-    if all(call.done for _, call in (*parting.odd, *parting.rest)):
-        checked = "NCCL does not compare what ranks call: " if "nccl" in parting.backend else ""
-        found.append(f"{checked}all ranks went on, with wrong results since collective {parting.seq}")
-    if parting.overwritten:
-        have = words.verb(parting.overwritten, "has", "have")
-        found.append(f"{words.who(parting.overwritten)} {have} no record of it any more")
-    if parting.begin > 1 and parting.seq == parting.begin:
+    if all(call.done for _, call in (*divergence.odd, *divergence.rest)):
+        checked = "NCCL does not compare what ranks call: " if "nccl" in divergence.backend else ""
+        found.append(f"{checked}all ranks went on, with wrong results since collective {divergence.seq}")
+    if divergence.overwritten:
+        have = words.verb(divergence.overwritten, "has", "have")
+        found.append(f"{words.who(divergence.overwritten)} {have} no record of it any more")
+    if divergence.begin > 1 and divergence.seq == divergence.begin:
         found.append(
-            f"collectives before {parting.begin} are not recorded any more: the first difference may be older "
+            f"collectives before {divergence.begin} are not recorded any more: the first difference may be older "
             "(TORCH_FR_BUFFER_SIZE)"
         )
     return found
 
 
-def _shapes(parting: Divergence) -> str:
-    """rank 3 has [10]: one part for each shape that is not the others'"""
+def _shapes(divergence: Divergence) -> str:
+    """Return e.g. "rank 3 has [10]", one part per shape."""
     by_shape: dict[str, list[int]] = {}
-    for standing, call in parting.odd:
-        by_shape.setdefault(words.shapes(call), []).append(standing.number)
+    for state, call in divergence.odd:
+        by_shape.setdefault(words.shapes(call), []).append(state.number)
     parts = [f"{words.who(ranks)} {words.verb(ranks, 'has', 'have')} {shape}" for shape, ranks in by_shape.items()]
     return ", ".join(parts[:4]) + (" ..." if len(parts) > 4 else "")
 
 
-def _what(standing: RankState, call: CallEvidence) -> str:
+def _what(state: RankState, call: CallEvidence) -> str:
     about = [words.numbered(call), *([words.shapes(call)] if call.shapes else []), *call.dtypes[:1], call.reduction]
-    return " ".join(filter(None, about)) + words.inside(site(standing, call))
+    return " ".join(filter(None, about)) + words.inside(site(state, call))

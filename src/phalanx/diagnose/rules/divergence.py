@@ -1,6 +1,6 @@
-"""Where the ranks of a group part: the first number under which they have not called one and the same collective.
+"""Finds the first number under which the ranks of a group have not called the same collective.
 
-Collectives of a group are numbered by each rank for itself.
+Each rank numbers the collectives of a group by itself.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ class Divergence:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that differ from the majority."""
-        return tuple(standing.number for standing, _ in self.odd)
+        return tuple(state.number for state, _ in self.odd)
 
     @property
     def others(self) -> tuple[int, ...]:
         """The ranks of the majority."""
-        return tuple(standing.number for standing, _ in self.rest)
+        return tuple(state.number for state, _ in self.rest)
 
 
 _Members = tuple[int, ...]
 _Key = tuple[str, str, _Members]  # name, backend and ranks of a group
 
 
-def partings(field: Field) -> list[Divergence]:
-    """One of a group: by what is not over, or by the records of all ranks where these show an earlier one."""
+def divergences(field: Field) -> list[Divergence]:
+    """Return one divergence per group: of unfinished calls, or an earlier one in the records."""
     now, then = _present(field), _recorded(field)
     found = dict(now)
-    for key, parting in then.items():
+    for key, divergence in then.items():
         known = now.get(key)
-        if known is None or parting.seq < known.seq:
-            found[key] = parting
-        elif parting.seq == known.seq:
-            found[key] = replace(known, shift=parting.shift, newest=parting.newest, earlier=parting.earlier)
+        if known is None or divergence.seq < known.seq:
+            found[key] = divergence
+        elif divergence.seq == known.seq:
+            found[key] = replace(known, shift=divergence.shift, newest=divergence.newest, earlier=divergence.earlier)
     return [found[key] for key in sorted(found)]
 
 
@@ -70,40 +70,40 @@ def _present(field: Field) -> dict[_Key, Divergence]:
     called: dict[_Key, dict[int, list[_Pair]]] = {}
     known = _known(field)
     backends = {(call.group, call.backend) for rank in field.evidence.ranks for call in rank.calls if call.backend}
-    for standing in field.of(field.standings):
-        members = _members(standing)
-        for call in standing.rank.calls:
+    for state in field.of(field.states):
+        members = _members(state)
+        for call in state.rank.calls:
             if call.seq > 0 and (call.group, call.seq) in undone:
                 only = [backend for group, backend in backends if group == call.group]
                 backend = call.backend or (only[0] if len(only) == 1 else "")
                 key = (call.group, backend, members.get(call.group) or known.get(call.group, ()))
-                called.setdefault(key, {}).setdefault(call.seq, []).append((standing, call))
+                called.setdefault(key, {}).setdefault(call.seq, []).append((state, call))
     found = {key: _first(key, called[key]) for key in called}
-    return {key: parting for key, parting in found.items() if parting is not None}
+    return {key: divergence for key, divergence in found.items() if divergence is not None}
 
 
-def _members(standing: RankState) -> dict[str, _Members]:
-    return {group.name: group.ranks for group in standing.rank.groups if group.ranks}
+def _members(state: RankState) -> dict[str, _Members]:
+    return {group.name: group.ranks for group in state.rank.groups if group.ranks}
 
 
 def _known(field: Field) -> dict[str, _Members]:
-    """For a rank that does not tell who is in a group."""
+    """Return the ranks of a group if a rank does not report them."""
     found: dict[str, _Members] = {}
-    for standing in field.of(field.standings):
-        found = {**_members(standing), **found}
+    for state in field.of(field.states):
+        found = {**_members(state), **found}
     return found
 
 
 def _recorded(field: Field) -> dict[_Key, Divergence]:
-    """The first difference in the records of each group."""
+    """Return the first difference in the records of each group."""
     known = _known(field)
     groups: dict[_Key, dict[int, Log]] = {}
-    for standing in field.of(field.standings):
-        members = _members(standing)
-        for (name, backend), log in history.logs(standing.rank.history).items():
+    for state in field.of(field.states):
+        members = _members(state)
+        for (name, backend), log in history.logs(state.rank.history).items():
             ranks = members.get(name) or known.get(name, ())
-            if not ranks or standing.number in ranks:
-                groups.setdefault((name, backend, ranks), {})[standing.number] = log
+            if not ranks or state.number in ranks:
+                groups.setdefault((name, backend, ranks), {})[state.number] = log
     found: dict[_Key, Divergence] = {}
     for key, logs in groups.items():
         difference = history.first_difference(logs)
@@ -117,7 +117,7 @@ def _differing(field: Field, key: _Key, difference: Difference, logs: Mapping[in
     seq = difference.seq
 
     def pairs(ranks: Sequence[int]) -> list[_Pair]:
-        return [(field.standings[rank], _call(field.standings[rank], key, seq, _at(logs[rank][seq], difference.part)))
+        return [(field.states[rank], _call(field.states[rank], key, seq, _at(logs[rank][seq], difference.part)))
                 for rank in ranks]  # fmt: skip
 
     kinds = [pairs(side.ranks) for side in difference.sides]
@@ -126,7 +126,7 @@ def _differing(field: Field, key: _Key, difference: Difference, logs: Mapping[in
     first, other = by_rank[0][0].number, rest[0][0].number
     earlier = {
         rank: [
-            _call(field.standings[rank], key, number, item)
+            _call(field.states[rank], key, number, item)
             for number in [number for number in sorted(logs[rank]) if number < seq][-_EARLIER:]
             for item in logs[rank][number][:1]
         ]
@@ -151,14 +151,14 @@ def _at(items: tuple[Item, ...], part: int) -> Item:
     return items[min(part, len(items) - 1)]
 
 
-def _call(standing: RankState, key: _Key, seq: int, item: Item) -> CallEvidence:
-    """As if it were one of the newest."""
+def _call(state: RankState, key: _Key, seq: int, item: Item) -> CallEvidence:
+    """Return a recorded item as a call."""
     group, backend, _ = key
-    for call in standing.rank.calls:
+    for call in state.rank.calls:
         if (call.group, call.backend, call.seq) == (group, backend, seq):
             return call
     signature = item.signature
-    completed = next((each.completed for each in standing.rank.groups if each.name == group), -1)
+    completed = next((each.completed for each in state.rank.groups if each.name == group), -1)
     shapes = signature.outputs if signature.op in history.OUTPUTS else signature.shapes
     return CallEvidence(
         group=group,
@@ -176,13 +176,13 @@ def _call(standing: RankState, key: _Key, seq: int, item: Item) -> CallEvidence:
 
 
 def _oddness(pairs: Sequence[_Pair]) -> tuple[int, bool, int]:
-    """The fewest are odd. Of equally many those whose code asks for the rank, or that rank 0 is not among."""
+    """Order the sides: the fewest ranks first, then those whose code asks for the rank, then those without rank 0."""
     return len(pairs), all(guard(*pair) is None for pair in pairs), -pairs[0][0].number
 
 
 def _first(key: _Key, called: dict[int, list[_Pair]]) -> Divergence | None:
     for seq in sorted(called):
-        if len({standing.number for standing, _ in called[seq]}) < len(called[seq]):
+        if len({state.number for state, _ in called[seq]}) < len(called[seq]):
             continue  # several that are coalesced into one: history compares them in their order
         kinds = _kinds(called[seq])
         if len(kinds) < 2:
@@ -194,7 +194,7 @@ def _first(key: _Key, called: dict[int, list[_Pair]]) -> Divergence | None:
 
 
 def _kind(call: CallEvidence) -> tuple[object, ...]:
-    """What has to be the same for all ranks; None: not known, or of no matter."""
+    """Return what must be equal on all ranks. None: unknown or irrelevant."""
     if call.op not in _SAME_INPUTS:
         return call.op, None, None, call.reduction or None, call.root
     uneven = len(set(call.outputs)) > 1  # an all_gather may be
@@ -203,11 +203,11 @@ def _kind(call: CallEvidence) -> tuple[object, ...]:
 
 
 def _kinds(pairs: list[_Pair]) -> list[list[_Pair]]:
-    """Those together who have called the same. What a rank does not tell is no difference: it is with the most."""
+    """Group ranks that called the same. A rank that reports nothing is with the majority."""
     found: dict[tuple[object, ...], list[_Pair]] = {}
     by_kind: dict[tuple[object, ...], list[_Pair]] = {}
-    for standing, call in pairs:
-        by_kind.setdefault(_kind(call), []).append((standing, call))
+    for state, call in pairs:
+        by_kind.setdefault(_kind(call), []).append((state, call))
     for kind in sorted(by_kind, key=lambda kind: (kind.count(None), -len(by_kind[kind]))):
         like = [known for known in found if _compatible(kind, known)]
         found.setdefault(max(like, key=lambda known: len(found[known]), default=kind), []).extend(by_kind[kind])
@@ -219,20 +219,20 @@ def _compatible(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
 
 
 def alike(one: CallEvidence, other: CallEvidence) -> bool:
-    """The same collective, as far as can be seen: of the same place, where that is known."""
+    """Return whether two calls are the same collective at the same place."""
     a, b = frames.own(one.site), frames.own(other.site)
     if a is not None and b is not None and (a.file, a.line) != (b.file, b.line):
         return False
     return _kind(one) == _kind(other)
 
 
-def guard(standing: RankState, call: CallEvidence) -> Frame | None:
-    """The innermost place of a call that asks for the rank."""
-    return next((frame for frame in trail(standing, call) if frame.guard), None)
+def guard(state: RankState, call: CallEvidence) -> Frame | None:
+    """Return the innermost frame of a call under a condition on the rank."""
+    return next((frame for frame in trail(state, call) if frame.guard), None)
 
 
 def ways(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
-    """The outermost function that both are in, at two of its lines."""
+    """Return the two lines of the outermost common function."""
     for mine, theirs in zip(reversed(one), reversed(other), strict=False):
         if (mine.file, mine.function) != (theirs.file, theirs.function):
             return None
@@ -241,15 +241,15 @@ def ways(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame
     return None
 
 
-def past(standing: RankState, parting: Divergence) -> list[CallEvidence]:
+def past(state: RankState, divergence: Divergence) -> list[CallEvidence]:
     """Return the calls of a rank before the divergence."""
-    if parting.earlier.get(standing.number):
-        return list(parting.earlier[standing.number])
-    return [call for call in standing.rank.calls if call.group == parting.group and 0 < call.seq < parting.seq]
+    if divergence.earlier.get(state.number):
+        return list(divergence.earlier[state.number])
+    return [call for call in state.rank.calls if call.group == divergence.group and 0 < call.seq < divergence.seq]
 
 
 def expected(calls: list[CallEvidence]) -> CallEvidence | None:
-    """What came next when last the collectives before were as they are now: a loop repeats itself."""
+    """Return what came next the last time the previous collectives were the same."""
     best, at = 0, None
     for end in range(len(calls) - 1, 0, -1):
         length = 0

@@ -1,4 +1,4 @@
-"""What the driver says about a rank's GPU, as lines of evidence."""
+"""What the driver says about the GPU of a rank, as lines of evidence."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def idle(gpu: Gpu | None) -> bool:
 
 
 def busy(gpu: Gpu | None) -> bool:
-    """By this rank: what others do on the same GPU says nothing."""
+    """Return whether this rank keeps its GPU busy."""
     return gpu is not None and gpu.use >= BUSY and not gpu.shared
 
 
 def use(gpu: Gpu | None) -> str:
-    """(GPU 1, 100% in use)"""
+    """Return e.g. " (GPU 1, 100% in use)"."""
     if gpu is None:
         return ""
     return f" (GPU {gpu.index}, {gpu.use:.0%} in use)" if gpu.use >= 0 else f" (GPU {gpu.index})"
 
 
 def faults(gpu: Gpu, pid: int | None = None) -> list[str]:
-    """That no program can be the cause of, or that end it. `pid`: of the rank; what a program did is its own alone."""
+    """Return hardware faults. `pid`: of the rank; errors of another program are ignored."""
     mine = [xid for xid in sorted(gpu.xids, key=lambda xid: xid.age) if _concerns(xid, pid)]
-    told = {f"Xid {xid.number}, {words.duration(xid.age)} ago: {xid.text[:_XID]}": None for xid in mine}
-    found = [*told][:3]
+    reported = {f"Xid {xid.number}, {words.duration(xid.age)} ago: {xid.text[:_XID]}": None for xid in mine}
+    found = [*reported][:3]
     if gpu.ecc > 0:
         found.append(f"{_count(gpu.ecc, 'uncorrectable memory error')} (ECC) since the driver was loaded")
     if gpu.remap_failed:
@@ -51,13 +51,13 @@ def faults(gpu: Gpu, pid: int | None = None) -> list[str]:
 
 
 def _concerns(xid: Xid, pid: int | None) -> bool:
-    """The driver names the process whose program did something wrong."""
+    """Return whether an error is about this process."""
     named = re.search(r"pid='?(\d+)", xid.text) if xid.number in _OF_PROGRAMS else None
     return named is None or pid is None or int(named[1]) == pid
 
 
 def signs(gpu: Gpu) -> list[str]:
-    """That slow it down, or may point to a fault."""
+    """Return what slows a GPU down or may point to a fault."""
     found = [f"slowed down: {gpu.throttled} throttling"] if gpu.throttled else []
     if gpu.nvlink_down > 0:
         found.append(f"{_count(gpu.nvlink_down, 'NVLink')} down")
@@ -69,19 +69,21 @@ def signs(gpu: Gpu) -> list[str]:
 
 
 def supported(evidence: Evidence, verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts, each with what is known of the GPUs of its ranks. A verdict that names nobody is about all ranks;
-    a fault that belongs to none of them is told with the first."""
+    """Return the verdicts with what is known of the GPUs of their ranks.
+
+    A verdict without ranks is about all ranks; a fault of no verdict's rank goes to the first one.
+    """
     if not verdicts:
         return []
     by_rank = {rank.rank: rank for rank in evidence.ranks if rank.gpu is not None}
-    told: set[int] = set()
+    reported: set[int] = set()
     found: list[Verdict] = []
     for verdict in verdicts:
-        ranks = [by_rank[rank] for rank in verdict.ranks or sorted(by_rank) if rank in by_rank and rank not in told]
+        ranks = [by_rank[rank] for rank in verdict.ranks or sorted(by_rank) if rank in by_rank and rank not in reported]
         lines = [line for rank in ranks for line in _lines(rank, slight=True)]
-        told |= {rank.rank for rank in ranks}
+        reported |= {rank.rank for rank in ranks}
         found.append(_with(verdict, lines))
-    others = [line for rank in by_rank.values() if rank.rank not in told for line in _lines(rank, slight=False)]
+    others = [line for rank in by_rank.values() if rank.rank not in reported for line in _lines(rank, slight=False)]
     return [_with(found[0], others), *found[1:]]
 
 

@@ -1,4 +1,4 @@
-"""Ranks that have ended well, or are about to, while others still wait for them."""
+"""Ranks that have ended, or are about to, while others still wait for them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from phalanx.diagnose.verdict import Verdict
 
 
 def verdict(field: Field, left: Sequence[RankState]) -> Verdict | None:
-    """Of ranks that have all left in the same way."""
-    standing, ranks = left[0], tuple(each.number for each in left)
+    """Return a verdict for ranks that have left in the same way."""
+    state, ranks = left[0], tuple(each.number for each in left)
     waiting = field.of(field.waiting_for(ranks))
     first = next((each for each in waiting if each.call is not None), None)
     if first is None or first.call is None or first.call.op in ("send", "recv"):
@@ -26,7 +26,7 @@ def verdict(field: Field, left: Sequence[RankState]) -> Verdict | None:
             kind="skipped collective",
             ranks=others,
             text=f"{words.who(others)} called one more collective than the others, {words.numbered(first.call)}"
-            f"{words.inside(asked)}; {who} {_whither(standing, ranks)}",
+            f"{words.inside(asked)}; {who} {_whither(state, ranks)}",
             place=asked,
             fix=desync.SAME,
         )
@@ -35,26 +35,26 @@ def verdict(field: Field, left: Sequence[RankState]) -> Verdict | None:
             kind="skipped collective",
             ranks=ranks,
             text=f"{who} skipped a collective that {them} called{words.inside(asked)}: {words.numbered(first.call)}; "
-            f"{who} {_whither(standing, ranks)}",
+            f"{who} {_whither(state, ranks)}",
             place=asked,
             fix=desync.SAME,
         )
-    counted = [each for each in (standing, first) if each.rank.step >= 0]
+    counted = [each for each in (state, first) if each.rank.step >= 0]
     return Verdict(
         kind="uneven data",
         ranks=ranks,
-        text=f"{who} left the loop earlier than the others and {_whither(standing, ranks)}, while {them} still "
+        text=f"{who} left the loop earlier than the others and {_whither(state, ranks)}, while {them} still "
         f"{words.verb(others, 'waits', 'wait')} in {described(first)}: uneven data",
-        place=standing.place,
+        place=state.place,
         details=tuple(f"rank {each.number}: {each.rank.step} steps" for each in counted),
         fix=desync.UNEVEN,
     )
 
 
-def _whither(standing: RankState, ranks: Sequence[int]) -> str:
-    if standing.rank.ended is not None:
-        return words.exit_text(standing.rank.ended)
+def _whither(state: RankState, ranks: Sequence[int]) -> str:
+    if state.rank.ended is not None:
+        return words.exit_text(state.rank.ended)
     are = words.verb(ranks, "is", "are")
-    if standing.act.name == "destroy_process_group":
-        return f"{are} in destroy_process_group{words.at(standing.place)}"
+    if state.act.name == "destroy_process_group":
+        return f"{are} in destroy_process_group{words.at(state.place)}"
     return f"{are} at {words.verb(ranks, 'its', 'their')} end"

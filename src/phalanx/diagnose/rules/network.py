@@ -1,4 +1,4 @@
-"""Everybody has come, and it does not go on: then it is what lies between them."""
+"""All ranks take part, and there is no progress: the network between them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _UNTIMED = (
 _DOCTOR = "phalanx doctor looks at what lies between them"
 
 
-def verdicts(field: Field, parted: Container[str]) -> Iterator[Verdict]:
-    """`parted`: groups whose ranks have not called the same."""
-    yield from _collectives(field, parted)
+def verdicts(field: Field, diverged: Container[str]) -> Iterator[Verdict]:
+    """Yield verdicts. `diverged`: groups whose ranks have not called the same."""
+    yield from _collectives(field, diverged)
     yield from _messages(field)
     yield from _joining(field)
 
 
-def _collectives(field: Field, parted: Container[str]) -> Iterator[Verdict]:
+def _collectives(field: Field, diverged: Container[str]) -> Iterator[Verdict]:
     together: dict[tuple[str, int, str], list[RankState]] = {}
-    for standing in field.of(field.awaits):
-        call = standing.call
-        if call is not None and call.op not in ("send", "recv") and call.group not in parted:
-            together.setdefault((call.group, call.seq, call.op if call.seq <= 0 else ""), []).append(standing)
+    for state in field.of(field.awaits):
+        call = state.call
+        if call is not None and call.op not in ("send", "recv") and call.group not in diverged:
+            together.setdefault((call.group, call.seq, call.op if call.seq <= 0 else ""), []).append(state)
     for (group, seq, _), waiting in together.items():
-        members = members_of(waiting[0], field.standings)
+        members = members_of(waiting[0], field.states)
         if len(members) < 2 or any(field.awaits[each.number] for each in waiting):
             continue
         if any(each.leaving or each.stopped or each.gone for each in field.of(members)):
@@ -38,7 +38,7 @@ def _collectives(field: Field, parted: Container[str]) -> Iterator[Verdict]:
         first = waiting[0]
         if here == members:
             yield _same(field, waiting)
-        elif seq > 0 and all((newest(field.standings[rank].rank, group) or 0) >= seq for rank in members - here):
+        elif seq > 0 and all((newest(field.states[rank].rank, group) or 0) >= seq for rank in members - here):
             ranks = tuple(sorted(here))
             yield Verdict(
                 kind="network",
@@ -54,7 +54,7 @@ def _collectives(field: Field, parted: Container[str]) -> Iterator[Verdict]:
 
 def _same(field: Field, waiting: list[RankState]) -> Verdict:
     first = waiting[0]
-    everybody = len(waiting) == len(field.standings)
+    everybody = len(waiting) == len(field.states)
     who = f"all {len(waiting)} ranks" if everybody else words.who(each.number for each in waiting)
     unsent = [each for each in waiting if each.rank.process is not None and each.rank.process.unsent > 0]
     details = [
@@ -91,27 +91,27 @@ def _cause(field: Field, otherwise: str) -> str:
 
 
 def _messages(field: Field) -> Iterator[Verdict]:
-    for standing in field.of(field.awaits):
-        call = standing.call
-        if call is None or call.op != "send" or field.awaits[standing.number]:
+    for state in field.of(field.awaits):
+        call = state.call
+        if call is None or call.op != "send" or field.awaits[state.number]:
             continue
-        peer = field.standings.get(call.peer) if call.peer is not None else None
+        peer = field.states.get(call.peer) if call.peer is not None else None
         if peer is not None and peer.stuck and peer.call is not None and peer.call.op == "recv":
             yield Verdict(
                 kind="network",
-                ranks=tuple(sorted((standing.number, peer.number))),
-                text=f"rank {standing.number} sends, rank {peer.number} receives, and it does not go on "
-                f"({described(standing)}; {described(peer)}): {_between(field)}",
-                place=standing.place,
+                ranks=tuple(sorted((state.number, peer.number))),
+                text=f"rank {state.number} sends, rank {peer.number} receives, and it does not go on "
+                f"({described(state)}; {described(peer)}): {_between(field)}",
+                place=state.place,
                 fix=_DOCTOR,
                 certain=False,
             )
 
 
 def _joining(field: Field) -> Iterator[Verdict]:
-    """All ranks are where they meet, and do not."""
+    """All ranks try to form the group, without success."""
     waiting = [each for each in field.of(field.awaits) if each.call is None and not field.awaits[each.number]]
-    if len(waiting) < 2 or len(waiting) != len(field.standings):
+    if len(waiting) < 2 or len(waiting) != len(field.states):
         return
     yield Verdict(
         kind="join",

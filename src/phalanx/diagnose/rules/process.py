@@ -1,4 +1,4 @@
-"""What the kernel, the driver and the other nodes prove about a process: stopped, swapped out, silent, gone."""
+"""What kernel, driver and other nodes prove about a process: stopped, swapped out, silent, gone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nodes(field: Field) -> Iterator[Verdict]:
     """Yield a verdict for each lost node."""
     for node in lost_nodes(field.evidence):
         ranks = tuple(sorted(rank.rank for rank in field.evidence.ranks if rank.node == node.node))
-        seen = "its connection has ended" if node.lost else f"nothing heard of it for {words.duration(node.silent)}"
+        seen = "its connection has ended" if node.lost else f"no message from it for {words.duration(node.silent)}"
         cause = (
             node.finding or field.evidence.finding or ("the node is lost" if node.lost else "link down, or it hangs")
         )
@@ -51,72 +51,72 @@ def nodes(field: Field) -> Iterator[Verdict]:
 def verdicts(field: Field) -> Iterator[Verdict]:
     """Yield a verdict for each rank whose process explains the stall."""
     away = {node.node for node in lost_nodes(field.evidence)}
-    for standing in field.of(field.standings):
-        if standing.rank.node in away:
+    for state in field.of(field.states):
+        if state.rank.node in away:
             continue
         found = (
-            _exit(field, standing)
-            or _stopped(field, standing)
-            or _gpu(field, standing)
-            or _memory(field, standing)
-            or _lock(field, standing)
+            _exit(field, state)
+            or _stopped(field, state)
+            or _gpu(field, state)
+            or _memory(field, state)
+            or _lock(field, state)
         )
         if found is not None:
             yield found
 
 
-def _exit(field: Field, standing: RankState) -> Verdict | None:
-    ended = standing.rank.ended
-    if not standing.gone or ended == 0 or not field.waiting_for([standing.number]):
+def _exit(field: Field, state: RankState) -> Verdict | None:
+    ended = state.rank.ended
+    if not state.gone or ended == 0 or not field.waiting_for([state.number]):
         return None
-    node = next((node for node in field.evidence.nodes if node.node == standing.rank.node), None)
+    node = next((node for node in field.evidence.nodes if node.node == state.rank.node), None)
     how = words.exit_text(ended) if ended is not None else "has ended, and nobody has taken notice (zombie)"
     return Verdict(
         kind="exited",
-        ranks=(standing.number,),
-        text=f"rank {standing.number} {how}{field.wait_for([standing.number])}",
+        ranks=(state.number,),
+        text=f"rank {state.number} {how}{field.wait_for([state.number])}",
         details=(node.out_of_memory,) if node is not None and node.out_of_memory and ended == -9 else (),
-        place=standing.place,
+        place=state.place,
         fix="the error of that rank is the cause: see its output",
     )
 
 
-def _stopped(field: Field, standing: RankState) -> Verdict | None:
-    process = standing.rank.process
-    if not standing.stopped or process is None:
+def _stopped(field: Field, state: RankState) -> Verdict | None:
+    process = state.rank.process
+    if not state.stopped or process is None:
         return None
     traced = process.state == "t"
     how = "is held by a tracer (strace, gdb)" if traced else "is stopped (SIGSTOP)"
     return Verdict(
         kind="traced" if traced else "stopped",
-        ranks=(standing.number,),
-        text=f"rank {standing.number} {how}{words.at(standing.place)}{field.wait_for([standing.number])}",
+        ranks=(state.number,),
+        text=f"rank {state.number} {how}{words.at(state.place)}{field.wait_for([state.number])}",
         details=(f"process {process.pid} is in state {process.state}",),
-        place=standing.place,
+        place=state.place,
         fix="let the tracer go on or end it" if traced else f"kill -CONT {process.pid}",
     )
 
 
-def _gpu(field: Field, standing: RankState) -> Verdict | None:
-    gpu = standing.rank.gpu
-    if gpu is None or not gpu.lost or standing.gone:
+def _gpu(field: Field, state: RankState) -> Verdict | None:
+    gpu = state.rank.gpu
+    if gpu is None or not gpu.lost or state.gone:
         return None
-    node = words.host(field.evidence, standing.rank.node)
+    node = words.host(field.evidence, state.rank.node)
     return Verdict(
         kind="gpu lost",
-        ranks=(standing.number,),
-        text=f"rank {standing.number} has lost its GPU: GPU {gpu.index} of node {node} does not answer its driver"
-        f"{field.wait_for([standing.number])}",
-        place=standing.place,
+        ranks=(state.number,),
+        text=f"rank {state.number} has lost its GPU: GPU {gpu.index} of node {node} does not answer its driver"
+        f"{field.wait_for([state.number])}",
+        place=state.place,
         fix="dmesg | grep -i xid shows why; the node needs a reset of that GPU",
     )
 
 
-def _memory(field: Field, standing: RankState) -> Verdict | None:
-    process = standing.rank.process
-    if process is None or standing.gone or not standing.stuck or standing.rank.busy:
+def _memory(field: Field, state: RankState) -> Verdict | None:
+    process = state.rank.process
+    if process is None or state.gone or not state.stuck or state.rank.busy:
         return None
-    node = next((node for node in field.evidence.nodes if node.node == standing.rank.node), None)
+    node = next((node for node in field.evidence.nodes if node.node == state.rank.node), None)
     full = node is not None and node.memory > 0 and node.available < _FULL * node.memory
     thrashes = process.swapped >= _SWAPPED and process.major_faults >= _FAULTS
     if not thrashes and not (full and process.major_faults >= _FAULTS):
@@ -126,26 +126,26 @@ def _memory(field: Field, standing: RankState) -> Verdict | None:
         details.append(f"node {node.host}: {words.quantity(node.available)} of {words.quantity(node.memory)} are left")
     return Verdict(
         kind="memory",
-        ranks=(standing.number,),
-        text=f"rank {standing.number} is out of memory and swapping ({words.quantity(process.swapped)} on disk)"
-        f"{words.at(standing.place)}{field.wait_for([standing.number])}",
+        ranks=(state.number,),
+        text=f"rank {state.number} is out of memory and swapping ({words.quantity(process.swapped)} on disk)"
+        f"{words.at(state.place)}{field.wait_for([state.number])}",
         details=tuple(details),
-        place=standing.place,
+        place=state.place,
         fix="fewer DataLoader workers, a smaller batch, or fewer ranks on that node",
     )
 
 
-def _lock(field: Field, standing: RankState) -> Verdict | None:
-    process = standing.rank.process
-    if not standing.held or process is None or process.state == "D" or standing.call is not None:
+def _lock(field: Field, state: RankState) -> Verdict | None:
+    process = state.rank.process
+    if not state.held or process is None or process.state == "D" or state.call is not None:
         return None
-    if standing.long and standing.rank.silent < LONGER * field.evidence.limit:
+    if state.long and state.rank.silent < LONGER * field.evidence.limit:
         return None  # native code of a compiler, or of an import
-    holder = next((thread for thread in standing.rank.threads if thread.holds_gil), None)
-    place = (frames.own(holder.frames) if holder is not None else None) or standing.place
+    holder = next((thread for thread in state.rank.threads if thread.holds_gil), None)
+    place = (frames.own(holder.frames) if holder is not None else None) or state.place
     thread = f" in thread {holder.name.removeprefix('thread ')}" if holder is not None and not holder.main else ""
-    if holder is None and len(standing.rank.threads) > 2 and frames.asleep(process).what == "lock":
-        return _other_thread(field, standing)
+    if holder is None and len(state.rank.threads) > 2 and frames.asleep(process).what == "lock":
+        return _other_thread(field, state)
     if process.state == "R" or process.cpu >= SPINS:
         how = "spins holding the GIL"
     elif holder is not None and not holder.main:  # the kernel speaks of the main thread
@@ -155,26 +155,26 @@ def _lock(field: Field, standing: RankState) -> Verdict | None:
         how = f"holds the GIL while {doing.words}" if doing.words else "holds the GIL and does nothing"
     return Verdict(
         kind="gil",
-        ranks=(standing.number,),
-        text=f"rank {standing.number} {how}{words.at(place)}{thread}{field.wait_for([standing.number])}",
-        details=(f"no Python of this process has run for {words.duration(standing.rank.silent)}",),
+        ranks=(state.number,),
+        text=f"rank {state.number} {how}{words.at(place)}{thread}{field.wait_for([state.number])}",
+        details=(f"no Python of this process has run for {words.duration(state.rank.silent)}",),
         place=place,
         fix=_RELEASE,
-        certain=standing.rank.silent >= field.evidence.limit,
+        certain=state.rank.silent >= field.evidence.limit,
     )
 
 
-def _other_thread(field: Field, standing: RankState) -> Verdict:
-    """The main thread waits for the lock, and it cannot be seen which of the others has it."""
-    others = [thread for thread in standing.rank.threads if not thread.main and thread.frames]
+def _other_thread(field: Field, state: RankState) -> Verdict:
+    """The main thread waits for the lock of another, unknown thread."""
+    others = [thread for thread in state.rank.threads if not thread.main and thread.frames]
     places = ((thread.name, frames.own(thread.frames) or thread.frames[0]) for thread in others)
     return Verdict(
         kind="gil",
-        ranks=(standing.number,),
-        text=f"a thread of rank {standing.number} holds the GIL, and its main thread waits for that"
-        f"{words.at(standing.place)}{field.wait_for([standing.number])}",
+        ranks=(state.number,),
+        text=f"a thread of rank {state.number} holds the GIL, and its main thread waits for that"
+        f"{words.at(state.place)}{field.wait_for([state.number])}",
         details=tuple(f"{name}{words.at(place)}" for name, place in places)[:8],
-        place=standing.place,
+        place=state.place,
         fix=_RELEASE,
-        certain=standing.rank.silent >= field.evidence.limit,
+        certain=state.rank.silent >= field.evidence.limit,
     )

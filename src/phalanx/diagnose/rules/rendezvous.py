@@ -1,4 +1,4 @@
-"""Ranks that look for their store at an address that the script has set in place of the launcher's."""
+"""Ranks that look for their store at an address that the script has set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def verdicts(field: Field) -> Iterator[Verdict]:
     """Yield verdicts about ranks that cannot join the group."""
     joining = [
         each
-        for each in field.of(field.standings)
+        for each in field.of(field.states)
         if each.act.what == "join" and each.call is None and each.stuck and not (each.gone or each.stopped)
     ]
     elsewhere = [each for each in joining if each.rank.store and _unserved(each, joining)]
@@ -21,12 +21,12 @@ def verdicts(field: Field) -> Iterator[Verdict]:
         yield _verdict(field, elsewhere)
 
 
-def _unserved(standing: RankState, joining: Sequence[RankState]) -> bool:
-    """Nobody listens there: the launcher does elsewhere, and rank 0 only if it is told to, at its own address."""
-    if not standing.rank.hosts:
+def _unserved(state: RankState, joining: Sequence[RankState]) -> bool:
+    """Return whether nobody listens at the address that the rank uses."""
+    if not state.rank.hosts:
         return True
     host = next((each for each in joining if each.number == 0), None)
-    return host is not None and host.rank.store != standing.rank.store
+    return host is not None and host.rank.store != state.rank.store
 
 
 def _verdict(field: Field, elsewhere: Sequence[RankState]) -> Verdict:
@@ -57,8 +57,8 @@ def _verdict(field: Field, elsewhere: Sequence[RankState]) -> Verdict:
     )
 
 
-def _names(standing: RankState) -> str:
-    """The variables that differ from the launcher's."""
-    own, given = (address.rpartition(":") for address in (standing.rank.store, standing.rank.given))
+def _names(state: RankState) -> str:
+    """Return the variables that differ from those of the launcher."""
+    own, given = (address.rpartition(":") for address in (state.rank.store, state.rank.given))
     pairs = (("MASTER_ADDR", own[0], given[0]), ("MASTER_PORT", own[2], given[2]))
     return " and ".join(name for name, mine, theirs in pairs if mine != theirs) or "MASTER_PORT"

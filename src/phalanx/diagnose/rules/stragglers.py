@@ -1,4 +1,4 @@
-"""Who holds the others up: per-rank times of data, compute and waiting, beside the median of all ranks."""
+"""Slow ranks: time for data, compute and waiting per rank, compared with the median."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _APART = ("import", "checkpoint", "compile")  # neither: not part of a usual ste
 
 
 class Total(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank, since the run began: how often it was seen in each phase."""
+    """How often one rank was sampled in each phase since the run began."""
 
     rank: int
     samples: dict[str, int]
@@ -31,7 +31,7 @@ class Total(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class StragglerRow:
-    """Seconds a step; without steps: parts of its time."""
+    """Seconds per step. If no steps are known: shares of the time."""
 
     total: Total
     data: float
@@ -70,7 +70,7 @@ def _row(total: Total, by_step: bool) -> StragglerRow:
 
 
 def stragglers(totals: Sequence[Total]) -> list[Straggler]:
-    """The slowest first; none with fewer than two ranks, or where it does not matter."""
+    """Return slow ranks, the slowest first. Empty with fewer than two ranks, or if it does not matter."""
     known = [row for row in rows(totals) if sum(row.total.samples.values()) >= _ENOUGH and row.whole > 0]
     if len(known) < 2:
         return []
@@ -89,7 +89,7 @@ def stragglers(totals: Sequence[Total]) -> list[Straggler]:
 
 
 def _middle(values: list[float]) -> float:
-    """Of two, the faster: the slower one cannot be measured by itself."""
+    """Return the median; of two values the smaller one."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
@@ -104,7 +104,7 @@ def _sentence(total: Total, what: str, factor: float, nodes: bool) -> str:
 
 
 def table(totals: Sequence[Total]) -> list[str]:
-    """For a terminal of 80 columns: stragglers first where there are too many ranks to show them all."""
+    """Return lines of 80 columns. If there are too many ranks, stragglers come first."""
     if not totals:
         return []
     late = {straggler.rank: straggler for straggler in reversed(stragglers(totals))}

@@ -1,5 +1,6 @@
-"""What the message of a collective, barrier or store that timed out says. The rank that gets it is the victim: who made
-it time out is told by absent.py.
+"""Parses the messages of collectives, barriers and store calls that timed out.
+
+The rank that raises it is the victim; absent.py finds the cause.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _NCCL = {  # as its watchdog calls them
 
 
 def read(text: str) -> Timeout | None:
-    """None: it is no timeout of torch.distributed, nor of our own groups."""
+    """Return the timeout of a message; None if it is none of torch.distributed or of phalanx groups."""
     found = next((match for pattern in _PATTERNS if (match := re.search(pattern, text))), None)
     if found is None:
         return None

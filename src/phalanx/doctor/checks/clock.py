@@ -16,14 +16,14 @@ _FAR_OFF = 300.0  # certificates and tickets are refused from about here on
 
 @dataclass(frozen=True)
 class Offset:
-    """How far a node's clock is ahead of the first node's; it is known to within `error`."""
+    """How far the clock of a node is ahead of that of the first node, to within `error`."""
 
     ahead: float
     error: float
 
 
 def best(samples: list[tuple[float, float, float]]) -> Offset | None:
-    """From (sent, their time, received): the quickest answer says most, for there is least room for doubt."""
+    """Return the offset of the quickest answer of (sent, their time, received)."""
     if not samples:
         return None
     sent, theirs, received = min(samples, key=lambda sample: sample[2] - sample[0])
@@ -32,7 +32,7 @@ def best(samples: list[tuple[float, float, float]]) -> Offset | None:
 
 
 def judge(offsets: Mapping[str, Offset]) -> list[Finding]:
-    """The first node is in here too, with nothing. Who is off is judged by the middle of all."""
+    """Return findings about clocks. They are compared with the median."""
     if len(offsets) < 2:
         return []
     middle = statistics.median_low([offset.ahead for offset in offsets.values()])

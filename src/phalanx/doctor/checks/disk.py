@@ -49,7 +49,7 @@ def read(folder: str) -> Disk:
 
 
 def _write(folder: str) -> str:
-    """Really write, into a file that never has a name: only that shows a quota. Why it failed, or nothing."""
+    """Write to an unnamed file: only that shows a quota. Returns why it failed, or nothing."""
     if not os.path.isdir(folder):
         return "it is no folder"
     try:

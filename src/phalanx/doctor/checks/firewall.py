@@ -1,4 +1,4 @@
-"""Packet filters of this machine, as far as they may be read; the proof is the test between the nodes."""
+"""The packet filters of this machine, as far as they can be read. The test between the nodes is the proof."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read() -> Firewall:
 
 
 def nft_chains(text: str) -> list[str]:
-    """Chains that see incoming packets and refuse those that no rule takes; or that refuse whatever reaches the end."""
+    """Return chains that see incoming packets and refuse them by default or at their end."""
     found = []
     # Chains are read whole: the policy stands on the line of the hook, a last rule that refuses all at the end.
     for match in re.finditer(r"(?ms)^table (?P<table>[^{]+) \{\n(?P<body>.*?)^\}", text):
@@ -50,7 +50,7 @@ def nft_chains(text: str) -> list[str]:
 
 
 def iptables_chains(text: str, tool: str = "iptables") -> list[str]:
-    """From `iptables -S INPUT`."""
+    """Return the refusing chains of `iptables -S INPUT`."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     refuses = "-P INPUT DROP" in lines or (bool(lines) and re.fullmatch(r"-A INPUT -j (DROP|REJECT.*)", lines[-1]))
     return [f"{tool} INPUT"] if refuses else []
@@ -87,7 +87,7 @@ def judge(firewall: Firewall) -> list[Finding]:
                 CHECK,
                 "yellow",
                 f"incoming connections are refused unless a rule lets them in ({', '.join(firewall.refusing)})",
-                "a firewall on this machine; torch and NCCL use ports that are chosen anew for every run",
+                "a firewall on this machine; torch and NCCL use other ports in every run",
                 "nft insert rule … ip saddr NETWORK accept   (`phalanx doctor --hosts …` proves what passes)",
             )
         ]

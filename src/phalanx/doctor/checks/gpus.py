@@ -1,4 +1,4 @@
-"""GPUs: all there, sound, not in use by others, not slowed down. What a driver does not tell is no finding."""
+"""GPUs: all present, healthy, not in use by others, not throttled. Unknown values are no finding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SLOWED = {
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """One that computes on a GPU."""
+    """A process that computes on a GPU."""
 
     pid: int
     memory: int = 0
@@ -40,7 +40,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """None: the driver does not say."""
+    """What the driver says about a GPU. None: unknown."""
 
     index: int
     name: str
@@ -119,7 +119,7 @@ def _ask() -> tuple[tuple[GpuFacts, ...], str, str, str]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return (), "", "", ""  # the inventory has told already
+        return (), "", "", ""  # the inventory reports it
     try:
         known = _known(nvml)
         handles: list[Any] = []
@@ -137,7 +137,7 @@ def _ask() -> tuple[tuple[GpuFacts, ...], str, str, str]:
 
 
 def _known(nvml: Any) -> Callable[..., Any]:
-    """Ask NVML; None is the answer to whatever this driver or this GPU does not know."""
+    """Ask NVML. None: this driver or GPU does not know."""
 
     def known(ask: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -208,7 +208,7 @@ def _processes(running: Sequence[Any]) -> Iterator[GpuProcess]:
 
 
 def _topology(nvml: Any, known: Callable[..., Any], handles: Sequence[Any]) -> str:
-    """How the GPUs lie to each other, in a few words."""
+    """Return how the GPUs are connected, in a few words."""
     ways: dict[str, int] = {}
     words = {
         nvml.NVML_TOPOLOGY_INTERNAL: "on one board",
@@ -345,7 +345,7 @@ def _judge_use(facts: Gpus) -> Iterator[Finding]:
             ]
             yield _yellow(
                 f"GPU {gpu.index} is in use by {listed(who)}",
-                "somebody else's run, or what a run of yours left",
+                "another run, or processes that an earlier run has left",
                 "phalanx ps, nvidia-smi; or choose others: phalanx run --devices …",
             )
         elif gpu.memory_used > _UNEXPLAINED and not gpu.sliced:
@@ -364,14 +364,14 @@ def _judge_power(facts: Gpus) -> Iterator[Finding]:
         first = capped[0]
         yield _yellow(
             f"{_which(capped)} may draw {first.power_limit} W, less than {first.power_default} W, which is usual",
-            "somebody set a limit; the slowest GPU sets the pace",
+            "a power limit is set; the slowest GPU determines the speed",
             f"nvidia-smi -pl {first.power_default}",
         )
     off = [gpu for gpu in facts.gpus if gpu.persistence is False]
     if off:
         yield _yellow(
             f"persistence mode is off for {_which(off)}",
-            "the driver starts anew for every first process, which takes seconds",
+            "the driver is initialized for every first process, which takes seconds",
             "nvidia-smi -pm 1   (or the service nvidia-persistenced)",
         )
     for gpu in facts.gpus:

@@ -1,4 +1,4 @@
-"""How many files, processes and locked pages this process may have."""
+"""The limits of open files, processes and locked memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TASKS = 512  # a few ranks, with the threads that torch starts in each
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits in force (soft) and how far they may be raised (hard); None: no limit."""
+    """Soft and hard limits; None: unlimited."""
 
     files: int | None
     files_hard: int | None
@@ -44,7 +44,7 @@ def read(root: str = "/") -> Limits:
 
 
 def _group_tasks(root: Path) -> int | None:
-    """The least that any group above us has left; version 2, and version 1's own tree for tasks."""
+    """Return the lowest remaining task limit of all cgroups above, of version 2 or 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

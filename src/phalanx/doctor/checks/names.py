@@ -1,4 +1,4 @@
-"""Whether this machine's name leads to itself, and each node's name to that node."""
+"""Whether the name of this machine leads to itself, and the name of each node to that node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLOW = 1.0
 
 @dataclass(frozen=True)
 class Names:
-    """A name as it is seen from here: where it leads, and what those addresses are called."""
+    """A name as seen from here: its addresses, and their names."""
 
     name: str
     addresses: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class Names:
 
 
 def read(name: str | None = None, *, patience: float = _PATIENCE, backward: bool = True) -> Names:
-    """Look a name up, this machine's own by default. A resolver that hangs holds up its thread, not us."""
+    """Look up a name; default: that of this machine. A resolver that hangs blocks only its thread."""
     wanted = socket.gethostname() if name is None else name
     found: list[Names] = []
     thread = threading.Thread(target=lambda: found.append(_look_up(wanted, backward)), daemon=True)
@@ -70,7 +70,7 @@ def loopback(address: str) -> bool:
 
 
 def judge(names: Names) -> list[Finding]:
-    """Of this machine's own name."""
+    """Return findings about the name of this machine."""
     if not names.answered:
         return [
             Finding(
@@ -123,7 +123,7 @@ def judge(names: Names) -> list[Finding]:
 
 @dataclass(frozen=True)
 class NameLookup:
-    """What one node, `node`, sees when it looks up the name of another, `peer`."""
+    """What `node` sees when it looks up the name of `peer`."""
 
     node: str
     peer: str
@@ -131,7 +131,7 @@ class NameLookup:
 
 
 def compare(sights: Sequence[NameLookup], addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """Whether every node finds every other by its name. `addresses`: those that each node really has."""
+    """Return findings about whether each node finds every other by its name. `addresses`: those that each node has."""
     found = [finding for sight in sights for finding in _judge_sight(sight, addresses)]
     if sights and not found:
         found.append(Finding(CHECK, "green", "every node finds every other by its name"))

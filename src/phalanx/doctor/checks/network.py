@@ -46,7 +46,7 @@ class Network:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """At which another machine may find this one, IPv4 and the default route's first."""
+        """The addresses at which other machines may reach this one, IPv4 and the default route first."""
         ways = sorted((way for way in self.interfaces if way.outward), key=lambda way: way.name not in self.default)
         found = [address for way in ways for address in way.addresses]
         return tuple(sorted(found, key=lambda address: ":" in address))
@@ -85,7 +85,7 @@ def read(root: str = "/") -> Network:
 
 
 def default_routes(ipv4: str, ipv6: str) -> tuple[str, ...]:
-    """The interfaces of the default routes, from the kernel's two tables."""
+    """Return the interfaces of the default routes, from both tables of the kernel."""
     found = []
     for line in ipv4.splitlines()[1:]:
         words = line.split()
@@ -186,7 +186,7 @@ def judge(network: Network) -> list[Finding]:
 
 
 def compare(networks: Mapping[str, Network]) -> list[Finding]:
-    """Packets of one size on one network: a node that sends larger ones than others take loses them in silence."""
+    """Return findings about MTUs that differ on one network: packets that are too large get lost silently."""
     sizes: dict[str, dict[int, list[str]]] = {}
     for node, network in networks.items():
         for way in network.interfaces:
@@ -210,12 +210,12 @@ def compare(networks: Mapping[str, Network]) -> list[Finding]:
 
 
 def _neighbourhood(address: str) -> str:
-    """By rule of thumb: the netmask is not known here, and the usual ones are this long."""
+    """Guess the network of an address: the netmask is not known here."""
     return str(ipaddress.ip_network(f"{address.partition('%')[0]}/{64 if ':' in address else 24}", strict=False))
 
 
 def machine_id(root: str = "/") -> str:
-    """The same for all processes that share a kernel and a network, and for no others."""
+    """Return an id that is the same for all processes that share a kernel and a network."""
     boot = _text(Path(root, "proc/sys/kernel/random/boot_id"))
     try:
         return f"{boot} {os.stat(Path(root, 'proc/self/ns/net')).st_ino}"

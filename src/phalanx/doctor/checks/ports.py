@@ -1,4 +1,4 @@
-"""Whether the usual port is free, and how many there are for connections."""
+"""Whether the default port is free, and how many ports there are for connections."""
 
 from __future__ import annotations
 

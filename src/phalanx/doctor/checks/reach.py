@@ -1,4 +1,4 @@
-"""Whether a node's port can be reached from another: plain TCP, the node's own answer, and its time of day."""
+"""Whether nodes reach each other: plain TCP, with an answer that identifies the node, and its time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Reach:
 
 
 class Echo:
-    """Answers on a free port with the time and a secret of its own, so that nobody is taken for another."""
+    """Answers on a free port with the time and a secret that identifies this node."""
 
     def __init__(self) -> None:
         self.nonce = os.urandom(16)
@@ -84,7 +84,7 @@ def _listen() -> socket.socket:
 def ask(
     address: str, port: int, nonce: bytes, *, times: int = 1, patience: float = _PATIENCE
 ) -> tuple[str, list[tuple[float, float, float]]]:
-    """What kept us from reaching it, and (sent, their time, received) for every answer."""
+    """Return why a peer cannot be reached, and (sent, their time, received) per answer."""
     samples: list[tuple[float, float, float]] = []
     try:
         with socket.create_connection((address, port), timeout=patience) as connection:
@@ -137,7 +137,7 @@ def _judge(tries: Sequence[Reach]) -> Iterator[Finding]:
                 CHECK,
                 "red",
                 f"{node} cannot reach {peer} ({said})",
-                "a firewall drops what it is not told to let in, or there is no route" if silent else "",
+                "a firewall drops the packets, or there is no route" if silent else "",
                 f"on {peer}: nft list ruleset; on {node}: ip route get {route[0].address}   "
                 "(all ports between the nodes must be open)",
                 node,

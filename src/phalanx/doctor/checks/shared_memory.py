@@ -1,4 +1,4 @@
-"""The folder of shared memory, through which data loaders and NCCL pass data between processes of a machine."""
+"""The size of /dev/shm, through which data loaders and NCCL pass data between processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(path: str = _PLACE) -> SharedMemory:
 
 
 def judge(memory: SharedMemory, *, brief: bool = False) -> list[Finding]:
-    """`brief`: a container's default size is nothing to mention at every launch."""
+    """Return findings about /dev/shm. `brief`: do not mention the default size of containers."""
     path = memory.path
     enlarge = f"docker run --shm-size=8g … or --ipc=host   (a machine's own: mount -o remount,size=8G {path})"
     if memory.trouble:

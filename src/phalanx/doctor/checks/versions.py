@@ -1,4 +1,4 @@
-"""Which Python, phalanx, torch and NCCL there are; torch is asked by its files, for importing it takes seconds."""
+"""The versions of Python, phalanx, torch and NCCL. torch is not imported: that takes seconds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read(root: str = "/") -> Versions:
 
 
 def torch_build() -> dict[str, str]:
-    """What torch/version.py says, by reading it. Empty where torch is not installed."""
+    """Return what torch/version.py says, by parsing it. Empty: torch is not installed."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -70,7 +70,7 @@ def torch_build() -> dict[str, str]:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """Names that a module gives plain texts."""
+    """Return the names to which a module assigns plain strings."""
     found = {}
     for line in ast.parse(text).body:
         if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
@@ -141,7 +141,7 @@ def describe(versions: Versions) -> str:
 
 
 def _same(installed: str, seen: str) -> bool:
-    """A local label (+cpu) may be missing from one of them."""
+    """Return whether versions are equal up to a local label (+cpu)."""
     return installed.partition("+")[0].replace("_", "-") == seen.partition("+")[0].replace("_", "-")
 
 
@@ -151,7 +151,7 @@ def _muddle(fact: str, name: str) -> Finding:
 
 
 def compare(by_node: Mapping[str, Versions]) -> list[Finding]:
-    """The same everywhere: ranks of different versions do not understand each other."""
+    """Return findings about versions that differ between nodes."""
     found: list[Finding] = []
     parts: dict[str, Callable[[Versions], str]] = {
         "torch": lambda of: of.torch,

@@ -1,4 +1,4 @@
-"""What reports of the NVIDIA driver in the kernel log mean."""
+"""What the errors of the NVIDIA driver in the kernel log mean."""
 
 from __future__ import annotations
 

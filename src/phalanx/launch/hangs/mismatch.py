@@ -11,7 +11,7 @@ import msgspec
 from phalanx.diagnose.evidence import Evidence, Rank
 from phalanx.diagnose.rank_state import survey
 from phalanx.diagnose.rules import desync
-from phalanx.diagnose.rules.divergence import partings
+from phalanx.diagnose.rules.divergence import divergences
 from phalanx.launch.hangs import node_evidence
 from phalanx.launch.hangs.source_lines import Sources
 
@@ -27,7 +27,7 @@ def words(reports: Mapping[int, dict[str, Any]]) -> list[str]:
             time=time.time(), waited=_LONG, ranks=tuple(map(sources.annotated, ranks)), world_size=len(ranks)
         )
         field = survey(evidence)
-        found = [desync.judge(field, parting) for parting in partings(field)]
+        found = [desync.judge(field, divergence) for divergence in divergences(field)]
     except (msgspec.ValidationError, TypeError, ValueError, KeyError):
         return []
     return [line for verdict in found[:1] for line in (verdict.text, f"fix: {verdict.fix}")]

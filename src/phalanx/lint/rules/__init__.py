@@ -1,1 +1,1 @@
-"""One rule a file: `NAME`, and `check(model) -> Findings`."""
+"""One rule per file: `NAME`, and `check(model)`, which yields findings."""

@@ -1,4 +1,4 @@
-"""An address, a port, a rank or a world size that stands in the script."""
+"""The script sets address, port, rank or world size itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 def check(model: Model) -> Iterator[LintFinding]:
     """Yield a finding if the script sets the address of the rendezvous itself."""
     if not model.joins or model.reach.spawns:
-        return  # whoever starts the ranks has to say where they meet
+        return  # a script that starts the ranks must set their address
     found = [*_set(model), *_given(model)]
     if not found:
         return

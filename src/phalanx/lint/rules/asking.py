@@ -1,4 +1,4 @@
-"""A question that nobody can answer: ranks have no terminal."""
+"""`input()` on ranks, which have no terminal."""
 
 from __future__ import annotations
 

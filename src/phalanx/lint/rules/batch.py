@@ -1,4 +1,4 @@
-"""A batch that grows with the square of the world: each rank takes a share of the data already."""
+"""A batch size that is multiplied by the world size although the data is sharded."""
 
 from __future__ import annotations
 

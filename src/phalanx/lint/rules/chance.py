@@ -1,4 +1,4 @@
-"""A clock or a random number that decides, on each rank for itself, whether there is a collective."""
+"""A clock or a random number decides on each rank whether there is a collective."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _KINDS: tuple[Kind, ...] = ("collective", "group", "model")
 
 def check(model: Model) -> Iterator[LintFinding]:
     """Yield findings for collectives under a random condition."""
-    told: set[int] = set()  # conditions
+    reported: set[int] = set()  # conditions
     for kind in _KINDS:
         for one, parting in lone(model, kind, model.chance.depends):
-            if one.quiet or parting.line in told:
+            if one.quiet or parting.line in reported:
                 continue
-            told.add(parting.line)
+            reported.add(parting.line)
             yield LintFinding(
                 one.node.lineno,
                 NAME,

@@ -1,4 +1,4 @@
-"""A collective that some ranks only come to."""
+"""A collective that only some ranks call."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def check(model: Model) -> Iterator[LintFinding]:
 
 
 def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[RankOperation, Parting]]:
-    """Operations of the whole world that ranks come to on different ways."""
+    """Yield operations of all ranks that ranks reach on different paths."""
     if _smaller(model):
         return
     seen: set[ast.Call] = set()
-    left: set[int] = set()  # where ranks leave early: one cause, told once
+    left: set[int] = set()  # where ranks leave early: report one cause once
     for one in model.operations.all():
         if one.kind != kind or one.part or one.node in seen or _expected(model, one.node):
             continue
@@ -44,7 +44,7 @@ def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[RankOpera
 
 
 def _smaller(model: Model) -> bool:
-    """The world is of some ranks only: which of them come where, cannot be seen."""
+    """Return whether the world is only some of the ranks: nothing is known then."""
     return any(
         one.op == "init_process_group" and one.part and model.partings.find(one.node, model.ranks.depends)
         for one in model.operations.all()
@@ -52,7 +52,7 @@ def _smaller(model: Model) -> bool:
 
 
 def _expected(model: Model, node: ast.AST) -> bool:
-    """A test which wants it to fail."""
+    """Return whether a test expects the failure."""
     return any(
         "raises" in ast.unparse(item.context_expr).lower()
         for above in model.script.above(node)

@@ -1,4 +1,4 @@
-"""Every rank on the first GPU."""
+"""All ranks use the first GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check(model: Model) -> Iterator[LintFinding]:
     """Yield findings for devices that all ranks of a node share."""
     if not model.many:
         return
-    # Whoever joins elsewhere may choose the device there.
+    # If the group is joined elsewhere, the device may be chosen there.
     chosen = model.driven or _chooses(model) or not model.calls("init_process_group")
     found = [
         (call, where)

@@ -1,4 +1,4 @@
-"""A group that is never left."""
+"""A process group that is never destroyed."""
 
 from __future__ import annotations
 

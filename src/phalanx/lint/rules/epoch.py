@@ -1,4 +1,4 @@
-"""A sampler that draws the same order in every epoch."""
+"""A sampler without `set_epoch`: the same order in every epoch."""
 
 from __future__ import annotations
 

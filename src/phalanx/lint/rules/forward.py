@@ -1,4 +1,4 @@
-"""A wrapped model that some ranks only call: its ranks exchange gradients and buffers."""
+"""A wrapped model that only some ranks call."""
 
 from __future__ import annotations
 

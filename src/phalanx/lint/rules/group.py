@@ -1,4 +1,4 @@
-"""A group that some ranks only make."""
+"""A group that only some ranks create."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop that some ranks go around more often than others, with a collective in it."""
+"""A collective in a loop that some ranks run more often than others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder or a download that every rank makes at the same time."""
+"""A folder or a download that all ranks create at the same time."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def check(model: Model) -> Iterator[LintFinding]:
             call.lineno,
             NAME,
             "error",
-            f"every rank writes {ast.unparse(path)} at the same time: whoever reads it may find half a file",
+            f"every rank writes {ast.unparse(path)} at the same time: a reader may find half a file",
             "if rank == 0: torch.save(…), then barrier() before others read it; or torch.distributed.checkpoint.save "
             "for what is sharded",
             call.end_lineno or 0,
