@@ -14,7 +14,7 @@ from benchmarks.common.output import progress
 from benchmarks.common.paths import script
 from benchmarks.launch.results import LaunchCase, LaunchSample
 from phalanx.contract import events
-from phalanx.launch.runs import run_folder
+from phalanx.launcher.runs import run_folder
 
 TIMEOUT = 120.0  # seconds
 

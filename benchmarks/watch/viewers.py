@@ -24,7 +24,7 @@ from benchmarks.common import launchers, processes
 from benchmarks.common.launchers import LAUNCHERS
 from benchmarks.common.paths import script
 from benchmarks.common.processes import ProcessLostError
-from phalanx.launch.runs import run_folder
+from phalanx.launcher.runs import run_folder
 
 TIMEOUT = 120.0  # seconds, for a start
 LINES, COLUMNS = 40, 120  # of the terminal

@@ -9,18 +9,21 @@ from phalanx.version import __version__
 
 if TYPE_CHECKING:
     from phalanx.errors import RankError
+    from phalanx.launcher.job import Job, launch
     from phalanx.train.main import init, main
     from phalanx.train.run import Run
     from phalanx.worker.rendezvous.topology import Topology
     from phalanx.worker.spawn.spawn import spawn
 
-__all__ = ["RankError", "Run", "__version__", "init", "main", "spawn", "topology"]
+__all__ = ["Job", "RankError", "Run", "__version__", "init", "launch", "main", "spawn", "topology"]
 
 # Found at first use: the launcher imports this package too, and has no time for torch.
 _WHERE = {
+    "Job": "phalanx.launcher.job",
     "RankError": "phalanx.errors",
     "Run": "phalanx.train.run",
     "init": "phalanx.train.main",
+    "launch": "phalanx.launcher.job",
     "main": "phalanx.train.main",
     "spawn": "phalanx.worker.spawn.spawn",
 }

@@ -9,8 +9,8 @@ from phalanx.doctor import pairs, refusal, report
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.pairs import HostPair
 from phalanx.errors import JoinError, PhalanxError, UsageError
-from phalanx.launch.remote import ssh
-from phalanx.launch.remote.node_spec import NodeRefused
+from phalanx.launcher.remote import ssh
+from phalanx.launcher.remote.node_spec import NodeRefused
 
 FAR = NodeRefused(what="ssh cannot connect", details=("ssh: No route to host",), fix="ssh c true")
 ODD = NodeRefused(what="it has other versions", details=("torch is 1.13 there", "nccl is missing there"), fix="")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from phalanx.contract import events
-from phalanx.launch.chaos import Chaos, InjectedFault, blows
+from phalanx.launcher.chaos import Chaos, InjectedFault, blows
 from tests.e2e.places import script
 from tests.kit.cgroup import cgroup
 from tests.kit.cli import PHALANX, Env, Result, alive, phalanx, run, stage, start, until

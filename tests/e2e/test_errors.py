@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ScriptError
-from phalanx.launch.command import Command
-from phalanx.launch.coordination import port
+from phalanx.launcher.command import Command
+from phalanx.launcher.coordination import port
 from tests.kit.cli import phalanx, run
 
 BAD = {
@@ -99,5 +99,5 @@ def test_the_agent_never_imports_torch(tmp_path: Path) -> None:
     result = phalanx("run", "-g", "1", "--cpu", "t.py", cwd=str(tmp_path), env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert result.code == 0
     imported = [line.rsplit("|", 1)[1].strip() for line in result.err.splitlines() if line.startswith("import time:")]
-    assert "phalanx.launch.agent.agent" in imported
+    assert "phalanx.launcher.agent.agent" in imported
     assert not {"torch", "numpy", "rich", "psutil", "pynvml"} & set(imported)

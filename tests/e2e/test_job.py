@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import launch
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch.job import launch
 from tests.kit.cli import python
 from tests.kit.proc import until
 
@@ -72,7 +72,7 @@ def test_arguments_of_a_script_are_text(tmp_path: Path) -> None:
 
 
 CALLER = """
-import os, phalanx.launch.job as job
+import os, phalanx
 
 def summed(number):
     import torch, torch.distributed as dist
@@ -83,7 +83,7 @@ def summed(number):
     return int(os.environ["RANK"]), total.item()
 
 if __name__ == "__main__":
-    print(job.launch(summed, [5], workers=2, cpu=True).result())
+    print(phalanx.launch(summed, [5], workers=2, cpu=True).result())
 """
 
 

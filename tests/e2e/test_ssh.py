@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from phalanx.cli.options import parse_run
-from phalanx.launch.remote import node_spec
-from phalanx.launch.remote.node_spec import NodeRefused, NodeSpec
+from phalanx.launcher.remote import node_spec
+from phalanx.launcher.remote.node_spec import NodeRefused, NodeSpec
 from tests.e2e.places import READY, SCRIPTS, pids, script
 from tests.kit import proc
 from tests.kit.cli import phalanx, until

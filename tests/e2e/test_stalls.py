@@ -13,8 +13,8 @@ import pytest
 
 from phalanx.contract import events
 from phalanx.forkserver import wire
-from phalanx.launch.ipc import control_socket
-from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.runs.run_folder import RunRecord
 from tests.e2e.crew import codes, together
 from tests.e2e.places import script
 from tests.kit.cli import PYTHON, phalanx, stage, start
@@ -186,8 +186,8 @@ def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
 # Asks the agent of this machine why, wherever it leads.
 ASKS = """
 import sys
-from phalanx.launch.ipc import control_socket as desk
-from phalanx.launch.runs import run_folder as runfolder
+from phalanx.launcher.ipc import control_socket as desk
+from phalanx.launcher.runs import run_folder as runfolder
 from phalanx.forkserver import wire
 (run,) = [run for run in runfolder.all_runs(sys.argv[1]) if run.alive]
 answer = wire.receive(desk.call(run, {"ask": "why"}))[0]

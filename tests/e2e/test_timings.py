@@ -8,8 +8,8 @@ from typing import Any
 
 from phalanx.contract import events
 from phalanx.forkserver import wire
-from phalanx.launch.ipc import control_socket
-from phalanx.launch.runs import run_folder
+from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.runs import run_folder
 from tests.e2e.places import script
 from tests.kit.cli import stage, start, until
 

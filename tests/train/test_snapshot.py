@@ -31,7 +31,7 @@ from phalanx.worker.rendezvous.topology import Topology
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 from tests.kit.cli import Env, Result, descendants, free_port, phalanx, stage, start, until
 from tests.kit.imported import python
-from tests.launch.test_vault import visit
+from tests.launcher.test_vault import visit
 
 pytestmark = pytest.mark.xdist_group("snapshot")  # they share undisturbed runs
 SCRIPTS = Path(__file__).parent / "scripts"

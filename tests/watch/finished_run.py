@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.contract import events
 from phalanx.contract.events import AnyEvent
-from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launcher.runs.run_folder import RunRecord
 
 START = 1.7e9
 

@@ -21,7 +21,7 @@ from phalanx.contract import events
 from phalanx.contract.events import AnyEvent
 from phalanx.diagnose.verdict import Verdict
 from phalanx.forkserver import linux
-from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.watch.html import masking
 from phalanx.watch.model import simulation
 from phalanx.watch.model.incidents import Incidents

@@ -18,7 +18,7 @@ from phalanx.cli.main import main
 from phalanx.contract import events
 from phalanx.errors import UsageError
 from phalanx.forkserver import linux
-from phalanx.launch.runs import history, run_folder, summary
+from phalanx.launcher.runs import history, run_folder, summary
 from phalanx.watch.model import simulation
 from tests.kit.cli import phalanx
 from tests.watch.finished_run import START, home, left, record_at, wrote

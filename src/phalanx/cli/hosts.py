@@ -26,15 +26,15 @@ from phalanx.contract.variables import HOME
 from phalanx.control import interfaces, tokens
 from phalanx.control.tokens import Token
 from phalanx.errors import UsageError
-from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
-from phalanx.launch.remote import node_spec
-from phalanx.launch.remote.node_spec import Fail, Go, NodeSpec, Ready, Signal
-from phalanx.launch.runs import run_folder
+from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launcher.remote import node_spec
+from phalanx.launcher.remote.node_spec import Fail, Go, NodeSpec, Ready, Signal
+from phalanx.launcher.runs import run_folder
 
 if TYPE_CHECKING:  # only once the fork server has been started
     from phalanx.errors import JoinError
-    from phalanx.launch.agent.agent import NodeAgent
-    from phalanx.launch.remote.ssh import SshLink, SshStarter
+    from phalanx.launcher.agent.agent import NodeAgent
+    from phalanx.launcher.remote.ssh import SshLink, SshStarter
 
 _QUIET_START = 3.0  # seconds until slow hosts are named
 _FOLLOWER_SHARE = 0.75  # of the join timeout
@@ -199,7 +199,7 @@ class HostLinks:
 
     def start(self, nodes: Sequence[int], links: list[SshLink]) -> None:
         """Start `nodes`, appending to `links`: the caller knows what was started even if a later one fails."""
-        from phalanx.launch.remote import ssh
+        from phalanx.launcher.remote import ssh
 
         cwd = _cwd(self._environ)
         for node in nodes:
@@ -238,7 +238,7 @@ class LocalLeader:
 
     def opened(self, sockets: Sequence[socket.socket]) -> None:
         """Start the other hosts, and send them the address of node 0."""
-        from phalanx.launch.remote.ssh import SshStarter
+        from phalanx.launcher.remote.ssh import SshStarter
 
         go = _go(sockets)
         self._starter = SshStarter(self._links, self, hosts=len(self._hosts.specs), timeout=self._patience * 0.95)
@@ -280,7 +280,7 @@ class LocalLeader:
 
     def ended(self, link: SshLink, code: int) -> None:
         """End the run if a host ends before all have joined; later, print why it ended."""
-        from phalanx.launch.remote import ssh
+        from phalanx.launcher.remote import ssh
 
         if self._agent is None:
             return
@@ -307,7 +307,7 @@ class RemoteLeader:
         """Start all hosts, wait for node 0, and return its exit code."""
         import asyncio
 
-        from phalanx.launch.remote.ssh import SshStarter
+        from phalanx.launcher.remote.ssh import SshStarter
 
         self._done = asyncio.Event()
         patience = self._options.rendezvous.join_timeout * 0.95
@@ -382,7 +382,7 @@ class RemoteLeader:
 
     def ended(self, link: SshLink, code: int) -> None:
         """End the run with node 0; tell node 0 about any other host that failed."""
-        from phalanx.launch.remote import ssh
+        from phalanx.launcher.remote import ssh
 
         if link.node:
             if code:

@@ -14,7 +14,7 @@ from phalanx.cli.options import RunOptions
 from phalanx.cluster.sources.task import Allocation, SchedulerTask
 from phalanx.contract.home import preferred
 from phalanx.errors import OptionError, UsageError
-from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 
 _PORTS = range(20000, 30000)  # below the kernel's ephemeral ports
 

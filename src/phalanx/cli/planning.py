@@ -16,9 +16,9 @@ from phalanx.cluster.placement import place
 from phalanx.cluster.sources.surroundings import cores
 from phalanx.contract.variables import PAGE_KEY, THREADS, TOKEN
 from phalanx.errors import DeviceError, ScriptError
-from phalanx.launch.command import Command
-from phalanx.launch.plan import Plan
-from phalanx.launch.runs.run_folder import make_run_id
+from phalanx.launcher.command import Command
+from phalanx.launcher.plan import Plan
+from phalanx.launcher.runs.run_folder import make_run_id
 
 # Modules that run a script, and fail if torch was imported before it.
 _NEED_FRESH = ("coverage",)

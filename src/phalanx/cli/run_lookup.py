@@ -6,8 +6,8 @@ import os
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
-from phalanx.launch.runs import run_folder
-from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launcher.runs import run_folder
+from phalanx.launcher.runs.run_folder import RunRecord
 
 
 def find_running(name: str | None, *, verb: str) -> RunRecord:

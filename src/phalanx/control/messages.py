@@ -287,7 +287,7 @@ class Log(Message, frozen=True, kw_only=True, tag="log"):
 
 
 class FailureReport(Message, frozen=True, kw_only=True, tag="failure-report"):
-    """A worker that ended badly (launch/runs/root_cause.py: ProcessFailure), and how its own node tells about it."""
+    """A worker that ended badly (launcher/runs/root_cause.py: ProcessFailure), and how its own node tells about it."""
 
     rank: Count
     code: Annotated[int, Meta(ge=-64, le=255)]
@@ -319,7 +319,7 @@ class NoteMessage(Message, frozen=True, kw_only=True, tag="note"):
 
 
 class RpcFrame(Message, frozen=True, kw_only=True, tag="rpc"):
-    """A call between nodes: launch/ipc/node_rpc.py. `more`: another part follows."""
+    """A call between nodes: launcher/ipc/node_rpc.py. `more`: another part follows."""
 
     kind: Name
     number: Annotated[int, Meta(ge=0)]

@@ -15,7 +15,7 @@ FORK_SERVER = "forkserver/"  # its frames, below those of the script, are not in
 ENTRY = ("worker/", "train/")  # between the command and the user's function
 HOOK = "forkserver/hook/"  # put on PYTHONPATH of an interpreter that is to have a probe
 PROBE = ("forkserver/probe/", "forkserver/collective_check/", "forkserver/debug/")  # their threads are not shown
-LIBRARY = ("collectives/", "worker/", "train/", "launch/", "forkserver/")  # between a user's call and torch
+LIBRARY = ("collectives/", "worker/", "train/", "launcher/", "forkserver/")  # between a user's call and torch
 
 # Prefix of a path below ROOT -> training phase; the first match counts.
 PHASES = (

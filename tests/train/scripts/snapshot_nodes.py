@@ -20,7 +20,7 @@ import torch.distributed.fsdp
 from torch import nn
 
 import phalanx
-from phalanx.launch.agent import snapshot_memory
+from phalanx.launcher.agent import snapshot_memory
 from phalanx.train.snapshot.snapshots import Snapshots
 from phalanx.worker.rendezvous.topology import Topology
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient

@@ -16,8 +16,8 @@ from phalanx.cli import run_lookup
 from phalanx.errors import LaunchError, UsageError
 from phalanx.forkserver import wire
 from phalanx.forkserver.debug.terminal import LEAVE
-from phalanx.launch.ipc import control_socket
-from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.runs.run_folder import RunRecord
 
 _PORT = 5678  # the default of IDEs
 _PROMPTS = re.compile(rb"(?m)^(\(Pdb\) )+")

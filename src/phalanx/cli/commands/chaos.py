@@ -13,8 +13,8 @@ from phalanx.cli.launch_context import detect_context
 from phalanx.cli.options import HelpRequested, RunOptions, parse_chaos
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import OptionError, PhalanxError, UsageError
-from phalanx.launch.chaos import Chaos
-from phalanx.launch.runs import run_folder
+from phalanx.launcher.chaos import Chaos
+from phalanx.launcher.runs import run_folder
 
 _OURS = "--kill-every"
 

@@ -14,8 +14,8 @@ from typing import Any
 from phalanx.cli import output_file, run_lookup
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
-from phalanx.launch.runs import history
-from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launcher.runs import history
+from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.watch.charts import plot, svg
 from phalanx.watch.html import comparison
 from phalanx.watch.html.comparison import ComparedRun, ComparedRunBuilder, ComparisonCell

@@ -30,7 +30,7 @@ from phalanx.doctor.checks.gpus import Gpus
 from phalanx.doctor.finding import Finding, worst
 from phalanx.doctor.result import Result
 from phalanx.errors import OptionError
-from phalanx.launch.runs import run_folder
+from phalanx.launcher.runs import run_folder
 
 _SURVEY = "phalanx.doctor.survey"
 _LIMIT = 150.0

@@ -20,12 +20,12 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract import error_report
 from phalanx.contract.variables import HOME
 from phalanx.errors import LaunchError, PhalanxError, ScriptError, UsageError
-from phalanx.launch.remote import node_spec, ssh
-from phalanx.launch.remote.node_spec import Fail, Go, NodeRefused, NodeSpec, Ready, Signal
-from phalanx.launch.runs import run_folder
+from phalanx.launcher.remote import node_spec, ssh
+from phalanx.launcher.remote.node_spec import Fail, Go, NodeRefused, NodeSpec, Ready, Signal
+from phalanx.launcher.runs import run_folder
 
 if TYPE_CHECKING:
-    from phalanx.launch.agent.agent import NodeAgent
+    from phalanx.launcher.agent.agent import NodeAgent
 
 W = TypeVar("W", NodeSpec, Go)
 _SAME = "install the same version of phalanx there as here"

@@ -19,8 +19,8 @@ from phalanx.cluster.placement import Seat
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract import topology
 from phalanx.contract.variables import INTERFACES
-from phalanx.launch.plan import Plan
-from phalanx.launch.runs import run_folder
+from phalanx.launcher.plan import Plan
+from phalanx.launcher.runs import run_folder
 
 
 def main(argv: list[str]) -> int:

@@ -15,9 +15,9 @@ from dataclasses import asdict
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import OptionError, UsageError
-from phalanx.launch.runs import deletion, run_folder, summary
-from phalanx.launch.runs.run_folder import RunRecord
-from phalanx.launch.runs.summary import RunSummary
+from phalanx.launcher.runs import deletion, run_folder, summary
+from phalanx.launcher.runs.run_folder import RunRecord
+from phalanx.launcher.runs.summary import RunSummary
 from phalanx.watch.charts.formatting import number
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

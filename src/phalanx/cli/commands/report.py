@@ -16,8 +16,8 @@ import msgspec
 
 from phalanx.cli import output_file, run_lookup
 from phalanx.contract import encoding, events
-from phalanx.launch.runs import history, postmortem, views
-from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launcher.runs import history, postmortem, views
+from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.version import __version__
 from phalanx.watch.html import masking, report
 from phalanx.watch.html.comparison import ComparedRunBuilder

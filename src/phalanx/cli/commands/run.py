@@ -18,19 +18,19 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.home import is_temporary
 from phalanx.errors import LaunchError, UsageError
 from phalanx.forkserver import linux
-from phalanx.launch.coordination import port
-from phalanx.launch.coordination.rendezvous_config import RendezvousConfig
-from phalanx.launch.forking import fork_servers, preload_hints, warm_pool
-from phalanx.launch.forking.fork_servers import ForkServerClient
-from phalanx.launch.forking.preload_hints import PreloadHints
-from phalanx.launch.plan import Plan
-from phalanx.launch.runs import run_folder
-from phalanx.launch.runs.run_folder import RunFolder, RunRecord
+from phalanx.launcher.coordination import port
+from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launcher.forking import fork_servers, preload_hints, warm_pool
+from phalanx.launcher.forking.fork_servers import ForkServerClient
+from phalanx.launcher.forking.preload_hints import PreloadHints
+from phalanx.launcher.plan import Plan
+from phalanx.launcher.runs import run_folder
+from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
 
 if TYPE_CHECKING:  # whatever is imported before the fork server is started delays it
-    from phalanx.launch.agent.agent import RunHook
-    from phalanx.launch.coordination.coordinator import Coordinator
-    from phalanx.launch.output.console import Console
+    from phalanx.launcher.agent.agent import RunHook
+    from phalanx.launcher.coordination.coordinator import Coordinator
+    from phalanx.launcher.output.console import Console
 
 
 def main(argv: list[str]) -> int:
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         return hosts.start(options, options.nodes.hosts, environ, begin)
     context = detect_context(options, environ, run_folder.home(environ))
     if context.allocation is not None:
-        from phalanx.launch.remote.srun import hand_over
+        from phalanx.launcher.remote.srun import hand_over
 
         hand_over(
             context.allocation,
@@ -71,7 +71,7 @@ def begin(
     except UsageError as error:
         _excuse(gathering, str(error))
         raise
-    from phalanx.launch.coordination.hosting import open_door, open_side_door
+    from phalanx.launcher.coordination.hosting import open_door, open_side_door
 
     leads, sockets = open_door(gathering)
     if gathering.elastic and not leads:
@@ -85,7 +85,7 @@ def _excuse(gathering: RendezvousConfig, why: str) -> None:
         return
     import asyncio
 
-    from phalanx.launch.coordination.follower import excuse
+    from phalanx.launcher.coordination.follower import excuse
 
     asyncio.run(excuse(gathering, why))
 
@@ -196,7 +196,7 @@ def _supervise(
     plan: Plan, folder: RunFolder, started: Started, sockets: list[socket.socket], outside: RunHook | None
 ) -> int:
     from phalanx.contract import events
-    from phalanx.launch.output.console import Console
+    from phalanx.launcher.output.console import Console
 
     now = time.time()
     command = plan.command.line(0)
@@ -260,7 +260,7 @@ async def _supervised(
     *,
     outside: RunHook | None,
 ) -> int:
-    from phalanx.launch.agent.agent import NodeAgent
+    from phalanx.launcher.agent.agent import NodeAgent
 
     coordinator = _coordinator(plan, folder, console, sockets)
     agent = NodeAgent(
@@ -277,18 +277,18 @@ async def _supervised(
 
 def _coordinator(plan: Plan, folder: RunFolder, console: Console, sockets: list[socket.socket]) -> Coordinator:
     if plan.rendezvous is None:
-        from phalanx.launch.coordination.coordinator import SingleNodeCoordinator
+        from phalanx.launcher.coordination.coordinator import SingleNodeCoordinator
 
         return SingleNodeCoordinator(replace(plan, master_port=sockets[0].getsockname()[1]), folder, sockets[0])
     if plan.rendezvous.leads:
-        from phalanx.launch.coordination.leader import LeaderCoordinator
+        from phalanx.launcher.coordination.leader import LeaderCoordinator
 
         return LeaderCoordinator(plan, plan.rendezvous, folder, console, sockets)
     if plan.rendezvous.elastic:
-        from phalanx.launch.coordination.failover import FailoverCoordinator
+        from phalanx.launcher.coordination.failover import FailoverCoordinator
 
         return FailoverCoordinator(plan, plan.rendezvous, folder, console, sockets)
-    from phalanx.launch.coordination.follower import FollowerCoordinator
+    from phalanx.launcher.coordination.follower import FollowerCoordinator
 
     return FollowerCoordinator(plan, plan.rendezvous, folder, console)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from phalanx.cli import run_lookup
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launcher.runs.run_folder import RunRecord
 
 _DELIVERED = 5.0  # seconds for a signal to be delivered: the agent may be stopped
 

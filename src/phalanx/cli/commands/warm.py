@@ -11,8 +11,8 @@ from phalanx.cli.options.values import duration
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import THREADS
 from phalanx.errors import LaunchError, OptionError
-from phalanx.launch.forking import warm_pool
-from phalanx.launch.runs import run_folder
+from phalanx.launcher.forking import warm_pool
+from phalanx.launcher.runs import run_folder
 
 
 def main(argv: list[str]) -> int:

@@ -9,8 +9,8 @@ from phalanx.cli import run_lookup
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import PAGE_KEY
 from phalanx.forkserver import linux
-from phalanx.launch.runs import views
-from phalanx.launch.viewers import dashboard
+from phalanx.launcher.runs import views
+from phalanx.launcher.viewers import dashboard
 from phalanx.watch.page import keys
 
 

@@ -14,10 +14,10 @@ from phalanx.contract import events
 from phalanx.diagnose.evidence import Evidence
 from phalanx.errors import LaunchError, UsageError
 from phalanx.forkserver import wire
-from phalanx.launch.hangs import stall_dump
-from phalanx.launch.ipc import control_socket
-from phalanx.launch.runs import postmortem
-from phalanx.launch.runs.run_folder import RunRecord
+from phalanx.launcher.hangs import stall_dump
+from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.runs import postmortem
+from phalanx.launcher.runs.run_folder import RunRecord
 
 _TIMEOUT = 20.0  # seconds for all nodes to answer
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     if options.pid or options.slurm:
         if options.run:
             raise UsageError(f"{options.run} and --pid or --slurm are two different jobs", fix="leave one of them out")
-        from phalanx.launch.remote import foreign_job
+        from phalanx.launcher.remote import foreign_job
 
         here = options.here or options.parcel
         looked = foreign_job.of_job(options.slurm, here=here) if options.slurm else foreign_job.below(options.pid)

@@ -13,7 +13,7 @@ from phalanx.cli.options.scan import Given, HelpRequested, Scan, scan
 from phalanx.cli.options.table import options_of
 from phalanx.cluster.sources.hosts import Host
 from phalanx.errors import OptionError
-from phalanx.launch.options import (
+from phalanx.launcher.options import (
     HangOptions,
     OutputOptions,
     RecoveryOptions,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.contract.variables import OFF
-from phalanx.launch.output.filters import Std, Streams
+from phalanx.launcher.output.filters import Std, Streams
 
 if TYPE_CHECKING:
     from phalanx.cluster.sources.hosts import Host
@@ -189,7 +189,7 @@ def modules(value: str) -> tuple[str, ...]:
 
 def faults(value: str) -> tuple[str, ...]:
     """Check kinds of faults for `phalanx chaos`."""
-    from phalanx.launch.chaos import KINDS
+    from phalanx.launcher.chaos import KINDS
 
     found = tuple(part.strip() for part in value.split(","))
     for part in found:

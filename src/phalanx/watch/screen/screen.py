@@ -88,7 +88,7 @@ class RunScreen:
         # Under `phalanx run` the run gets the signal as well and decides. A handler instead of SIG_IGN, which debuggers
         # that are started here would inherit.
         loop.add_signal_handler(signal.SIGINT, (lambda: None) if self._view.owned_by_run else self._left.set)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until here (launch/viewers/terminal.py)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until here (launcher/viewers/terminal.py)
         with Terminal() as terminal:
             loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
             loop.add_signal_handler(signal.SIGCONT, self._continued, terminal)

@@ -1,0 +1,146 @@
+"""Ranks that have run their last line and whose process is still there: what each waits for, and when one is ended.
+
+A process may take its time to end: Python waits for its threads, then calls its atexit functions, which may wait for
+child processes. It is named once, and not touched. Only one that is past all that, in the teardown of the interpreter,
+and that uses no CPU there, can never end by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from phalanx.diagnose import frames
+from phalanx.diagnose.evidence import Frame, Rank
+from phalanx.forkserver import linux
+from phalanx.launcher.agent import linger
+from phalanx.launcher.hangs import node_evidence
+from phalanx.launcher.telemetry import process_stats
+
+if TYPE_CHECKING:
+    from phalanx.launcher.agent.watched import WatchedAgent
+    from phalanx.launcher.agent.worker import Worker
+    from phalanx.launcher.agent.worker_group import WorkerGroup
+    from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
+
+EVERY = 0.5  # seconds between two looks
+NAMED = 8.0  # seconds after its last line; with the next look and its stacks, that is within 10
+LIMIT = 10.0  # seconds in the teardown of the interpreter
+IDLE = 8.0  # seconds of them, at least, without CPU time
+_MOST = 3  # threads or processes that are named
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A process whose script is over. Times are seconds."""
+
+    over: float  # since its last line
+    teardown: float = 0.0  # since its last atexit function returned; 0: it has not
+    idle: float = 0.0  # without CPU time
+    children: bool = False  # it has child processes, which it may wait for
+
+
+def decide(seen: Exit, *, named: bool) -> Literal["wait", "name", "end"]:
+    if seen.teardown >= LIMIT and seen.idle >= IDLE and not seen.children:
+        return "end"
+    return "name" if seen.over >= NAMED and not named else "wait"
+
+
+class Exits:
+    """Of this node."""
+
+    def __init__(self, agent: WatchedAgent, looks: ProcessStatsReader) -> None:
+        self._agent = agent
+        self._vitals = looks
+        self._named: set[int] = set()
+        self._cpu: dict[int, tuple[float, float]] = {}  # pid -> seconds of CPU, and when they were last seen to grow
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    async def end(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY)
+            attempt = self._agent.attempt
+            if attempt is None or attempt.stopping:
+                continue
+            for name, worker in attempt.living:
+                with contextlib.suppress(OSError, ValueError, KeyError):  # it ends while it is looked at
+                    await self._look(attempt, name, worker)
+
+    async def _look(self, attempt: WorkerGroup, name: str, worker: Worker) -> None:
+        text = worker.probe.page.text if worker.probe is not None else {}
+        if "over" not in text or worker.seat.rank in attempt.debugged:
+            return
+        now, pid = time.monotonic(), worker.pid
+        teardown = now - text["teardown"] if "teardown" in text else 0.0
+        seen = Exit(now - text["over"], teardown, self._idle(pid, now))
+        if decide(seen, named=True) == "end":
+            seen = Exit(seen.over, seen.teardown, seen.idle, children=bool(await asyncio.to_thread(_children, pid)))
+        match decide(seen, named=pid in self._named):
+            case "name":
+                self._named.add(pid)
+                rank = await node_evidence.rank(attempt, name, worker, self._vitals)
+                if worker.code is None:
+                    self._agent.note(
+                        f"rank {worker.seat.rank} ran its last line {seen.over:.0f} s ago and has not ended: "
+                        f"{waits_for(rank, text)}"
+                    )
+                if pid in self._cpu:  # to write its stacks takes some
+                    self._cpu[pid] = (process_stats.cpu(pid), self._cpu[pid][1])
+            case "end":
+                code = int(text.get("code", 0))
+                self._agent.note(
+                    f"rank {worker.seat.rank} has hung in the teardown of the interpreter for {seen.teardown:.0f} s "
+                    f"without using the CPU: ended with SIGKILL; it counts as exit code {code}"
+                )
+                attempt.end_as(name, code)
+
+    def _idle(self, pid: int, now: float) -> float:
+        """Seconds that it has slept for. One that is stopped, traced or waits for a device is not idle."""
+        cpu = process_stats.cpu(pid)
+        before, since = self._cpu.get(pid, (-1.0, now))
+        if cpu != before or linux.state(pid) != "sleeps":
+            since = now
+        self._cpu[pid] = (cpu, since)
+        return now - since
+
+
+def _children(pid: int) -> list[linger.Orphan]:
+    """That are more than helpers, which end after their parent."""
+    return linger.find(linux.descendants(pid), ranks={}, run="")
+
+
+def waits_for(rank: Rank, text: dict[str, Any]) -> str:
+    """What keeps a process whose script is over. `text`: of its page."""
+    threads = [thread for thread in rank.threads if thread.name in text.get("threads", ())]
+    main = frames.main_frames(rank)
+    if threads:
+        named = [f'"{thread.name}"{_at(thread.frames)}' for thread in threads[:_MOST]]
+        more = [f"{len(threads) - _MOST} more"] if len(threads) > _MOST else []
+        return f"it waits for its thread{'s' if len(threads) > 1 else ''} {_and([*named, *more])}"
+    process = rank.process
+    children = [child for child in process.children if " Z " not in child] if process is not None else []
+    below = f"; its child processes: {', '.join(children[:_MOST])}" if children else ""
+    if "teardown" in text:
+        wait = f", in {process.wchan}" if process is not None and process.wchan else ""
+        return f"it is in the teardown of the interpreter{_at(main) or wait}{below}"
+    if main:
+        return f"it is in its atexit function {main[-1].function}{_at(main)}{below}"
+    return f"it is in its atexit functions{below}"
+
+
+def _at(stack: tuple[Frame, ...]) -> str:
+    """The innermost line of the user's own, else of anybody."""
+    frame = frames.own(stack) or next(iter(stack), None)
+    return f" ({os.path.basename(frame.file)}:{frame.line} in {frame.function})" if frame is not None else ""
+
+
+def _and(words: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

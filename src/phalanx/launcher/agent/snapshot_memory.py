@@ -1,0 +1,126 @@
+"""Memory that outlives the workers of a node: they write snapshots of their state into it, and find them there again.
+
+Files without a name (memfd): held by this process and by workers that use them, gone with the last of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+
+import msgspec
+
+from phalanx.contract import snapshot_messages as words
+from phalanx.launcher.agent import out_of_memory
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_TOLD = 0.9  # of the memory that is free, if the user has asked for snapshots
+_UNTOLD = 0.25  # if not: nobody is to notice them
+_MOST = 4096  # memories
+
+
+class SnapshotMemory:
+    """An address that is no file. Lends as much as there is room for."""
+
+    def __init__(
+        self, knows: Callable[[int], bool], *, told: bool, room: Callable[[], int] = out_of_memory.room
+    ) -> None:
+        self._knows = knows  # whether a process is a worker of ours
+        self._room = room
+        self._share = _TOLD if told else _UNTOLD
+        self._loop = asyncio.get_running_loop()
+        self._held: dict[str, int] = {}  # name -> descriptor
+        self._visitors: set[socket.socket] = set()
+        self.name = f"phalanx-memory-{secrets.token_hex(8)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(64)
+        self._loop.add_reader(self._listener.fileno(), self._called)
+
+    def close(self) -> None:
+        for visitor in list(self._visitors):
+            self._left(visitor)
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        for name in list(self._held):
+            self._drop(name)
+
+    def _called(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            visitor, _ = self._listener.accept()
+            pid, uid, _ = _CREDENTIALS.unpack(
+                visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            if uid != os.getuid() or not self._knows(pid):
+                visitor.close()
+                return
+            visitor.setblocking(False)
+            self._visitors.add(visitor)
+            self._loop.add_reader(visitor.fileno(), self._heard, visitor)
+
+    def _heard(self, visitor: socket.socket) -> None:
+        try:
+            packet = visitor.recv(words.LARGEST)
+            if not packet:
+                self._left(visitor)
+                return
+            answer, fds = self._answer(words.question(packet))
+            socket.send_fds(visitor, [words.encode(answer)], fds)
+        except BlockingIOError:
+            return
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # gone, or not one of ours after all
+            self._left(visitor)
+
+    def _left(self, visitor: socket.socket) -> None:
+        self._visitors.discard(visitor)
+        self._loop.remove_reader(visitor.fileno())
+        visitor.close()
+
+    def _answer(self, question: words.Question) -> tuple[words.Answer, list[int]]:
+        match question:
+            case words.Lend():
+                why = self._lend(question.name, question.size)
+                return words.Answer(refused=why), [] if why else [self._held[question.name]]
+            case words.Show():
+                held = self._held.get(question.name)
+                return words.Answer(refused="there is none" if held is None else ""), [] if held is None else [held]
+            case words.Drop():
+                self._drop(question.name)
+            case words.Count():
+                return words.Answer(names=list(self._held)), []
+        return words.Answer(), []
+
+    def _lend(self, name: str, size: int) -> str:
+        """Why not, if not. Larger than it is: it is made so, if there is room for what is not in use yet."""
+        sizes = {held: os.fstat(fd) for held, fd in self._held.items()}
+        here = sizes[name].st_size if name in sizes else 0
+        if size > here:
+            promised = sum(max(0, one.st_size - one.st_blocks * 512) for one in sizes.values())
+            room = int(self._room() * self._share) - promised
+            if size - here > room:
+                return f"{_amount(size - here)} more are needed, and {_amount(max(0, room))} may be used"
+        try:
+            if name not in self._held:
+                if len(self._held) >= _MOST:
+                    return f"{_MOST} memories are lent already"
+                self._held[name] = os.memfd_create("phalanx-snapshot", os.MFD_CLOEXEC)
+            if size > here:
+                os.truncate(self._held[name], size)
+        except OSError as error:
+            return str(error.strerror)
+        return ""
+
+    def _drop(self, name: str) -> None:
+        fd = self._held.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+
+
+def _amount(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

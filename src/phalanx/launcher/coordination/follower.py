@@ -1,0 +1,374 @@
+"""Every node but the first: joins, starts when it is told, tells how it went, and ends as everybody ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from phalanx.contract import worker_messages as words
+from phalanx.control import interfaces, messages
+from phalanx.control.member import Endpoint, Member
+from phalanx.errors import LaunchError
+from phalanx.launcher.agent.worker import WorkerFailure
+from phalanx.launcher.coordination.actions import (
+    Action,
+    EndRun,
+    HaltWorkers,
+    HoldWorkers,
+    RegroupPlan,
+    SignalWorkers,
+    StopWorkers,
+)
+from phalanx.launcher.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
+from phalanx.launcher.coordination.rank_assignment import arrival_of, seats_of
+from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.log_forwarder import LogForwarder
+from phalanx.launcher.plan import Plan
+from phalanx.launcher.runs import root_cause
+from phalanx.launcher.runs.run_folder import RunFolder
+
+_LONGEST = 1 << 14  # of a text that the leader is told
+_DRAIN = 10.0  # seconds for output that is still to be relayed
+
+
+def places(gathering: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
+    """Where the leader may be, the likeliest first; asked again at each try."""
+
+    def where() -> list[Endpoint]:
+        found = [Endpoint(address, gathering.port) for address in gathering.addresses]
+        if gathering.host is not None and gathering.port:
+            found.append(Endpoint(gathering.host, gathering.port))
+        place = gathering.meeting.read() if gathering.meeting is not None else None
+        if place is not None:
+            found += [Endpoint(address, place.port) for address in place.addresses]
+        return list(dict.fromkeys(found))
+
+    return where
+
+
+async def excuse(gathering: RendezvousConfig, why: str) -> None:
+    """This node cannot take part: let the leader say so, if there is one."""
+    member = Member(gathering.token, arrival_of(None, gathering, why[: 1 << 14]), places(gathering), events=_Deaf())
+    await member.excuse()
+
+
+class _Deaf:
+    def heard(self, message: messages.FromLeader) -> None: ...
+    def lost(self, why: str, *, silent: bool) -> None: ...
+    def note(self, text: str) -> None: ...
+    def waiting(self, text: str) -> None: ...
+
+
+class Heir(Protocol):
+    """Who takes over when node 0 is lost: launcher/coordination/failover.py."""
+
+    def leader_lost(self, why: str, *, silent: bool) -> None: ...
+
+
+class FollowerCoordinator:
+    leads = False
+
+    def __init__(
+        self, plan: Plan, gathering: RendezvousConfig, folder: RunFolder, console: Console, *, door: int = 0
+    ) -> None:
+        self.roll: messages.PeerList | None = None  # who else is here, where nodes may come and go
+        self.heir: Heir | None = None
+        self.attempt = 0
+        self.ordered = 0  # the one that was started last: this node may not have got to it yet
+        self.generation = 0
+        self.ability = (False, False, False)  # of our workers: called, ended, all have called
+        self._plan = plan
+        self._gathering = gathering
+        self._folder = folder
+        self._console = console
+        self._supervised: AgentView | None = None
+        self._arrival = arrival_of(plan, gathering, door=door)
+        self._member = Member(gathering.token, self._arrival, places(gathering), events=self)
+        self._inbox: asyncio.Queue[messages.Start | messages.EndMessage] = asyncio.Queue()
+        self._lost = ""
+        self._started = False
+        self._running = False  # an attempt, from when it is ordered to its end here
+        self._going = False  # this node leaves, and the others go on
+        self.relay: LogForwarder | None = LogForwarder(self._send, lambda: self._member.waiting)
+
+    def meet(self, supervised: AgentView) -> None:
+        self._supervised = supervised
+
+    def _send(self, message: messages.Message) -> None:
+        """To whoever leads at the time."""
+        self._member.send(message)
+
+    async def join(self) -> None:
+        welcome = await self._member.join(self._gathering.join_timeout)
+        try:
+            self._folder.join(welcome.run, welcome.member)
+        except OSError as error:
+            raise LaunchError(
+                f"the run folder cannot be made: {error}", fix="free the disk, or --log-dir DIR"
+            ) from error
+        for text in welcome.notes:
+            self.note(text)
+        self._arrival = msgspec.structs.replace(self._arrival, member=welcome.member)
+        at = f"{welcome.leader} at {self._member.leader_address}"
+        self.note(f"joined {at} as {self._gathering.noun} {welcome.member}, output in {self._folder.path}")
+
+    async def orders(self) -> StartAttempt | RunResult:
+        """Begin, or end: whichever the leader says."""
+        next_ = await self._inbox.get()
+        if isinstance(next_, messages.EndMessage):
+            # What everybody hears at node 0 is not told again by each of them on the same terminal.
+            return RunResult(next_.code, next_.text if self._gathering.echo or self._lost else "")
+        if self._started and next_.attempt > self.attempt:
+            self.note(f"starting all ranks again: restart {next_.attempt}", repeats=True)
+        if not next_.place.ranks:
+            self.note("every place is taken: this node is a spare, and gets ready")
+        self._started = True
+        self.attempt, self.ability = next_.attempt, (False, False, False)
+        self.generation = max(self.generation, next_.generation)
+        return StartAttempt(next_.attempt, self._seated(next_.place), None, next_.generation)
+
+    def _seated(self, place: messages.StartRanks) -> Plan:
+        member = self._member
+        seats = seats_of(self._plan, place)
+        plan = self._plan.seated(
+            seats,
+            world_size=place.world_size,
+            nodes=place.nodes,
+            topology=place.topology,
+            master=(member.leader_address, place.store_port),
+            interface=interfaces.owner(member.own_address, interfaces.survey()),
+            spare=not place.ranks,
+        )
+        prefixes = {seat.rank: plan.line_prefix(seat, os.uname().nodename) for seat in seats}
+        self._console.settle(place.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
+        return plan
+
+    # -- what the leader says
+
+    def heard(self, message: messages.FromLeader) -> None:
+        match message:
+            case messages.Waiting():
+                self.waiting(message.text)
+            case messages.Start() | messages.EndMessage():
+                if self._running and isinstance(message, messages.EndMessage):
+                    self._act(self._stopped("the run has ended at node 0"))
+                if isinstance(message, messages.Start):
+                    self._running, self.ordered = True, message.attempt
+                self.waiting(None)
+                self._inbox.put_nowait(message)
+            case messages.Regroup():
+                if self._running and message.attempt == self.ordered:
+                    self.generation = message.generation
+                    plan = self._seated(message.place)
+                    self._act(RegroupPlan(message.generation, message.why, plan, None, message.halt))
+            case messages.Hold():
+                if self._running and message.attempt == self.attempt:
+                    self._act(HoldWorkers(message.why))
+            case messages.PeerList():
+                self.roll = message
+            case messages.HaltAll():
+                if self._running:
+                    self._act(HaltWorkers(message.step))
+            case messages.Stop():
+                self._stop(message)
+            case messages.ForwardSignal():
+                self._act(SignalWorkers(signal.Signals(message.signal)))
+            case messages.RpcFrame():
+                if self._supervised is not None:
+                    self._supervised.letter(None, message)
+            case messages.NoteMessage():
+                self.note(message.text)
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    @property
+    def skew(self) -> float:
+        return self._member.skew
+
+    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
+        if to is None:
+            self._member.send(letter)
+
+    def address(self, member: int) -> str:  # noqa: ARG002
+        return ""
+
+    def _stop(self, stop: messages.Stop) -> None:
+        number = signal.Signals(stop.signal)
+        if stop.ends:
+            self._act(EndRun(number, stop.reason))
+        elif self._running:  # else it is about an attempt that has ended here already
+            self._act(StopWorkers(number, stop.reason, stop.grace))
+
+    def _stopped(self, reason: str) -> StopWorkers:
+        return StopWorkers(signal.SIGTERM, reason, self._plan.shutdown.failure_timeout)
+
+    def _act(self, action: Action) -> None:
+        if self._supervised is not None:
+            self._supervised.perform(action)
+
+    def lost(self, why: str, *, silent: bool) -> None:
+        if self.heir is not None and self.roll is not None and not self._going:
+            self.heir.leader_lost(why, silent=silent)
+        else:
+            self.give_up(why)
+
+    def give_up(self, why: str) -> None:
+        self._lost = why
+        self._inbox.put_nowait(messages.EndMessage(code=1, text=f"node 0 is lost: {why}"))
+        self._act(self._stopped("node 0 is lost"))
+
+    @property
+    def id(self) -> int:
+        return self._arrival.member or 0
+
+    @property
+    def running(self) -> bool:
+        return self._running
+
+    @property
+    def door(self) -> Endpoint | None:
+        """The leader's."""
+        return self._member.door
+
+    async def follow(self, where: Endpoint, timeout: float) -> None:
+        """Another leader, in the place of the one that was lost. Raises JoinError."""
+        arrival = msgspec.structs.replace(self._arrival, engaged=self._engaged())
+        before, member = self._member, Member(self._gathering.token, arrival, lambda: [where], events=self)
+        self._member = member  # what it says may be heard before join returns
+        await before.drop()
+        await member.join(timeout)
+
+    def _engaged(self) -> messages.Engaged | None:
+        if not self._running:
+            return None
+        called, ended, ready = self.ability
+        return messages.Engaged(
+            attempt=self.ordered, generation=self.generation, called=called, ended=ended, ready=ready
+        )
+
+    async def drop(self) -> None:
+        """The leader is lost, and this node takes its place."""
+        await self._member.drop()
+
+    def note(self, text: str, *, repeats: bool = False) -> None:
+        if self._supervised is not None:
+            self._supervised.note(text, repeats=repeats)
+
+    def waiting(self, text: str | None) -> None:
+        if self._supervised is not None:
+            self._supervised.waiting(text)
+
+    # -- how it ends
+
+    async def settled(self) -> None:
+        pass
+
+    def last(self, *, failed: bool) -> bool:  # noqa: ARG002
+        return bool(self._lost)
+
+    def failing(self, fall: WorkerFailure) -> Action | None:
+        self._member.send(
+            messages.Failing(
+                rank=fall.rank,
+                reason=fall.reason,
+                time=fall.time,
+                place=fall.place[:1000],
+                lived=fall.lived,
+                step=fall.step,
+                generation=fall.generation,
+            )
+        )
+        called, ended, _ = self.ability
+        if not called or ended:
+            return self._stopped(fall.reason)
+        return None  # the leader may want us to regroup
+
+    def able(self, called: bool, ended: bool, ready: bool) -> None:
+        self.ability = (called, ended, ready)
+        self._member.send(messages.RegroupReady(called=called, ended=ended, ready=ready))
+
+    def going(self, message: words.FirstStep) -> None:
+        self._member.send(
+            messages.ProgressMessage(generation=message.generation, step=message.step, before=message.before)
+        )
+
+    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
+        match message:
+            case words.HaltAck():
+                self._member.send(
+                    messages.NodeHaltAck(
+                        rank=rank, step=message.step, generation=message.generation, stuck=message.stuck
+                    )
+                )
+            case words.HaltedAt():
+                self._member.send(messages.NodeHalted(step=message.step))
+
+    def preempt(self, number: signal.Signals) -> bool:
+        # Where nodes come and go, this one goes, and the others go on.
+        taken = self._running and self.ability[0] and not self._lost and not self._gathering.elastic
+        if taken:  # node 0 ends it, with a checkpoint or without
+            self._member.send(messages.Signalled(signal=number, preempt=True))
+        return taken
+
+    def signalled(self, number: signal.Signals) -> None:
+        # Before the start one that goes may come again; the others wait for it.
+        if self._running or self._started:
+            self._member.send(messages.Signalled(signal=number))
+        self._going = self._gathering.elastic and number == signal.SIGTERM
+        if not (self._running or self._started) or self._going:
+            self._inbox.put_nowait(messages.EndMessage(code=128 + number))
+
+    def passed(self, number: signal.Signals) -> None:
+        pass
+
+    async def concluded(self, report: AttemptReport) -> StartAttempt | RunResult:
+        self._running = False
+        if self.relay is not None and not self._lost:
+            await self.relay.drained(_DRAIN)
+        self._member.send(
+            messages.Over(
+                attempt=report.attempt,
+                failed=len(report.deaths),
+                by_themselves=report.failed,
+                first=_first(report),
+                trouble=report.trouble[:_LONGEST],
+                left=report.left[:_LONGEST],
+            )
+        )
+        return await self.orders()
+
+    def announce(self, code: int, text: str) -> None:
+        pass
+
+    async def close(self, code: int, text: str) -> None:
+        if self.relay is not None:
+            self.relay.close()
+        with contextlib.suppress(ConnectionError):
+            await self._member.leave(min(code, 255), text[:_LONGEST])
+
+
+def _first(report: AttemptReport) -> messages.FailureReport | None:
+    """The first cause of this node: the first of all is the first of one of them."""
+    death = root_cause.first_cause(report.deaths)
+    if death is None:
+        return None
+    return messages.FailureReport(
+        rank=death.rank,
+        code=death.code,
+        time=death.time,
+        stopped=death.stopped,
+        device=death.device,
+        error=death.error if len(death.error) < 1 << 16 else "",
+        stderr=tuple(line[:1000] for line in death.stderr[-30:]),
+        memory=death.memory,
+        block=report.block[: 1 << 15],
+        blame=tuple(line[:1000] for line in death.blame[:16]),
+    )

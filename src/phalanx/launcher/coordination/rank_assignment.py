@@ -1,0 +1,69 @@
+"""This node's slots and what the leader says about its ranks, brought together."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from phalanx.cluster.cluster import Slot
+from phalanx.cluster.placement import Seat
+from phalanx.control.messages import Claim, NodeInfo, StartRanks
+from phalanx.errors import DeviceError
+from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launcher.plan import Plan
+
+
+def arrival_of(plan: Plan | None, gathering: RendezvousConfig, trouble: str = "", door: int = 0) -> NodeInfo:
+    """What this node says about itself at the door."""
+    task = gathering.task
+    claim = None
+    if task is not None:
+        claim = Claim(
+            rank=task.rank,
+            size=task.size,
+            local_rank=task.local_rank,
+            local_size=task.local_size,
+            node=task.node,
+        )
+    return NodeInfo(
+        run=gathering.run,
+        member=gathering.member,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        slots=len(plan.seats) if plan is not None else 0,
+        versions=gathering.versions,
+        terms=gathering.terms,
+        claim=claim,
+        trouble=trouble,
+        time=time.time(),
+        door=door,
+    )
+
+
+def seats_of(plan: Plan, start: StartRanks) -> list[Seat]:
+    """A slot for each rank that is this node's. A task that is one rank takes the device of its local rank.
+
+    A spare node's are numbered from behind the last rank.
+    """
+    slots = [seat.slot for seat in plan.seats]
+    if not start.ranks:
+        return [Seat(start.world_size + place, start.node, place, len(slots), slot) for place, slot in enumerate(slots)]
+    if len(start.ranks) == 1 and start.local_world_size > 1:
+        slots = [_slot(plan, start)]
+    return [
+        Seat(rank, start.node, local_rank, start.local_world_size, slot)
+        for rank, local_rank, slot in zip(start.ranks, start.local_ranks, slots, strict=True)
+    ]
+
+
+def _slot(plan: Plan, start: StartRanks) -> Slot:
+    slots = [seat.slot for seat in plan.seats]
+    if len(slots) == 1:
+        return slots[0]
+    local = start.local_ranks[0]
+    if local >= len(slots):
+        raise DeviceError(
+            f"this task is number {local} on its node, and {len(slots)} devices can be used here",
+            fix="ask the scheduler for as many tasks a node as it has devices, or for one task a node",
+        )
+    return slots[local]

@@ -1,0 +1,118 @@
+"""What became of the faults of a run: each decided, told in one line, and summed up at the end."""
+
+from __future__ import annotations
+
+import time
+
+from phalanx.contract import events
+from phalanx.launcher.agent.worker import WorkerFailure
+from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.recover.decision import Fault, RecoveryAction, RecoveryDecision, RestartPolicy, decide
+
+
+class Recoveries:
+    """Of the node that decides: the only one, or node 0."""
+
+    def __init__(self, budget: RestartPolicy, folder: RunFolder) -> None:
+        self.generation = 0
+        self._budget = budget
+        self._folder = folder
+        self._faults: list[Fault] = []
+        self._latest = RecoveryDecision(RecoveryAction.STOP)
+        self._moves = 0  # of nodes
+        self._open: list[WorkerFailure] = []  # those that the group has not got over yet
+        self._since = 0.0  # the first of them
+        self._began = time.monotonic()  # somebody may set the clock on the wall, which must not change anything here
+        self._stopped = 0.0  # since when all ranks are being ended, to be started again
+        self._lost = 0.0  # seconds from a fault to the next step, or to the next start
+
+    @property
+    def way(self) -> RecoveryAction:
+        """What the latest fault has led to."""
+        return self._latest.way
+
+    def decide(self, fall: WorkerFailure, *, able: bool) -> RecoveryAction:
+        now = time.monotonic()
+        together = bool(self._open) and 0 <= fall.generation < self.generation
+        fault = Fault(fall.place, now, fall.lived, fall.step, together)
+        self._latest = decide(self._faults, fault, self._budget, able=able)
+        self._faults.append(fault)
+        self._folder.event(
+            events.FaultEvent(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=self._latest.way.value)
+        )
+        self._note(fall)
+        return self._latest.way
+
+    def _note(self, fall: WorkerFailure) -> None:
+        if self._latest.way is RecoveryAction.REGROUP:
+            self._begin_anew(fall)
+        elif self._latest.way is RecoveryAction.RESTART and not self._stopped:
+            self._stopped = time.monotonic()
+
+    def _begin_anew(self, fall: WorkerFailure) -> None:
+        self.generation += 1
+        self._since = self._since if self._open else time.monotonic()
+        self._open.append(fall)
+
+    def moved(self, fall: WorkerFailure, way: RecoveryAction, *, kind: events.FaultKind = "node-lost") -> None:
+        """A node has come or gone, as it may: it costs nothing of the budget."""
+        self._latest = RecoveryDecision(way)
+        self._folder.event(
+            events.FaultEvent(time=fall.time, rank=fall.rank, reason=fall.reason, recovery=way.value, kind=kind)
+        )
+        self._note(fall)
+        self._moves += 1
+
+    def anew(self) -> None:
+        """The group forms once more, though nobody has died."""
+        self.generation += 1
+
+    def going(self, generation: int, step: int, before: int = 0) -> str:
+        """A line, when the group has got over what had happened: this step is the first since.
+
+        `before` is the newest step that survivors know of; the fallen themselves have told of theirs now and then.
+        """
+        if not self._open or generation != self.generation:
+            return ""
+        fallen, self._open = self._open, []
+        took = time.monotonic() - self._since
+        self._lost += took
+        newest = max([before, *(fall.step for fall in fallen if fall.step is not None)])
+        redone = max(0, newest - (step - 1))
+        self._folder.event(
+            events.Recovered(time=time.time(), generation=generation, seconds=round(took, 4), step=step, redone=redone)
+        )
+        who = ", ".join(fall.reason for fall in fallen)
+        cost = f"{redone} step{'s' if redone > 1 else ''} done again" if redone else "no step lost"
+        if not redone and any(fall.everybody for fall in fallen):  # how far they had come, nobody can tell any more
+            cost = f"from step {step - 1} on"
+        return f"{who}; regrouped, and step {step} was committed {took:.2f} s later, {cost}"
+
+    def again(self) -> str:
+        """A line, when all ranks have ended, and are about to be started again."""
+        took = time.monotonic() - self._stopped if self._stopped else 0.0
+        self._stopped = 0.0
+        self._lost += took
+        self._folder.event(events.Restarted(time=time.time(), seconds=round(took, 4)))
+        if not self._latest.used:
+            return f"starting all ranks again, {took:.2f} s later"
+        most = f" of {self._budget.most}" if self._budget.most is not None else ""
+        return f"starting all ranks again: restart {self._latest.used}{most}, {took:.2f} s later"
+
+    def last_words(self, block: str) -> str:
+        return f"{block}\n  {self._latest.why}" if self._latest.why else block
+
+    def summary(self) -> str:
+        """Nothing, where nothing happened."""
+        if not self._faults and not self._moves:
+            return ""
+        whole = time.monotonic() - self._began
+        count, moves = len(self._faults), self._moves
+        happened = [f"{count} fault{'s' if count > 1 else ''} survived"] * (count > 0)
+        happened += [f"{moves} change{'s' if moves > 1 else ''} of nodes"] * (moves > 0)
+        if not self.generation:  # what they had done since they last saved it, only they know
+            return f"{', '.join(happened)}, {self._lost:.1f} s of {whole:.0f} s until all ranks were started again"
+        return (
+            f"{', '.join(happened)}, {self._lost:.1f} s of {whole:.0f} s lost: "
+            f"goodput {max(0.0, 1 - self._lost / whole):.1%}"
+        )

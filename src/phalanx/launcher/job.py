@@ -1,0 +1,255 @@
+"""The front door in Python: start a script or a function on several ranks, and hold the run in hand.
+
+    job = phalanx.launch("train.py", ["--lr", "0.1"], workers=4)
+    job.wait()                      # its exit code
+    print(job.logs(rank=2))
+
+    job = phalanx.launch(train, [0.1], workers=4)
+    losses = job.result()           # what the function returned on each rank
+
+A job is a process of its own, `phalanx run`: what happens in it, such as signals and forks, does not touch the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launcher import function_call
+from phalanx.launcher.output import log_reader
+from phalanx.launcher.runs import run_folder, views
+from phalanx.launcher.runs.run_folder import RunRecord
+
+_LOOK = 0.02  # seconds between two looks for what the process has written
+
+
+def launch(
+    target: str | os.PathLike[str] | Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    workers: int | str | None = None,
+    nodes: int | str | None = None,
+    cpu: bool = False,
+    max_restarts: int | None = None,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    show: bool = True,
+) -> Job:
+    """`phalanx.launch("train.py", ["--lr", "0.1"], workers=4)`: start a run, and return at once.
+
+    target        Path of a script, or a function that is called as target(*args) on every rank.
+    args          Arguments of the script (strings) or of the function (anything that can be pickled).
+    workers       Workers per node (`-g`). Default: one per GPU, else one.
+    nodes         Number of nodes (`-n`). Default: 1.
+    cpu           Use CPU workers even if GPUs are available.
+    max_restarts  Maximum number of recoveries. Default: as for `phalanx run`.
+    options       Any other options of `phalanx run`, such as ["--stall-timeout", "2m"].
+    env           Variables to set for the run, in addition to those of this process.
+    cwd           Working directory of the workers. Default: that of this process.
+    show          Show the output of the run on the standard output and error of this process.
+    """
+    line = [*_flags(workers, nodes, max_restarts, cpu=cpu), *options]
+    environ = {**environment(), **(env or {})}
+    if not callable(target):
+        return Job([*line, os.fspath(target), *_texts(os.fspath(target), args)], env=environ, cwd=cwd, show=show)
+    if "torch" in sys.modules and "--preload" not in options:
+        line += ["--preload", "torch"]
+    folder = tempfile.mkdtemp(prefix="phalanx-call-")  # mode 0700
+    try:
+        function_call.write(folder, target, args)
+        return Job([*line, "-m", function_call.__name__, folder], env=environ, cwd=cwd, show=show, folder=folder)
+    except BaseException:
+        _remove(folder)
+        raise
+
+
+def _texts(script: str, args: Sequence[Any]) -> Sequence[str]:
+    wrong = next((one for one in args if not isinstance(one, str)), None)
+    if wrong is not None:
+        raise UsageError(
+            f"an argument of {script} is a {type(wrong).__name__}, expected text",
+            fix=f"phalanx.launch({script!r}, [str(…), …])",
+        )
+    return args
+
+
+def _flags(workers: int | str | None, nodes: int | str | None, max_restarts: int | None, *, cpu: bool) -> list[str]:
+    given = {"-g": workers, "-n": nodes, "--max-restarts": max_restarts}
+    found = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    return [*found, "--cpu"] if cpu else found
+
+
+class Job:
+    """A run that `phalanx.launch` has started. Use it in a `with` statement to stop it at the end of the block."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str | os.PathLike[str] | None,
+        show: bool,
+        folder: str | None = None,
+    ) -> None:
+        self._home = run_folder.home(env)
+        self._call = folder  # where a function and its results are
+        self._record: RunRecord | None = None
+        self._said: list[bytes] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", "run", *arguments],
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=None if show else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        self._reader = threading.Thread(target=self._read, args=(show,), name="phalanx-job", daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        code = self._process.poll()
+        state = "running" if code is None else f"ended with exit code {code}"
+        return f"<Job {self._record.id if self._record is not None else 'starting'}: {state}>"
+
+    def _read(self, show: bool) -> None:
+        """Keep what the launcher says, which an error message needs, and show it."""
+        assert self._process.stderr is not None  # noqa: S101
+        with self._process.stderr as stream:
+            while part := os.read(stream.fileno(), 1 << 16):
+                self._said = [*self._said[-100:], part]
+                if show:
+                    with contextlib.suppress(OSError, ValueError):
+                        sys.stderr.write(part.decode(errors="replace"))
+                        sys.stderr.flush()
+
+    # -- state
+
+    @property
+    def name(self) -> str:
+        """`job.name`: the name of the run, as `phalanx ps` shows it."""
+        return self._found().id
+
+    @property
+    def folder(self) -> str:
+        """`job.folder`: where logs, events and samples of the run are."""
+        return self._found().folder
+
+    @property
+    def running(self) -> bool:
+        """`job.running`: whether a process of the run is left."""
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """`job.exit_code`: that of the run. None while it runs; 128 + N if signal N has ended it."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def _found(self) -> RunRecord:
+        """The record that the process writes when it starts; it knows its name first."""
+        while self._record is None:
+            ended = self._process.poll() is not None
+            pid = self._process.pid
+            self._record = next((run for run in run_folder.all_runs(self._home) if run.pid == pid and run.here), None)
+            if self._record is None and ended:
+                self._reader.join()
+                raise LaunchError("the run ended before it began", details=self._last_lines())
+            time.sleep(0 if self._record is not None else _LOOK)
+        return run_folder.read(self._record.folder) or self._record
+
+    def _last_lines(self) -> list[str]:
+        return b"".join(self._said).decode(errors="replace").splitlines()[-20:]
+
+    # -- what to do with it
+
+    def wait(self, timeout: float | None = None) -> int:
+        """`job.wait()`: wait until every process of the run has ended; return the exit code.
+
+        Raises TimeoutError after `timeout` seconds; the run continues.
+        """
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self!r} after {timeout:g} s") from None
+        self._reader.join()
+        return self.exit_code or 0
+
+    def result(self, timeout: float | None = None) -> list[Any] | None:
+        """`job.result()`: wait for the end; return what the function returned on each rank (None for a script).
+
+        Raises LaunchError if the run has failed, with the cause that the console shows.
+        """
+        code = self.wait(timeout)
+        try:
+            if code != 0:
+                name = self._record.id if self._record is not None else "the run"
+                raise LaunchError(f"{name} ended with exit code {code}", details=self._last_lines())
+            return None if self._call is None else function_call.results(self._call)
+        finally:
+            _remove(self._call)
+
+    def logs(self, rank: int = 0, stream: Literal["stdout", "stderr"] = "stdout") -> str:
+        """`job.logs(rank=2)`: what a rank has written so far, in the newest attempt."""
+        record = self._found()
+        if not 0 <= rank < record.world_size:
+            raise UsageError(
+                f"there is no rank {rank}: {record.id} has ranks 0 to {record.world_size - 1}", fix="job.logs(rank=0)"
+            )
+        parts = [entry.path for entry in os.scandir(record.folder) if entry.name.startswith("node_")]
+        folders = {rank: path for part in (record.folder, *parts) for rank, path in log_reader.folders(part).items()}
+        path = os.path.join(folders.get(rank, record.folder), f"{stream}.log")
+        with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
+            return file.read()
+        return ""  # it has not begun
+
+    def why(self) -> str:
+        """`job.why()`: which rank is wrong, where and why, as `phalanx why` says it: of a live run or an ended one."""
+        record = self._found()
+        answers: list[str] = []
+
+        def ask() -> None:  # in a thread: the caller may be in an event loop, as a notebook is
+            answers.append(asyncio.run(views.of(record).why()).report)
+
+        thread = threading.Thread(target=ask, name="phalanx-why")
+        thread.start()
+        thread.join()
+        if not answers:
+            raise LaunchError(f"{record.id} does not answer", fix=f"phalanx why {record.id}")
+        return answers[0]
+
+    def stop(self, timeout: float = 60.0) -> int:
+        """`job.stop()`: end the run and wait for it; workers get SIGTERM and time to finish. Returns the exit code."""
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            return self.wait(timeout)
+        except TimeoutError:
+            self._process.send_signal(signal.SIGINT)  # the second signal: at once
+            return self.wait(timeout)
+        finally:
+            if not self.running:
+                _remove(self._call)
+
+
+def _remove(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,395 @@
+"""Copies the output of workers from their pipes into their logs, every byte. The console reads the logs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import subprocess
+import termios
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.filters import Duplicate, Std
+from phalanx.launcher.output.line_model import LineModel, plain
+from phalanx.launcher.output.log_forwarder import ForwardedStream, LogForwarder
+from phalanx.launcher.output.log_tail import LogTail
+from phalanx.launcher.output.noise import Noise
+
+PIPE_SIZE = 1 << 20
+_READS = 512  # two empty a pipe, but a pseudo-terminal returns one page at a time
+TAIL_SIZE = 1 << 17
+_MOST_REPEATED = 1 << 20
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+NAMES: tuple[tuple[Std, str], ...] = ((Std.OUT, "stdout"), (Std.ERR, "stderr"))
+
+
+@dataclass(eq=False)
+class CapturedStream:
+    """One stream of a worker, or both if they are shown in one place."""
+
+    rank: int
+    std: Std
+    path: str
+    source: int  # our end of the pipe
+    target: int | None  # the worker's end, until it is handed over
+    pty: bool
+    log: int | None  # None: it could not be opened
+    start: int  # of this worker's part of the log
+    size: int  # of the log
+    ended: asyncio.Future[None]
+    followers: list[LogTail | ForwardedStream] = field(default_factory=list)  # readers of the log
+    duplicate: Duplicate | None = None
+    unkept: bytes = b""  # the last bytes that could not be written to the log
+    repeated: bytes = b""  # what the worker wrote before it started over, and writes again
+    held: bytes = b""  # what it has written of `repeated` since its last whole line
+
+
+class OutputCapture:
+    """The output of one attempt. Call `open` before a worker starts, `handed_over` after, `drained` at its end.
+
+    It copies in callbacks of the event loop, one large read and one write each, and never waits for the console.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        console: Console,
+        *,
+        forwarder: LogForwarder | None = None,
+        echo: bool = True,
+    ) -> None:
+        self._loop = loop
+        self._console = console
+        self._forwarder = forwarder
+        self._echo = echo  # output is shown on this node
+        self._streams: dict[tuple[int, Std], CapturedStream] = {}
+        self._buffer = memoryview(bytearray(PIPE_SIZE))
+        self._lost = 0
+        self._lost_path = ""
+        self._needles: dict[Std, Collection[str]] = {}
+        self._teed: Mapping[int, Std] | None = None
+        self._headers: Mapping[int, str] = {}
+        self._matches: dict[Std, int] = {}
+
+    def duplicate(
+        self,
+        folder: str,
+        *,
+        stdout: Collection[str] = (),
+        stderr: Collection[str] = (),
+        teed: Mapping[int, Std] | None = None,
+        headers: Mapping[int, str] | None = None,
+    ) -> None:
+        """Copy lines that contain a needle to filtered_stdout.log and filtered_stderr.log. Call it before `open`.
+
+        `teed` are the streams of each rank that are searched (None: all), `headers` the prefixes of its lines.
+        """
+        self._teed = teed
+        self._headers = headers or {}
+        for (std, name), needles in zip(NAMES, (stdout, stderr), strict=True):
+            if needles:
+                self._needles[std] = needles
+                self._matches[std] = _open_log(f"{folder}/filtered_{name}.log")
+
+    def open(
+        self, rank: int, folder: str, *, show: Std, terminal: bool = False, apart: bool = False
+    ) -> tuple[int, int]:
+        """Return descriptors for a worker's stdout and stderr. With `terminal`, they may be a pseudo-terminal.
+
+        If both are shown in one place they are one stream, which keeps their order; all of it is in stdout.log then.
+        `apart`: the user asked for separate files.
+        """
+        for std, _ in NAMES:
+            if (rank, std) in self._streams:  # the worker is replaced; another process may still hold its end
+                self._close(self._streams[rank, std])
+        if show == Std.ALL and self._echo and self._console.together and not apart and not self._needles:
+            both = self._open(rank, folder, Std.OUT, show=show, terminal=terminal)
+            self._streams[rank, Std.ERR] = both
+            with contextlib.suppress(OSError):
+                os.close(_open_log(f"{folder}/{dict(NAMES)[Std.ERR]}.log"))
+            streams = [both, both]
+        else:
+            streams = [self._open(rank, folder, std, show=show, terminal=terminal) for std, _ in NAMES]
+        out, err = (stream.target for stream in streams)
+        assert out is not None  # noqa: S101
+        assert err is not None  # noqa: S101
+        return out, err
+
+    def _open(self, rank: int, folder: str, std: Std, *, show: Std, terminal: bool) -> CapturedStream:
+        shown = bool(show & std)
+        live = terminal and shown and self._echo and self._console.terminal(std) and not self._console.hidden
+        path = f"{folder}/{dict(NAMES)[std]}.log"
+        log: int | None = None
+        try:
+            log = _open_log(path)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self._report_unkept(path, error)
+        size = os.fstat(log).st_size if log is not None else 0
+        source, target = os.openpty() if live else os.pipe()
+        os.set_blocking(source, False)
+        if live:
+            _raw(target)
+            _resize(target, self._console.window(rank, std))
+        else:
+            with contextlib.suppress(OSError):  # the user's limit for pipe memory may be reached
+                fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+        stream = CapturedStream(rank, std, path, source, target, live, log, size, size, self._loop.create_future())
+        if shown and self._echo:
+            stream.followers.append(self._console.attach(rank, std, log, size, live=live))
+        if shown and self._forwarder is not None:
+            stream.followers.append(self._forwarder.follow(rank, std, log, size))
+        if std in self._needles and (self._teed is None or self._teed.get(rank, Std.NONE) & std):
+            stream.duplicate = Duplicate(self._needles[std], self._headers.get(rank, f"[{rank}]:"))
+        self._streams[rank, std] = stream
+        self._loop.add_reader(source, self._readable, stream)
+        return stream
+
+    def handed_over(self, rank: int) -> None:
+        """Close our copies of the worker's ends, so that the stream ends when the worker does."""
+        for stream in self._of([rank]):
+            if stream.target is not None:
+                os.close(stream.target)
+                stream.target = None
+
+    def repeats(self, rank: int) -> None:
+        """Drop repeated lines: the worker starts over in the same process."""
+        self.catch_up(rank)
+        for stream in self._of([rank]):
+            if stream.log is not None and stream.size - stream.start <= _MOST_REPEATED:
+                stream.repeated = os.pread(stream.log, stream.size - stream.start, stream.start)
+
+    def regroups(self, rank: int) -> None:
+        """Hide what torch and NCCL print about a lost peer: this worker can regroup."""
+        for stream in self._of([rank]):
+            for follower in stream.followers:
+                if isinstance(follower, LogTail) and follower.noise is None:
+                    follower.noise = Noise()
+
+    def renumber(self, ranks: Mapping[int, int]) -> None:
+        """Give living workers new ranks: old -> new."""
+        ranks = {old: new for old, new in ranks.items() if old != new}
+        moved = {key: stream for key, stream in self._streams.items() if key[0] in ranks}
+        self._streams = {key: stream for key, stream in self._streams.items() if key not in moved}
+        for (old, std), stream in moved.items():
+            replaced = self._streams.get((ranks[old], std))  # of a dead worker
+            if replaced is not None:
+                self._close(replaced)
+            stream.rank = ranks[old]
+            self._streams[stream.rank, std] = stream
+            for follower in stream.followers:
+                if isinstance(follower, LogTail):
+                    self._console.renumber(follower, stream.rank)
+                else:
+                    follower.rank = stream.rank
+
+    async def drained(self, timeout: float, ranks: Collection[int] | None = None) -> list[int]:
+        """Wait for the end of all streams, or those of these ranks.
+
+        Return the ranks of which a process has kept a stream open for `timeout` seconds; it is not read any further.
+        """
+        streams = self._of(ranks)
+        pending = [stream.ended for stream in streams if not stream.ended.done()]
+        if pending:
+            await asyncio.wait(pending, timeout=timeout)
+        held = [stream for stream in streams if not stream.ended.done()]
+        for stream in held:
+            self._close(stream)
+        return sorted({stream.rank for stream in held})
+
+    def catch_up(self, rank: int) -> None:
+        """Copy what a rank has written so far."""
+        for stream in self._of([rank]):
+            for _ in range(_READS):  # bounded: it may write endlessly
+                if stream.ended.done() or not self._pump(stream):
+                    break
+
+    def catch_up_all(self) -> None:
+        """Copy what all ranks have written so far."""
+        for rank in {stream.rank for stream in self._streams.values()}:
+            self.catch_up(rank)
+
+    def leave(self) -> None:
+        """Let `cat` write the output of processes that outlive us into the logs: a broken pipe would kill them."""
+        for stream in self._streams.values():
+            if not stream.ended.done() and stream.log is not None:
+                os.set_blocking(stream.source, True)
+                subprocess.Popen(
+                    ["cat"], stdin=stream.source, stdout=stream.log, stderr=subprocess.DEVNULL, start_new_session=True
+                )
+                self._end(stream)
+
+    def tail(self, rank: int, stream: Literal["stdout", "stderr"], lines: int) -> list[str]:
+        """Return the last lines as plain text, progress bars in their last state."""
+        std = Std.OUT if stream == "stdout" else Std.ERR
+        found = self._streams.get((rank, std))
+        if std == Std.OUT and found is self._streams.get((rank, Std.ERR)):  # one stream, reported as stderr
+            return []
+        if found is None:
+            return []
+        data = _last_bytes(found.path, found.size)
+        if len(data) == TAIL_SIZE:  # probably starts within a line
+            data = data[data.find(b"\n") + 1 :]
+        model = LineModel()
+        text = model.feed(data + found.unkept) + model.end()
+        shown = [plain(line).rstrip() for line in text.split(b"\n")]
+        while shown and not shown[-1]:
+            shown.pop()
+        return shown[-lines:] if lines > 0 else []
+
+    def resized(self) -> list[int]:
+        """Give the workers' terminals the new size of ours. Return the ranks to which SIGWINCH must be sent.
+
+        The kernel sends it only to processes whose controlling terminal it is.
+        """
+        resized = set()
+        for stream in self._streams.values():
+            if stream.pty and not stream.ended.done():
+                _resize(stream.source, self._console.window(stream.rank, stream.std))
+                resized.add(stream.rank)
+        return sorted(resized)
+
+    def close(self) -> None:
+        """Copy what is left, and close all streams."""
+        for stream in self._streams.values():
+            self._close(stream)
+        for fd in self._matches.values():
+            os.close(fd)
+        self._matches.clear()
+        if self._lost:
+            self._console.say(f"{self._lost} bytes of output could not be written to logs (first: {self._lost_path})")
+            self._lost = 0
+
+    def _of(self, ranks: Iterable[int] | None) -> list[CapturedStream]:
+        chosen = None if ranks is None else set(ranks)
+        streams = dict.fromkeys(self._streams.values())  # a stream for both is listed twice
+        return [stream for stream in streams if chosen is None or stream.rank in chosen]
+
+    def _readable(self, stream: CapturedStream) -> None:
+        if self._pump(stream) == 0:
+            self._end(stream)
+
+    def _pump(self, stream: CapturedStream) -> int | None:
+        """Read once. Return 0 at the end of the stream, None if there is nothing to read."""
+        try:
+            count = os.readv(stream.source, [self._buffer])
+        except BlockingIOError:
+            return None
+        except OSError:  # EIO: the last process with the pseudo-terminal has closed it
+            return 0
+        if count and stream.repeated:
+            self._keep(stream, memoryview(_not_repeated(stream, bytes(self._buffer[:count]))))
+        elif count:
+            self._keep(stream, self._buffer[:count])
+        return count
+
+    def _keep(self, stream: CapturedStream, data: memoryview) -> None:
+        written = 0
+        try:
+            if stream.log is not None:
+                while written < len(data):
+                    written += os.write(stream.log, data[written:])
+        except OSError as error:
+            self._report_unkept(stream.path, error)
+        stream.size += written
+        if written:
+            for follower in stream.followers:
+                follower.grew(stream.size)
+        if written < len(data):
+            self._unkept(stream, bytes(data[written:]))
+        elif stream.unkept:
+            stream.unkept = b""  # the disk has room again
+        if stream.duplicate is not None:
+            self._match(stream.std, stream.duplicate.feed(bytes(data)))
+
+    def _unkept(self, stream: CapturedStream, data: bytes) -> None:
+        self._lost += len(data)
+        stream.unkept = (stream.unkept + data)[-TAIL_SIZE:]  # the last lines contain the reason of a failure
+        for follower in stream.followers:
+            follower.unkept(data)
+
+    def _report_unkept(self, path: str, error: OSError) -> None:
+        if not self._lost_path:
+            self._lost_path = path
+            self._console.say(
+                f"{path} cannot be written: {error.strerror}. The run continues; output is shown but not kept."
+            )
+
+    def _match(self, std: Std, lines: bytes) -> None:
+        if lines:
+            with contextlib.suppress(OSError):
+                os.write(self._matches[std], lines)
+
+    def _close(self, stream: CapturedStream) -> None:
+        """Copy what is there, then close the stream, even if another process has the other end."""
+        if stream.ended.done():
+            return
+        for _ in range(_READS):
+            if not self._pump(stream):
+                break
+        if not stream.ended.done():
+            self._end(stream)
+
+    def _end(self, stream: CapturedStream) -> None:
+        if stream.held:
+            self._keep(stream, memoryview(stream.held))
+        self._loop.remove_reader(stream.source)
+        os.close(stream.source)
+        if stream.target is not None:
+            os.close(stream.target)
+            stream.target = None
+        if stream.log is not None:
+            os.close(stream.log)
+            stream.log = None
+        if stream.duplicate is not None:
+            self._match(stream.std, stream.duplicate.end())
+        for follower in stream.followers:
+            follower.end()
+        stream.ended.set_result(None)
+
+
+def _not_repeated(stream: CapturedStream, data: bytes) -> bytes:
+    """Return the data from the first line that differs. Hold back what may still be the same line."""
+    data = stream.held + data
+    pairs = enumerate(zip(data, stream.repeated, strict=False))
+    same = next((place for place, (new, old) in pairs if new != old), min(len(data), len(stream.repeated)))
+    line = stream.repeated.rfind(b"\n", 0, same) + 1
+    if same == len(stream.repeated):
+        stream.repeated = stream.held = b""
+        return data[same:]
+    if same < len(data):
+        stream.repeated = stream.held = b""
+        return data[line:]
+    stream.repeated, stream.held = stream.repeated[line:], data[line:]
+    return b""
+
+
+def _open_log(path: str) -> int:
+    """Open a log for appending, and for the console to read."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+
+def _raw(terminal: int) -> None:
+    """Make the terminal pass bytes unchanged: no carriage returns, no echo."""
+    attributes = termios.tcgetattr(terminal)
+    attributes[1] &= ~termios.OPOST
+    attributes[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
+    termios.tcsetattr(terminal, termios.TCSANOW, attributes)
+
+
+def _resize(terminal: int, window: tuple[int, int]) -> None:
+    with contextlib.suppress(OSError, termios.error):
+        termios.tcsetwinsize(terminal, window)
+
+
+def _last_bytes(path: str, size: int) -> bytes:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(size - TAIL_SIZE, 0))
+        return file.read(min(size, TAIL_SIZE))
+    return b""

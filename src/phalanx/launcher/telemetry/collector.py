@@ -1,0 +1,196 @@
+"""Collects one sample of all ranks per second: every node samples its own ranks, the leader combines them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from phalanx.cluster import links
+from phalanx.contract import events
+from phalanx.contract import worker_messages as words
+from phalanx.contract.events import RankInfo, RankSample
+from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+from phalanx.launcher.runs import run_folder
+from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.telemetry.metrics import Downsampler, RunMetrics
+from phalanx.launcher.telemetry.node_sampler import TENTHS, NodeReading
+from phalanx.launcher.telemetry.rank_samples import RankSampleBuilder
+
+if TYPE_CHECKING:
+    from phalanx.launcher.agent.watched import WatchedAgent
+
+_ROOM = 1 << 22  # bytes of samples.jsonl, after which fewer samples are kept
+_QUIET = 3.0  # seconds: the leader does not wait for a node that was silent for longer
+_CLOCK_ERROR = 15  # tenths of a second: if a node's clock is off by more, its samples count as of now
+
+
+class NodeSamples(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a node sends to the leader every second."""
+
+    tick: int  # tenths of a second, by the leader's clock
+    seconds: float
+    infos: tuple[RankInfo, ...]
+    ranks: tuple[RankSample, ...]
+
+
+@dataclass(frozen=True)
+class _Received:
+    samples: NodeSamples
+    when: float  # seconds of `time.monotonic`
+
+
+_decoder: msgspec.json.Decoder[NodeSamples] = msgspec.json.Decoder(NodeSamples)
+
+
+class Collector:
+    """Samples the ranks of this node. On the leader, also combines the samples of all nodes and writes them."""
+
+    section = "samples"
+
+    def __init__(self, agent: WatchedAgent, coordinator: RpcCarrier, rpc: NodeRpc, folder: RunFolder) -> None:
+        self._agent = agent
+        self._coordinator = coordinator
+        self._folder = folder
+        self._builder: RankSampleBuilder | None = None
+        self._concluded: object = None  # the attempt of which the last sample was taken
+        self._own: NodeSamples | None = None  # not published yet: waits for those of other nodes
+        self._received: dict[int, _Received] = {}  # by member
+        self._missing: set[int] = set()  # members whose samples of this second are expected
+        self._infos: tuple[RankInfo, ...] = ()
+        self._hosts: frozenset[str] = frozenset()
+        self._downsampler = Downsampler(_ROOM, 1.0)
+        self._metrics = RunMetrics(rpc, folder)
+        self._tasks: set[asyncio.Task[None]] = set()
+        attempt = agent.attempt
+        if attempt is not None and attempt.measured is not None:
+            self._metrics.send(attempt.measured)
+
+    async def end(self) -> None:
+        """Stop background work."""
+        for task in tuple(self._tasks):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self._metrics.end()
+
+    def measured(self, message: words.MeasuredStep) -> None:
+        """Take metrics from rank 0, which runs on this node."""
+        self._metrics.send(message)
+
+    # -- this node
+
+    def observe(self, reading: NodeReading) -> NodeSamples | None:
+        """Sample the ranks of this node. On the leader, publish as soon as all nodes have sent theirs."""
+        if not reading.new_second:
+            return None
+        self._publish()  # the previous second, whoever is missing
+        attempt = self._agent.attempt
+        if attempt is None or attempt is self._concluded:
+            return None
+        if reading.last:
+            self._concluded = attempt
+        own = self._sample(reading)
+        if self._coordinator.leads:
+            self._own, self._missing = own, self._expected(own.tick)
+            if reading.last or not self._missing:
+                self._publish(last=reading.last)
+        if reading.last:
+            self._metrics.concluded(attempt)
+            self._received.clear()  # other nodes have ended theirs too: what they send next is of the next attempt
+        else:
+            self._metrics.read_output(attempt)
+        return own
+
+    def _sample(self, reading: NodeReading) -> NodeSamples:
+        plan = self._agent.plan
+        if self._builder is None or self._builder.attempt is not reading.attempt:
+            self._builder = RankSampleBuilder(reading.attempt)
+        ranks = frozenset(seat.rank for seat in plan.seats) if not plan.spare else frozenset()
+        samples = self._builder.build(ranks, reading)
+        infos = self._builder.infos(ranks, reading, plan.node, os.uname().nodename)
+        return NodeSamples(tick=reading.tick, seconds=self._builder.seconds, infos=infos, ranks=samples)
+
+    # -- all nodes, on the leader
+
+    def receive(self, member: int, content: bytes) -> None:
+        """Take the samples of another node. Publish if they were the last ones missing."""
+        samples = _decoder.decode(content)
+        now = int((time.time() - self._coordinator.skew) * TENTHS)
+        if abs(samples.tick - now) > _CLOCK_ERROR:
+            samples = replace(samples, tick=now // TENTHS * TENTHS)
+        if self._own is not None and samples.tick > self._own.tick:  # other nodes are late
+            self._publish()
+        self._received[member] = _Received(samples, time.monotonic())
+        self._missing.discard(member)
+        if not self._missing:
+            self._publish()
+
+    def _expected(self, tick: int) -> set[int]:
+        """Return the members that sent something recently, but not yet for this second."""
+        members, now = self._coordinator.members(), time.monotonic()
+        self._received = {member: each for member, each in self._received.items() if member in members}
+        return {
+            member for member, each in self._received.items() if each.samples.tick < tick and now - each.when < _QUIET
+        }
+
+    def _publish(self, *, last: bool = False) -> None:
+        """Write what has arrived for this second."""
+        own, now = self._own, time.monotonic()
+        if own is None or not self._coordinator.leads:
+            return
+        self._own = None
+        infos, ranks = list(own.infos), list(own.ranks)
+        members = self._coordinator.members()
+        for member, received in self._received.items():
+            theirs = frozenset(members.get(member, ()))  # ranks may have moved to another node since
+            infos += [info for info in received.samples.infos if info.rank in theirs]
+            ranks += [sample for sample in _extended(received, own.tick, now) if sample.rank in theirs]
+        self._write_infos(tuple(sorted(infos, key=lambda info: info.rank)), own.tick / TENTHS)
+        ranks.sort(key=lambda sample: sample.rank)
+        counts = [sample.samples for sample in ranks if sample.state not in ("X", "E")]
+        self._metrics.samples = round(sum(counts), 1) if counts and min(counts) >= 0 else -1.0
+        attempt = self._agent.attempt
+        sample = events.ClusterSample(
+            time=own.tick / TENTHS,
+            seconds=own.seconds,
+            generation=attempt.generation if attempt is not None else 0,
+            ranks=tuple(ranks),
+        )
+        kept = self._downsampler.keeps(sample.time, always=last)
+        size = self._folder.sample(sample, kept=kept)
+        self._downsampler.written += size if kept else 0
+
+    def _write_infos(self, infos: tuple[RankInfo, ...], when: float) -> None:
+        """Write where ranks run, if that changed. `when` is the time of the next sample, which readers see after it."""
+        if infos == self._infos:
+            return
+        self._infos = infos
+        self._folder.event(events.RankInfos(time=when, ranks=infos))
+        hosts = frozenset(info.host for info in infos)
+        if len(hosts) > 1 and hosts != self._hosts:
+            self._hosts = hosts
+            task = asyncio.get_running_loop().create_task(self._write_links(hosts))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _write_links(self, hosts: frozenset[str]) -> None:
+        """Write what is known of the network between these hosts. Reads in a thread: the disk may be slow."""
+        home = run_folder.home(self._agent.plan.environ)
+        known = await asyncio.to_thread(links.known, home, hosts)
+        if known is not None:
+            measured, pairs = known
+            self._folder.event(events.Links(time=time.time(), measured=measured, pairs=pairs))
+
+
+def _extended(received: _Received, tick: int, now: float) -> tuple[RankSample, ...]:
+    """Return a node's samples for this tick: if it has sent none, its previous ones, marked as silent."""
+    if received.samples.tick == tick:
+        return received.samples.ranks
+    late = now - received.when
+    silent = round(late, 1) if late > _QUIET else 0.0
+    return tuple(replace(sample, phases="", silent=sample.silent + silent) for sample in received.samples.ranks)

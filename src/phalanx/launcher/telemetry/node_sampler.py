@@ -1,0 +1,203 @@
+"""The one poller of a node: reads every worker twice per second and hands the result to all consumers.
+
+Each tick reads the status slot and the kernel's counters of every worker once. Hang detector, step timings and
+collector all work on that reading. What the leader needs from it travels in one message per second, with one section
+per consumer.
+Ticks fall on whole and half seconds of the leader's clock, so that samples of different nodes line up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from phalanx.contract import encoding
+from phalanx.forkserver.probe.status_slot import StatusReading
+from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+from phalanx.launcher.telemetry import gpus
+from phalanx.launcher.telemetry.process_stats import ProcessStats, ProcessStatsReader
+
+if TYPE_CHECKING:
+    from phalanx.diagnose.evidence import Gpu
+    from phalanx.launcher.agent.watched import WatchedAgent
+    from phalanx.launcher.agent.worker import Worker
+    from phalanx.launcher.agent.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 0.5  # seconds
+TENTHS = 10  # per second: samples have one letter for each
+_AFTER = 0.01  # seconds after the whole or half second
+_KIND = "telemetry"  # of the message to the leader
+_GPU_INTERVAL = 5.0  # seconds
+_GPU_TIMEOUT = 2.0  # seconds for the GPU driver to answer
+
+_sections: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@dataclass(frozen=True)
+class WorkerReading:
+    """One worker at one tick."""
+
+    name: str
+    worker: Worker
+    status: StatusReading | None = None  # None: it has no probe
+    stats: ProcessStats | None = None  # None: it has exited
+    gpu: Gpu | None = None  # the driver's latest answer; a new answer is a new object
+
+
+@dataclass(frozen=True)
+class NodeReading:
+    """All workers of a node at one tick."""
+
+    attempt: WorkerGroup
+    workers: tuple[WorkerReading, ...]  # spares left out
+    now: float  # seconds of `time.monotonic`
+    wall: float  # seconds of the leader's clock
+    new_second: bool = True  # the first tick of a second: the one whose results are sent
+    last: bool = False  # the attempt is over, and its status slots are about to be released
+
+    @property
+    def tick(self) -> int:
+        """Return the tenth of a second, by the leader's clock, up to which this reading counts."""
+        return int(self.wall * TENTHS) if self.last else int(self.wall) * TENTHS
+
+
+class Consumer(Protocol):
+    """Works on readings of this node and, on the leader, on what other nodes send."""
+
+    section: str  # its part of the message
+
+    def observe(self, reading: NodeReading) -> object | None:
+        """Process a reading of this node. Return what the leader needs from it, or None."""
+
+    def receive(self, member: int, content: bytes) -> None:
+        """Process what the same consumer of another node returned. Called on the leader."""
+
+
+class NodeSampler:
+    """Polls the workers of this node and feeds its consumers, from `start` to `end`."""
+
+    def __init__(
+        self,
+        agent: WatchedAgent,
+        coordinator: RpcCarrier,
+        rpc: NodeRpc,
+        *,
+        attempt: WorkerGroup | None = None,
+    ) -> None:
+        self._agent = agent
+        self._coordinator = coordinator
+        self._rpc = rpc
+        self.stats = ProcessStatsReader()
+        self._consumers: tuple[Consumer, ...] = ()
+        self._attempt = attempt  # the latest: it may be over already
+        self._concluded: WorkerGroup | None = None
+        self._second = 0
+        self._gpus: dict[str, Gpu] = {}
+        self._gpus_asked = time.monotonic()
+        self._gpu_task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, *consumers: Consumer) -> None:
+        """Start polling for these consumers."""
+        self._consumers = consumers
+        self._rpc.on(_KIND, self._receive)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def end(self) -> None:
+        """Stop polling."""
+        tasks = [task for task in (self._task, self._gpu_task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def concluded(self) -> None:
+        """Take a last reading: the attempt is over, and its status slots are about to be released."""
+        self.sample(last=True)
+        self._concluded = self._agent.attempt
+
+    async def _run(self) -> None:
+        while True:
+            self.sample()
+            await asyncio.sleep(INTERVAL - self._wall() % INTERVAL + _AFTER)
+
+    def _wall(self) -> float:
+        return time.time() - self._coordinator.skew
+
+    def sample(self, *, last: bool = False) -> None:
+        """Read all workers once and feed the consumers. Errors are logged: watching must not disturb the run."""
+        try:
+            self._sample(last=last)
+        except Exception:
+            logger.debug("cannot sample the workers", exc_info=True)
+
+    def _sample(self, *, last: bool) -> None:
+        attempt = self._agent.attempt or self._attempt
+        if attempt is None:
+            return
+        if attempt is not self._attempt:
+            self._attempt, self._gpus = attempt, {}
+        reading = self._read(attempt, last=last)
+        sections: dict[str, object] = {}
+        for consumer in self._consumers:
+            try:
+                section = consumer.observe(reading)
+            except Exception:
+                logger.debug("%s: cannot process a reading", consumer.section, exc_info=True)
+                continue
+            if section is not None:
+                sections[consumer.section] = section
+        if sections and reading.new_second and not self._coordinator.leads:
+            self._rpc.send(_KIND, 0, encoding.encode(sections))
+        if not last and reading.now - self._gpus_asked >= _GPU_INTERVAL:
+            self._gpus_asked = reading.now
+            self._ask_driver(attempt)
+
+    def _read(self, attempt: WorkerGroup, *, last: bool) -> NodeReading:
+        now, wall = time.monotonic(), self._wall()
+        second, self._second = self._second, int(wall)
+        self.stats.forget({worker.pid for _, worker in attempt.living})
+        workers = tuple(
+            WorkerReading(
+                name,
+                worker,
+                worker.probe.page if worker.probe is not None and attempt is not self._concluded else None,
+                self.stats.read(worker.pid) if worker.code is None and worker.pid else None,
+                self._gpus.get(name),
+            )
+            for name, worker in attempt.workers.items()
+            if not worker.spare
+        )
+        return NodeReading(attempt, workers, now, wall, new_second=last or self._second != second, last=last)
+
+    def _receive(self, member: int | None, _: int, content: bytes) -> None:
+        if member is None:
+            return
+        try:
+            sections = _sections.decode(content)
+        except msgspec.DecodeError:
+            logger.debug("unreadable telemetry from node %d", member, exc_info=True)
+            return
+        for consumer in self._consumers:
+            if consumer.section in sections:
+                try:
+                    consumer.receive(member, bytes(sections[consumer.section]))
+                except Exception:
+                    logger.debug("%s: cannot process what node %d sent", consumer.section, member, exc_info=True)
+
+    def _ask_driver(self, attempt: WorkerGroup) -> None:
+        if self._gpu_task is None or self._gpu_task.done():
+            self._gpu_task = asyncio.get_running_loop().create_task(self._read_gpus(attempt))
+
+    async def _read_gpus(self, attempt: WorkerGroup) -> None:
+        workers = [(name, worker) for name, worker in attempt.living if not worker.spare]
+        devices = [worker.seat.slot.device for _, worker in workers]
+        for (name, _), gpu in zip(workers, await gpus.query(devices, _GPU_TIMEOUT), strict=True):
+            if gpu is not None and attempt is self._attempt:
+                self._gpus[name] = gpu

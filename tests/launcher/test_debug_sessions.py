@@ -1,0 +1,283 @@
+"""Who may debug what from where, what broken or malicious nodes can do, and who may ask an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.control import messages
+from phalanx.control.messages import RpcFrame
+from phalanx.errors import LaunchError
+from phalanx.forkserver import linux, wire
+from phalanx.forkserver.debug import debugger, terminal
+from phalanx.forkserver.debug.terminal import TerminalStream
+from phalanx.launcher.debug.attachment import Attachment, AttachRefused
+from phalanx.launcher.debug.sessions import KIND, DebugSessions
+from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.ipc.node_rpc import NodeRpc
+
+
+class Network:
+    """Letters between node 0 and the others, delivered one after the other."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, Node] = {}
+        self.letters: deque[tuple[int, int | None, RpcFrame]] = deque()  # to whom, from whom
+        self.carried = 0
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+            for _ in range(len(self.letters)):
+                to, who, letter = self.letters.popleft()
+                self.carried += 1
+                self.nodes[to].post.receive(who, letter)
+        assert not self.letters
+
+
+class Node:
+    """One that has one rank, with its own number."""
+
+    def __init__(self, network: Network, number: int, size: int, *, trusted: bool = True) -> None:
+        self.number, self.network, self.leads = number, network, number == 0
+        self.size = size
+        network.nodes[number] = self
+        self.asked: list[str] = []
+        self.said: list[str] = []
+        self.post = NodeRpc(self)
+        worker = SimpleNamespace(seat=SimpleNamespace(rank=number), spare=False, code=None, probe=self)
+        self.attempt: Any = SimpleNamespace(
+            workers={"0": worker}, world_size=size, living=[("0", worker)], debugged=frozenset()
+        )
+        self.page = SimpleNamespace(looked=1.0)
+        self.comes = True
+        console: Any = SimpleNamespace(say=self.said.append, terminal=lambda _: False)
+        folder: Any = SimpleNamespace(name="run")
+        self.debugging = DebugSessions(self, self, self.post, console=console, folder=folder, trusted=trusted)
+
+    # the coordinator
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        return {number: (number,) for number in range(1, self.size)} if self.leads else {}
+
+    def carry(self, letter: RpcFrame, to: int | None) -> None:
+        self.network.letters.append((0 if to is None else to, None if self.leads else self.number, letter))
+
+    # the agent, and the probe of its worker
+
+    def note(self, text: str) -> None: ...
+
+    def order(self, what: str) -> None:
+        self.asked.append(what)
+
+    async def ask(self, what: str, **_: object) -> wire.Message | None:
+        self.asked.append(what)
+        return {"came": self.comes} if what == "interrupt" else {"how": "stopped"}
+
+
+def play(scene: Callable[[Network], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        network = Network()
+        try:
+            await asyncio.wait_for(scene(network), 20)
+        finally:
+            for node in network.nodes.values():
+                node.debugging.close()
+
+    asyncio.run(whole())
+
+
+async def opened(network: Network, node: Node, rank: int) -> Attachment:
+    asking = asyncio.create_task(node.debugging.open(rank, by="me"))
+    while not asking.done():
+        await network.settle()
+    return asking.result()
+
+
+def test_ctrl_c_from_one_node_to_another_goes_one_way() -> None:
+    async def scene(network: Network) -> None:
+        nodes = [Node(network, number, 3) for number in range(3)]
+        found = await opened(network, nodes[1], 2)
+        before = network.carried
+        nodes[2].comes = False
+        assert await nodes[1].debugging.interrupt(2)
+        await network.settle()
+        assert nodes[2].asked.count("interrupt") == 1
+        assert network.carried - before < 8
+        assert found.sock is not None
+        found.sock.close()
+
+    play(scene)
+
+
+def test_without_a_token_nobody_debugs_from_another_node() -> None:
+    async def scene(network: Network) -> None:
+        nodes = [Node(network, number, 2, trusted=False) for number in range(2)]
+        with pytest.raises(AttachRefused, match="--no-auth"):
+            await opened(network, nodes[1], 0)
+        # One that asks all the same.
+        ask = b"o" + json.dumps({"rank": 0, "by": "me"}).encode()
+        nodes[0].post.receive(1, RpcFrame(kind=KIND, number=3, content=ask))
+        await network.settle()
+        assert not nodes[0].asked
+        assert (await opened(network, nodes[0], 0)).how == "stopped"  # on its own node
+
+    play(scene)
+
+
+def test_what_another_node_writes_may_be_anything() -> None:
+    async def scene(network: Network) -> None:
+        lead = Node(network, 0, 2)
+        Node(network, 1, 2)
+        deep = b"[" * 100_000
+        for content in (
+            b"",
+            b"o",
+            b"o[]",
+            b'o{"rank":1e999}',
+            b"o" + deep,
+            b"s{}",
+            b's{"ranks":[1e999]}',
+            b"w{}",
+            b"?",
+        ):
+            lead.post.receive(1, RpcFrame(kind=KIND, number=3, content=content))
+        for kind, said in (("s", {"ranks": [0, 1, 7]}), ("w", {"rank": 0, "place": "x.py:1"})):
+            lead.post.receive(1, RpcFrame(kind=KIND, number=0, content=kind.encode() + json.dumps(said).encode()))
+        assert lead.attempt.debugged == {1}  # of its own ranks
+        assert not lead.said
+        for number in range(3, 1003, 2):
+            lead.post.receive(1, RpcFrame(kind=KIND, number=number, content=b'o{"rank":1}'))
+            for data in (b"d" * 200_000, b"a-1", b"ax", b"e", b"c"):
+                lead.post.receive(1, RpcFrame(kind=KIND, number=number, content=data))
+        await asyncio.sleep(0)
+        assert len(lead.debugging._proxies) <= 2 * 64
+
+    play(scene)
+
+
+def test_messages_that_never_end_or_are_too_long_cost_little_and_are_not_read() -> None:
+    carrier: Any = SimpleNamespace(leads=True)
+    post, read = NodeRpc(carrier), []
+    post.on("k", lambda who, number, content: read.append((who, number, content)))
+    part = bytes(messages.RPC_FRAME_LIMIT)
+    for number in range(300):
+        post.receive(1, RpcFrame(kind="k", number=number, content=part, more=True))
+    assert sum(len(partial.content) for partial in post._partial.values()) == len(part)
+    for _ in range(messages.RPC_LIMIT // len(part) + 3):
+        post.receive(1, RpcFrame(kind="k", number=5, content=part, more=True))
+    post.receive(2, RpcFrame(kind="k", number=5, content=b"a", more=True))
+    post.receive(1, RpcFrame(kind="k", number=5, content=b"its end"))
+    post.receive(2, RpcFrame(kind="k", number=5, content=b"b"))
+    for _ in range(50_000):
+        post.receive(3, RpcFrame(kind="k", number=5, content=b"x", more=True))
+    post.receive(3, RpcFrame(kind="k", number=5))
+    assert read == [(2, 5, b"ab"), (3, 5, b"x" * 50_000)]
+
+
+def test_the_control_socket_answers_who_knows_the_key(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_socket, "HANDLER_TIMEOUT", 0.1)
+
+    async def scene() -> None:
+        folder: Any = SimpleNamespace(path=str(tmp_path))
+        one = control_socket.ControlSocket(folder)
+
+        async def answer(question: wire.Message, caller: socket.socket) -> None:
+            with caller:
+                wire.send(caller, {"is": question["ask"]})
+
+        one.on("why", answer)
+        assert os.stat(tmp_path / "control").st_mode & 0o777 == 0o600
+        own = os.getpid()
+        run: Any = SimpleNamespace(id="run", pid=own, folder=str(tmp_path), host="", started=linux.start_time(own))
+
+        def ask(**question: str) -> Any:
+            with control_socket.call(run, question) as line:
+                line.settimeout(10)
+                return wire.receive(line)
+
+        assert (await asyncio.to_thread(ask, ask="why"))[0] == {"is": "why"}
+        assert (await asyncio.to_thread(ask, ask="what"))[0]["is"] == "refused"
+        name, key = (tmp_path / "control").read_text().split()
+        silent = socket.socket(socket.AF_UNIX)
+        silent.connect(f"\0{name}")
+        for words in (b'{"ask":"why"}', b'{"ask":"why","key":"%s"}' % key.encode()[:-1], b"[]", b"[" * 60_000):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(f"\0{name}")
+                stranger.sendall(len(words).to_bytes(4, "big") + words)
+                stranger.settimeout(10)
+                assert await asyncio.to_thread(wire.receive, stranger) is None
+        with socket.socket(socket.AF_UNIX) as long:
+            long.connect(f"\0{name}")
+            long.sendall(b"\xff\xff\xff\xff")
+            assert await asyncio.to_thread(wire.receive, long) is None
+        run.pid += 1
+        with pytest.raises(LaunchError, match="another process"):
+            await asyncio.to_thread(ask, ask="why")
+        one.close()
+        silent.close()
+        assert not (tmp_path / "control").exists()
+
+    asyncio.run(scene())
+
+
+def test_a_debugger_that_is_through_is_so_although_a_child_has_its_socket() -> None:
+    ours, theirs = socket.socketpair()
+    child = ours.dup()  # a data loader's, forked while somebody stepped
+    TerminalStream(ours).close()
+    theirs.settimeout(10)
+    assert theirs.recv(1) == b""
+    child.close()
+    theirs.close()
+
+
+class Tracing:
+    """A debugger, as far as it matters here."""
+
+    def __init__(self, stdin: TerminalStream) -> None:
+        self.stdin = stdin
+
+    def trace_dispatch(self, *_: object) -> None: ...
+
+
+def test_a_child_of_a_rank_is_not_debugged_at_the_terminal_of_its_parent() -> None:
+    ours, theirs = socket.socketpair()
+    before, stream = sys.gettrace(), TerminalStream(ours)
+    try:
+        sys.settrace(Tracing(stream).trace_dispatch)
+        debugger.untrace()
+        assert sys.gettrace() is None
+        sys.settrace(lambda *_: None)  # somebody else's
+        debugger.untrace()
+        assert sys.gettrace() is not None
+    finally:
+        sys.settrace(before)
+        stream.close()
+        theirs.close()
+
+
+def test_a_thread_that_was_stepped_through_to_its_end_is_through() -> None:
+    said: list[str] = []
+    ours, theirs = socket.socketpair()
+    try:
+        terminal.connect(lambda message, _: said.append(message["is"]))
+        assert terminal.acquire_turn()
+        thread = threading.Thread(target=lambda: terminal.begin(None, TerminalStream(ours), waits=True))
+        thread.start()
+        thread.join()
+        terminal.end_stale_session()
+        assert said == ["released"]
+        assert terminal.acquire_turn(0)
+    finally:
+        terminal.connect(None)
+        theirs.close()

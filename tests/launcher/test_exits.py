@@ -1,0 +1,67 @@
+"""A rank whose script is over: when it is named, when it is ended, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phalanx.diagnose.evidence import Frame, Process, Rank, ThreadStack
+from phalanx.launcher.agent.exits import Exit, decide, waits_for
+
+
+@pytest.mark.parametrize(
+    ("seen", "named", "expected"),
+    [
+        (Exit(1.0), False, "wait"),
+        (Exit(8.0), False, "name"),
+        (Exit(8.0), True, "wait"),
+        (Exit(500.0, idle=500.0), True, "wait"),  # threads or atexit functions, however still they are
+        (Exit(9.0, 9.0, 9.0), True, "wait"),
+        (Exit(10.0, 10.0, 9.0), True, "end"),
+        (Exit(10.0, 10.0, 9.0), False, "end"),
+        (Exit(60.0, 10.0, 7.0), True, "wait"),  # it works
+        (Exit(60.0, 5.0, 50.0), True, "wait"),  # its atexit functions took long
+        (Exit(60.0, 10.0, 9.0, children=True), True, "wait"),
+    ],
+)
+def test_when_something_is_done(seen: Exit, named: bool, expected: str) -> None:
+    assert decide(seen, named=named) == expected
+
+
+STD = "/usr/lib/python3.11/"
+SHUTDOWN = (Frame(f"{STD}threading.py", 1583, "_shutdown"),)
+WORK = (Frame(f"{STD}socket.py", 7, "send"), Frame("/home/me/up.py", 12, "put"), Frame(f"{STD}threading.py", 9, "run"))
+
+
+def rank(main: tuple[Frame, ...], *threads: str, process: Process | None = None) -> Rank:
+    others = [ThreadStack(name=name, frames=WORK) for name in threads]
+    found = (ThreadStack(name="MainThread", frames=main, main=True), *others)
+    return Rank(rank=1, node=0, threads=found, process=process)
+
+
+@pytest.mark.parametrize(
+    ("seen", "text", "expected"),
+    [
+        (rank(SHUTDOWN, "up", "beside"), {"threads": ["up"]}, 'it waits for its thread "up" (up.py:12 in put)'),
+        (
+            rank(SHUTDOWN, "a", "b"),
+            {"threads": ["a", "b"]},
+            'it waits for its threads "a" (up.py:12 in put) and "b" (up.py:12 in put)',
+        ),
+        (rank(WORK[:2]), {"threads": []}, "it is in its atexit function put (up.py:12 in put)"),
+        (rank(()), {"ending": True}, "it is in its atexit functions"),
+        (
+            rank((), process=Process(pid=1, state="S", children=("7 S sleep 9", "8 Z sh"))),
+            {"ending": True},
+            "it is in its atexit functions; its child processes: 7 S sleep 9",
+        ),
+        (
+            rank((), process=Process(pid=1, state="S", wchan="futex_wait_queue")),
+            {"ending": True, "teardown": 1.0},
+            "it is in the teardown of the interpreter, in futex_wait_queue",
+        ),
+    ],
+)
+def test_what_it_waits_for(seen: Rank, text: dict[str, Any], expected: str) -> None:
+    assert waits_for(seen, text) == expected

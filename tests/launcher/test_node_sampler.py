@@ -1,0 +1,170 @@
+"""One poller per node: every worker is read once per tick, and the leader gets one message per second."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.cluster.cluster import Slot
+from phalanx.cluster.placement import Seat
+from phalanx.control import messages
+from phalanx.diagnose.evidence import Gpu
+from phalanx.launcher.agent.worker import Worker
+from phalanx.launcher.hangs.detector import HangDetector
+from phalanx.launcher.ipc.node_rpc import NodeRpc
+from phalanx.launcher.telemetry import node_sampler
+from phalanx.launcher.telemetry.node_sampler import NodeReading, NodeSampler
+from phalanx.launcher.telemetry.step_timings import RankTiming
+from tests.launcher.test_step_timings import reading
+
+
+class Carrier:
+    leads = False
+    skew = 0.0
+
+    def __init__(self) -> None:
+        self.sent: list[messages.RpcFrame] = []
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        return {1: (1,)} if self.leads else {}
+
+    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
+        self.sent.append(letter)
+
+    def address(self, member: int) -> str:
+        return ""
+
+
+class Probe:
+    def __init__(self) -> None:
+        self.reads = 0
+
+    @property
+    def page(self) -> object:
+        self.reads += 1
+        return reading(3, 30)
+
+
+class Recorder:
+    def __init__(self, section: str) -> None:
+        self.section = section
+        self.readings: list[NodeReading] = []
+        self.received: list[tuple[int, bytes]] = []
+
+    def observe(self, reading: NodeReading) -> object | None:
+        self.readings.append(reading)
+        return {"count": len(self.readings)}
+
+    def receive(self, member: int, content: bytes) -> None:
+        self.received.append((member, content))
+
+
+class Broken(Recorder):
+    def observe(self, reading: NodeReading) -> object | None:
+        raise RuntimeError("a bug")
+
+    def receive(self, member: int, content: bytes) -> None:
+        raise RuntimeError("a bug")
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = SimpleNamespace(now=50.0, probe=Probe(), carrier=Carrier())
+    clock = SimpleNamespace(monotonic=lambda: found.now, time=lambda: found.now + 1000)
+    monkeypatch.setattr(node_sampler, "time", clock)
+    worker = Worker(Seat(0, 0, 0, 1, Slot()), "", pid=os.getpid(), probe=found.probe)
+    spare = Worker(Seat(1, 0, 0, 1, Slot()), "", pid=os.getpid(), probe=found.probe)
+    spare.spare = True
+    found.attempt = SimpleNamespace(workers={"0": worker, "1": spare}, living=[("0", worker), ("1", spare)])
+    found.agent = SimpleNamespace(attempt=found.attempt)
+    return found
+
+
+def sampler(node: Any, *consumers: Any) -> NodeSampler:
+    made = NodeSampler(node.agent, node.carrier, NodeRpc(node.carrier))
+    made.start(*consumers)
+    assert made._task is not None
+    made._task.cancel()
+    return made
+
+
+def test_a_worker_is_read_once_per_tick_and_sent_once_per_second(node: Any) -> None:
+    one, other = Recorder("one"), Recorder("other")
+
+    async def play() -> None:
+        made = sampler(node, one, other)
+        for _ in range(4):
+            made.sample()
+            node.now += 0.5
+
+    asyncio.run(play())
+    assert node.probe.reads == 4
+    assert one.readings == other.readings
+    assert [len(each.workers) for each in one.readings] == [1] * 4
+    assert [each.new_second for each in one.readings] == [True, False, True, False]
+    assert [frame.kind for frame in node.carrier.sent] == ["telemetry"] * 2
+    assert node.carrier.sent[1].content == b'{"one":{"count":3},"other":{"count":3}}'
+
+
+def test_one_that_fails_costs_the_others_nothing(node: Any) -> None:
+    broken, sound = Broken("broken"), Recorder("sound")
+
+    async def play() -> None:
+        made = sampler(node, broken, sound)
+        made.sample()
+        assert [frame.content for frame in node.carrier.sent] == [b'{"sound":{"count":1}}']
+        node.carrier.leads = True
+        for content in (b"[", b'{"broken":1,"sound":[2],"unknown":3}'):
+            made._rpc.receive(1, messages.RpcFrame(kind="telemetry", number=0, content=content))
+
+    asyncio.run(play())
+    assert sound.received == [(1, b"[2]")]
+
+
+def test_the_last_reading_is_sent_and_slots_are_not_read_after_it(node: Any) -> None:
+    one = Recorder("one")
+
+    async def play() -> None:
+        made = sampler(node, one)
+        made.sample()
+        node.now += 0.2
+        made.concluded()
+        node.now += 0.5
+        made.sample()
+
+    asyncio.run(play())
+    assert [each.last for each in one.readings] == [False, True, False]
+    assert [each.tick for each in one.readings] == [10500, 10502, 10500]
+    assert [each.workers[0].status is None for each in one.readings] == [False, False, True]
+    assert len(node.carrier.sent) == 2
+
+
+def test_every_answer_of_the_driver_counts_once() -> None:
+    timing = RankTiming()
+    slow, same = Gpu(index=0, use=1.0, throttled="thermal"), Gpu(index=0, use=1.0)
+    for gpu in (None, slow, slow, slow, same, same):
+        timing.update(reading(3, 30), gpu)
+    assert (timing.gpu_readings, timing.slowdowns["thermal"]) == (2, 1)
+
+
+def test_hang_detection_gives_up_after_several_errors() -> None:
+    notes: list[str] = []
+    stub: Any = SimpleNamespace(
+        _alarm_task=None, _errors=0, _paused_until=0.0, _agent=SimpleNamespace(note=notes.append)
+    )
+    stub._failed = lambda error: HangDetector._failed(stub, error)
+    checks = []
+
+    def check(_: NodeReading) -> None:
+        checks.append(1)
+        raise ValueError("a bug")
+
+    stub._check = check
+    for _ in range(9):
+        HangDetector.observe(stub, SimpleNamespace(last=False, now=stub._paused_until + 1))  # type: ignore[arg-type]
+    assert len(checks) == 5
+    assert notes == ["hang detection disabled after 5 errors: ValueError('a bug')"]

@@ -1,0 +1,241 @@
+"""Small parts of the launcher: command lines, preload hints, messages with descriptors, run folders, warm pools."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.contract import events
+from phalanx.errors import PortError, ScriptError
+from phalanx.forkserver import linux, wire
+from phalanx.launcher.command import Command
+from phalanx.launcher.coordination import port
+from phalanx.launcher.forking import preload_hints, warm_pool
+from phalanx.launcher.runs import run_folder
+from phalanx.launcher.runs.run_folder import RunRecord
+
+# -- command
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("script", ["py", "-u", "t.py", "--local-rank=2", "2", "$x"]),
+        ("module", ["py", "-u", "-m", "t.py", "--local-rank=2", "2", "$x"]),
+        ("program", ["t.py", "--local-rank=2", "2", "$x"]),
+    ],
+)
+def test_the_command_of_a_rank(kind: str, line: list[str]) -> None:
+    command = Command(kind, "t.py", ("${local_rank}", "$$x"), "py", "--local-rank")  # type: ignore[arg-type]
+    assert command.line(2) == line
+
+
+def test_bad_scripts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    cases = {
+        str(tmp_path / "trian.py"): "did you mean train.py?",
+        str(tmp_path): "directory without a __main__.py",
+        str(tmp_path / "no/where.py"): "there is no folder",
+    }
+    for path, words in cases.items():
+        with pytest.raises(ScriptError) as caught:
+            Command("script", path, (), "py").check()
+        assert words in str(caught.value)
+        assert caught.value.fix
+    (tmp_path / "__main__.py").write_text("")
+    Command("script", str(tmp_path), (), "py").check()
+
+
+# -- lessons
+
+
+@pytest.mark.parametrize(
+    ("text", "trains"),
+    [
+        ("opt = torch.optim.AdamW(model.parameters())", True),
+        ("from torch import optim", True),
+        ("model = torch.compile(model)", True),
+        ("dist.all_reduce(x)", False),
+        ("optimal = 1", False),
+    ],
+)
+def test_a_training_script_is_known_by_its_text(text: str, trains: bool) -> None:
+    assert bool(preload_hints.guess(text)) == trains
+
+
+def test_a_lesson_holds_only_what_is_safe(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("import torch.optim")
+    command = Command("script", str(tmp_path / "t.py"), (), "py")
+    lesson = preload_hints.load(command, str(tmp_path), {})
+    assert lesson.modules == ("torch._dynamo",)
+    Path(lesson.path).write_text(json.dumps(["torch.fx", "mpi4py", "torch._inductor.config", "numpy.fft", 3, "mine"]))
+    assert preload_hints.load(command, str(tmp_path), {}).modules == ("torch._dynamo", "torch.fx", "numpy.fft")
+    lesson.refuse()
+    assert preload_hints.load(command, str(tmp_path), {}).modules == ()
+
+
+def test_a_lesson_about_variables_holds_for_the_text_that_it_is_of(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text('import os\nos.environ["TORCH_LOGS"] = "a"\nimport torch')
+    command = Command("script", str(tmp_path / "t.py"), (), "py")
+
+    def recall() -> preload_hints.PreloadHints:
+        return preload_hints.load(command, str(tmp_path), {})
+
+    assert recall().applied({"TORCH_LOGS": "b", "X": "1"}) == {"TORCH_LOGS": "a", "X": "1"}
+    recall().learned([{"OMP_NUM_THREADS": "2", "TORCH_LOGS": None}]).save()
+    assert recall().applied({"TORCH_LOGS": "b", "X": "1"}) == {"X": "1", "OMP_NUM_THREADS": "2"}
+    assert recall().varying == ()  # the guess was wrong, and no more than that
+    recall().learned([{"OMP_NUM_THREADS": "3"}]).save()
+    assert recall().varying == ("OMP_NUM_THREADS",)
+    (tmp_path / "t.py").write_text("import torch")
+    assert recall().variables == {}
+    recall().learned([{"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "3"}]).save()
+    assert recall().varying == ("OMP_NUM_THREADS",)
+
+
+# -- wire
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+)
+
+
+@given(st.dictionaries(st.text(), JSON))
+def test_messages_arrive_as_they_were(message: dict[str, object]) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        wire.send(left, message)
+        assert wire.receive(right) == (message, [])
+
+
+def test_a_large_message_with_descriptors() -> None:
+    left, right = socket.socketpair()
+    message = {"environ": {f"NAME{number}": "x" * 1000 for number in range(2000)}}
+    read, write = os.pipe()
+    with left, right:
+        sender = threading.Thread(target=wire.send, args=(left, message, [read, write]))
+        sender.start()
+        received = wire.receive(right)
+        sender.join()
+        assert received is not None
+        assert received[0] == message
+        assert len(received[1]) == 2
+        for fd in (read, write, *received[1]):
+            os.close(fd)
+        left.close()
+        assert wire.receive(right) is None
+
+
+# -- run folders
+
+
+def test_a_run_with_the_same_id_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    made = [run_folder.create("none", base=str(tmp_path), log_dir=None) for _ in range(3)]
+    assert len({folder.path for folder in made}) == 3
+    for folder in made:
+        folder.close()
+
+
+def test_runs_are_remembered(tmp_path: Path) -> None:
+    base = str(tmp_path / "home")
+    pid = os.getpid()
+    for number, (name, log_dir) in enumerate([("a", None), ("b", str(tmp_path / "logs"))]):
+        folder = run_folder.create(name, base=base, log_dir=log_dir)
+        folder.record(RunRecord(name, pid, linux.start_time(pid) or 0, ["t.py"], "/", folder.path, 2, float(number)))
+        if name == "a":
+            folder.ended(3)
+        folder.close()
+    (tmp_path / "home/runs/broken").mkdir()
+    (tmp_path / "home/runs/broken/run.json").write_text("{")
+    first, second = run_folder.all_runs(base)
+    assert (first.id, first.state, first.alive) == ("a", "failed (3)", False)
+    assert (second.id, second.state, second.alive) == ("b", "running", True)
+    assert second.folder == str(tmp_path / "logs/b")
+
+
+def test_a_pid_that_was_given_to_somebody_else_is_not_the_run() -> None:
+    record = RunRecord("a", os.getpid(), 1, [], "/", "", 1, time.time())
+    assert record.state == "killed"
+
+
+def test_ids_are_names(tmp_path: Path) -> None:
+    assert run_folder.make_run_id("/x/my train!.py").startswith("my-train--")
+    assert run_folder.make_run_id("/").startswith("run-")
+
+
+def test_home() -> None:
+    assert run_folder.home({"PHALANX_HOME": "/x"}) == "/x"
+    assert run_folder.home({"XDG_STATE_HOME": "/s"}) == "/s/phalanx"
+
+
+# -- events
+
+
+def test_every_event_survives_the_file() -> None:
+    for kind in events.AnyEvent.__args__:
+        values = {"time": 1.5}
+        for field in kind.__struct_fields__:
+            if field not in values and field not in kind.__struct_defaults__:
+                hint = kind.__annotations__.get(field, "str")
+                some = {"int": 3, "float": 2.0, "str": "x", "bool": True, "tuple[str, ...]": ("a",)}
+                some |= {"tuple[int, ...]": (3,), "FaultKind": "node-joined"}
+                values[field] = some.get(hint, () if "tuple" in hint else {})
+        event = kind(**values)
+        assert events.decode(events.encode(event)) == event
+
+
+# -- port
+
+
+def test_a_port_in_use_names_its_holder() -> None:
+    with port.listen("127.0.0.1", 0) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(PortError) as caught:
+            port.listen("127.0.0.1", number)
+    assert f"port {number} on 127.0.0.1 is in use" in str(caught.value)
+    assert f"held by pid {os.getpid()}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("192.0.2.1", "not an address of this machine"), ("no.such.host.invalid", "does not resolve")],
+)
+def test_an_address_that_cannot_be_had(address: str, words: str) -> None:
+    with pytest.raises(PortError, match=words):
+        port.listen(address, 0)
+
+
+# -- warm
+
+
+def test_the_key_is_of_what_imports_depend_on(tmp_path: Path) -> None:
+    def key(**environ: str) -> str:
+        return warm_pool.place(str(tmp_path), "/usr/bin/python3", {"HOME": "/h", **environ}).key
+
+    assert key() == key(RANK="3", CUDA_VISIBLE_DEVICES="1", EDITOR="ed")
+    assert len({key(), key(OMP_NUM_THREADS="1"), key(PYTHONPATH="/x"), key(TORCH_LOGS="all")}) == 4
+
+
+def test_the_key_is_of_the_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_pool.sysconfig, "get_path", lambda _: str(tmp_path))
+    before = warm_pool.place("/b", "/usr/bin/python3", {}).key
+    assert warm_pool.place("/b", "/usr/bin/python3", {}).key == before
+    (tmp_path / "new-1.0.dist-info").mkdir()
+    assert warm_pool.place("/b", "/usr/bin/python3", {}).key != before
+
+
+def test_a_socket_whose_owner_was_killed_is_no_warm_fork_server(tmp_path: Path) -> None:
+    path = tmp_path / "warm" / "k.sock"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(path))
+    assert warm_pool.find(warm_pool.WarmPool(str(path.parent), "k"), []) is None
+    assert warm_pool.status(str(path)) is None

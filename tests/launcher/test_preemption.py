@@ -1,0 +1,99 @@
+"""A run that is preempted, as the one who decides sees it: what ranks say, who dies meanwhile, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.contract import worker_messages as words
+from phalanx.launcher.agent.worker import WorkerFailure
+from phalanx.launcher.coordination.actions import AcceptLoss, Action, HaltWorkers, StopWorkers
+from phalanx.launcher.coordination.coordinator import AttemptReport, RunResult, SingleNodeCoordinator
+from phalanx.launcher.runs.root_cause import ProcessFailure
+from phalanx.recover.decision import RestartPolicy
+
+SHUTDOWN = SimpleNamespace(checkpoint_timeout=60.0, failure_timeout=1.0, signals=(signal.SIGTERM,))
+FALL = WorkerFailure(1, "rank 1 failed", "here", 0.0, 1.0, 7)
+DEAD = AttemptReport(
+    0, [ProcessFailure(rank=1, code=3, time=0.0, stopped=False, device="", error="", stderr=[], memory="")], "block"
+)
+
+
+class Agent:
+    """Records the actions that it is to perform."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+
+    def perform(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def note(self, text: str, *, repeats: bool = False) -> None:
+        pass
+
+    def event(self, event: object) -> None:
+        pass
+
+
+def among(play: Callable[[SingleNodeCoordinator, Agent], Coroutine[Any, Any, None]], most: int | None = None) -> None:
+    async def main() -> None:
+        plan = SimpleNamespace(
+            shutdown=SHUTDOWN,
+            environ={"PHALANX_CHECKPOINTS": "/kept"},
+            recovery=SimpleNamespace(policy=RestartPolicy(most)),
+            placement=SimpleNamespace(world_size=2),
+        )
+        agent = Agent()
+        alone: Any = SingleNodeCoordinator(plan, agent, None)  # type: ignore[arg-type]
+        alone.meet(agent)
+        alone.able(True, False, True)
+        await play(alone, agent)
+
+    asyncio.run(main())
+
+
+def test_all_have_to_say_where_they_stand() -> None:
+    async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
+        assert alone.preempt(signal.SIGTERM)
+        alone.halting(0, words.HaltAck(7, 0))
+        alone.halting(0, words.HaltAck(7, 0))
+        assert agent.actions == [HaltWorkers(None)]
+        alone.halting(1, words.HaltAck(8, 0))
+        assert agent.actions == [HaltWorkers(None), HaltWorkers(9)]
+
+    among(play)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
+    """The last of them would be waited for, for as long as a checkpoint may take."""
+
+    async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
+        assert alone.preempt(signal.SIGTERM)
+        alone.halting(0, words.HaltedAt(9))
+        assert alone.failing(FALL) == AcceptLoss()
+        assert agent.actions == [HaltWorkers(None)]
+        trouble = "" if last else "the fork server was ended from outside"
+        found = await alone.concluded(AttemptReport(0, DEAD.deaths, "block", trouble))
+        assert isinstance(found, RunResult)
+        assert found.code == os.EX_TEMPFAIL
+
+    among(play)
+
+
+@pytest.mark.parametrize("preempted", [True, False])
+def test_nothing_is_started_again_where_the_machine_is_taken_away(preempted: bool) -> None:
+    async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
+        assert not preempted or alone.preempt(signal.SIGTERM)
+        alone.able(True, True, True)  # one is through with its work: no group can form any more
+        assert alone.failing(FALL) == StopWorkers(signal.SIGTERM, FALL.reason, SHUTDOWN.failure_timeout)
+        assert alone.last(failed=True) is preempted
+        assert isinstance(await alone.concluded(DEAD), RunResult) is preempted
+
+    among(play, most=3)

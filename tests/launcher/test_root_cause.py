@@ -1,0 +1,274 @@
+"""From what is known of the dead to the first cause and its words: a table, without a process."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+
+import pytest
+
+from phalanx.launcher.output.tracebacks import read_traceback
+from phalanx.launcher.runs.root_cause import (
+    ProcessFailure,
+    block,
+    count,
+    counted,
+    first_cause,
+    in_words,
+    lost,
+    report_of,
+)
+
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"
+OURS = "PeerLost: all_reduce: peer lost, rank 1 has ended"
+
+
+def error(text: str, when: float, **more: object) -> str:
+    message = {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(when))}}
+    return json.dumps({"message": message, "time": when, **more})
+
+
+DEAD = {
+    "one exit": ([ProcessFailure(2, 3, 10.0)], 2),
+    "the earlier of two": ([ProcessFailure(0, 1, 11.0), ProcessFailure(1, 1, 10.0)], 1),
+    # Rank 1 raised first, and took longer to be gone.
+    "exception before exit": (
+        [ProcessFailure(0, 1, 11.0), ProcessFailure(1, 1, 12.0, error=error("ValueError: x", 10.5))],
+        1,
+    ),
+    # Rank 0 noticed that rank 1 was gone before the kernel had told us of rank 1.
+    "a lost peer is no cause": ([ProcessFailure(0, 1, 9.9, error=error(LOST, 9.9)), ProcessFailure(1, -9, 10.0)], 1),
+    "nor is one of our own groups": (
+        [ProcessFailure(0, 1, 9.9, error=error(OURS, 9.9)), ProcessFailure(1, -9, 10.0)],
+        1,
+    ),
+    "a lost peer if nothing else": ([ProcessFailure(0, 1, 9.9, error=error(LOST, 9.9))], 0),
+    "stopped by us": ([ProcessFailure(0, -15, 9.0, stopped=True), ProcessFailure(1, 5, 10.0)], 1),
+    "killed by us": ([ProcessFailure(0, -9, 9.0, stopped=True), ProcessFailure(1, 5, 10.0)], 1),
+    "handled our SIGTERM": ([ProcessFailure(0, 143, 9.0, stopped=True), ProcessFailure(1, 5, 10.0)], 1),
+    "raised, then stopped": (
+        [
+            ProcessFailure(0, 1, 11.0, error=error("KeyError: 1", 10.9)),
+            ProcessFailure(1, -15, 11.1, True, error=error("ValueError: x", 10.5)),
+        ],
+        1,
+    ),
+    "terminated from outside": ([ProcessFailure(3, -15, 10.0)], 3),
+}
+
+
+@pytest.mark.parametrize(("deaths", "rank"), DEAD.values(), ids=DEAD.keys())
+def test_first_cause(deaths: list[ProcessFailure], rank: int) -> None:
+    for order in (deaths, deaths[::-1]):
+        found = first_cause(order)
+        assert found is not None
+        assert found.rank == rank
+
+
+TIMEOUT = (
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
+)
+BLAME = (
+    "rank 2 did not come to all_reduce #3 at train.py:7 within 4 s: it was sleeping at train.py:3",
+    "its line: x()",
+)
+
+
+def test_who_made_a_rank_time_out_is_the_cause_and_its_victims_are_not() -> None:
+    victim = ProcessFailure(0, 1, 11.0, error=error(TIMEOUT, 10.1), blame=BLAME)
+    earlier = ProcessFailure(1, -15, 11.5, True, error=error(TIMEOUT, 10.0), stop_sent=11.1)
+    assert first_cause([victim, earlier]) == victim
+    text = block(victim, tail=(), folder="x").splitlines()
+    assert text[:3] == [BLAME[0], "  its line: x()", f"  rank 0 timed out: {TIMEOUT}"]
+    raised = ProcessFailure(2, -15, 12.0, True, error=error("ValueError: x", 9.9), stop_sent=11.1)
+    assert first_cause([victim, raised]) == replace(raised, code=1)  # before anybody timed out
+    obeyed = replace(raised, error=error("ValueError: interrupted", 11.2))
+    assert first_cause([victim, obeyed]) == victim
+
+
+TRACE = ["Traceback (most recent call last):", '  File "/w/a.py", line 3, in <module>', "ValueError: x"]
+COUNTED = {
+    "by an exit code": (ProcessFailure(1, 3, 10.0), 1),
+    "by a signal": (ProcessFailure(1, -9, 10.0), 1),
+    "stopped by us": (ProcessFailure(1, -15, 10.0, True, stop_sent=9.0), 0),
+    "ended by itself when we told it to": (
+        ProcessFailure(1, 1, 10.0, True, stop_sent=9.0, error=error("KeyError: 1", 9.5)),
+        0,
+    ),
+    "raised before, and then stopped": (
+        ProcessFailure(1, -15, 10.0, True, stop_sent=9.0, error=error("KeyError: 1", 8.9)),
+        1,
+    ),
+    "raised, nobody knows when": (ProcessFailure(1, 1, 10.0, True, stop_sent=9.9, stderr=TRACE), 1),
+    "by our signal, after an error that it survived": (
+        ProcessFailure(1, -15, 10.0, True, stop_sent=9.9, stderr=TRACE),
+        0,
+    ),
+    "crashed meanwhile": (ProcessFailure(1, -11, 10.0, True, stop_sent=9.9), 1),
+}
+
+
+@pytest.mark.parametrize(("death", "failed"), COUNTED.values(), ids=COUNTED.keys())
+def test_those_that_failed_by_themselves_are_counted(death: ProcessFailure, failed: int) -> None:
+    assert count([death]) == failed
+
+
+def test_the_socket_of_a_dataloader_worker_is_no_lost_peer() -> None:
+    inside = '  File "/v/site-packages/torch/utils/data/dataloader.py", line 1291, in _try_get_data\n'
+    trace = f"Traceback (most recent call last):\n{inside}ConnectionResetError: [Errno 104] Connection reset by peer\n"
+    worker = ProcessFailure(0, 1, 10.0, stderr=trace.splitlines())
+    assert first_cause([ProcessFailure(1, 1, 9.0, error=error(LOST, 9.0)), worker]) == worker
+    assert "a DataLoader worker of this rank died" in block(worker, tail=(), folder="x")
+
+
+def test_a_port_in_use_is_told_with_what_to_do() -> None:
+    text = (
+        "DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
+        "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    )
+    assert "port 29500 is in use: leave MASTER_PORT" in block(
+        ProcessFailure(0, 1, 9.9, error=error(text, 9.9)), tail=(), folder=""
+    )
+
+
+def test_a_message_of_many_lines_is_cut_before_what_cpp_adds() -> None:
+    frames = [["/t.py", 4, "load", "read()"]]
+    text = "RuntimeError: " + "\n".join(["a" * 400, "b", "c", "d", "e", "f"])
+    lines = block(ProcessFailure(0, 1, 3.0, error=error(text, 2.0, frames=frames)), tail=(), folder="x").splitlines()
+    assert lines[0].endswith("a…")
+    assert lines[1:6] == ["    b", "    c", "    d", "    e", "    …"]
+    text = "RuntimeError: a\nb\nException raised from f at g.cpp:3\nframe #0: h"
+    lines = block(ProcessFailure(0, 1, 3.0, error=error(text, 2.0, frames=frames)), tail=(), folder="x").splitlines()
+    assert lines[1:3] == ["    b", "  ended with exit code 1"]
+
+
+def test_a_crash_is_told_by_the_dump_of_faulthandler() -> None:
+    dump = ["Fatal Python error: Segmentation fault", "", "Current thread 0x00ff (most recent call first):"]
+    frames = ['  File "/w/net.py", line 7 in crash', '  File "/w/train.py", line 9 in <module>']
+    text = block(ProcessFailure(0, -11, 1.0, stderr=[*dump, *frames]), tail=(), folder="x").splitlines()
+    assert text[:4] == [
+        "rank 0 failed: Fatal Python error: Segmentation fault",
+        "  ended with SIGSEGV (Segmentation fault)",
+        "  /w/train.py:9 in <module>",
+        "  /w/net.py:7 in crash",
+    ]
+    assert not any("PYTHONFAULTHANDLER" in line for line in text)
+    assert "PYTHONFAULTHANDLER" in block(ProcessFailure(0, -11, 1.0), tail=(), folder="x")
+
+
+def test_who_had_left_is_told_to_those_who_lost_a_peer() -> None:
+    lost = ProcessFailure(0, 1, 9.9, error=error(LOST, 9.9))
+    assert "rank 2 had exited before, without an error" in block(lost, tail=(), folder="x", left=[2])
+    assert "had ended" not in block(lost, tail=(), folder="x")
+    assert "had ended" not in block(
+        ProcessFailure(0, 1, 9.9, error=error("ValueError: x", 9.9)), tail=(), folder="x", left=[2]
+    )
+
+
+OURS = "PeerLost: all_reduce: peer lost, {} ended"
+
+
+@pytest.mark.parametrize(
+    ("who", "ranks"),
+    [("rank 2 has", {2}), ("ranks 1, 2 and 13 have", {1, 2, 13}), ("rank 6 (of this group: 2) has", {6})],
+)
+def test_whom_our_own_groups_have_lost(who: str, ranks: set[int]) -> None:
+    death = ProcessFailure(0, 1, 9.9, error=error(OURS.format(who), 9.9))
+    assert lost(death) == ranks
+    found = first_cause([death, ProcessFailure(6, -9, 10.0)])
+    assert found is not None
+    assert found.rank == 6
+
+
+def test_ranks_that_differ_are_told_with_their_lines() -> None:
+    text = "ranks called different things: rank 0 all_reduce of 4 float32 (SUM), rank 1 barrier"
+    trace = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 3, in <module>',
+        f"phalanx.collectives.errors.CollectiveMismatch: {text}",
+    ]
+    assert read_traceback(trace).frames
+    placed = read_traceback([*trace, "  rank 0: x.py:3", "      dist.all_reduce(x)", "[rank0]: more"])
+    assert placed.exception == f"CollectiveMismatch: {text}\n  rank 0: x.py:3\n      dist.all_reduce(x)"
+    assert not placed.frames
+
+
+def test_sizes_that_do_not_fit() -> None:
+    said = (
+        "  what(): 24 vs 20. Received data size doesn't match expected size. Is there a distributed collective "
+        "mismatch in your code?"
+    )
+    assert "--check-collectives shows where" in block(ProcessFailure(3, -6, 9.9, stderr=[said]), tail=(), folder="x")
+
+
+def test_nobody_failed_by_itself() -> None:
+    assert first_cause([]) is None
+    assert first_cause([ProcessFailure(0, -15, 1.0, stopped=True)]) is None
+
+
+def test_an_exception_that_was_cut_short_by_our_stop_ends_as_an_exception() -> None:
+    found = first_cause([ProcessFailure(1, -15, 11.1, True, error=error("ValueError: x", 10.5))])
+    assert found is not None
+    assert found.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "shell"),
+    [
+        (3, "exit code 3", 3),
+        (-9, "SIGKILL (Killed)", 137),
+        (-11, "SIGSEGV (Segmentation fault)", 139),
+        (-40, "signal 40", 168),
+    ],
+)
+def test_codes_in_words(code: int, words: str, shell: int) -> None:
+    assert in_words(code) == words
+    assert ProcessFailure(0, code, 0.0).exit_code == shell
+
+
+def test_a_mismatch_of_collectives_is_told_with_both_places_whatever_torch_puts_before_its_lines() -> None:
+    told = [
+        "rank 1 called broadcast where rank 0 called all_reduce (collective 6 of all ranks)",
+        "  rank 1: broadcast(float32 [10], root 0) at train.py:8",
+        "      dist.broadcast(x, 0)",
+        "  rank 0: all_reduce(float32 [10], SUM) at train.py:10",
+        "      dist.all_reduce(x)",
+    ]
+    trace = ["Traceback (most recent call last):", '  File "train.py", line 8, in <module>', "    dist.broadcast(x, 0)"]
+    lines = [*trace, f"phalanx.CollectiveMismatchError: {told[0]}", *told[1:]]
+    death = ProcessFailure(1, 1, 3.0, stderr=[*(f"[rank1]: {line}" for line in lines), "something else"])
+    text = block(death, tail=[], folder="/runs/x/1")
+    assert text.splitlines()[:5] == [f"rank 1 failed: CollectiveMismatchError: {told[0]}", *told[1:]]
+
+
+def test_the_block_has_all_that_is_known() -> None:
+    death = ProcessFailure(
+        5,
+        1,
+        3.0,
+        device="gpu 2",
+        error=error("OSError: disk\nsecond line", 2.0, frames=[["/t.py", 4, "load", "read()"]]),
+    )
+    text = counted(block(death, tail=["epoch 1"], folder="/runs/x/5"), 2)
+    assert text.splitlines() == [
+        "rank 5 (gpu 2) failed: OSError: disk",
+        "    second line",
+        "  ended with exit code 1",
+        "  /t.py:4 in load",
+        "      read()",
+        "  its last lines:",
+        "    epoch 1",
+        "  2 other ranks failed after it",
+        "  all of its output: /runs/x/5",
+    ]
+
+
+def test_a_kill_is_explained_where_the_kernel_tells() -> None:
+    told = block(ProcessFailure(0, -signal.SIGKILL, 1.0, memory="the kernel killed it"), tail=[], folder="f")
+    assert "the kernel killed it" in told
+    assert "killed from outside" not in told
+    untold = block(ProcessFailure(0, -signal.SIGKILL, 1.0, stderr=["last words"]), tail=[], folder="f")
+    assert "killed from outside" in untold
+    assert "    last words" in untold
+    assert report_of(ProcessFailure(0, 1, 1.0)).exception == ""

@@ -1,0 +1,39 @@
+"""The life of a worker, as its agent knows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.cluster.cluster import Slot
+from phalanx.cluster.placement import Seat
+from phalanx.launcher.agent.worker import Worker, WorkerState
+
+STARTING, RUNNING, CONNECTED, FINISHED, STOPPING, EXITED = WorkerState
+
+
+def after(*states: WorkerState) -> Worker:
+    worker = Worker(Seat(0, 0, 0, 1, Slot()), "")
+    for state in states:
+        worker.enter(state)
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("states", "state", "connected", "finished", "stopped"),
+    [
+        ((), STARTING, False, False, False),
+        ((RUNNING, EXITED), EXITED, False, False, False),
+        ((RUNNING, CONNECTED, FINISHED, EXITED), EXITED, True, True, False),
+        ((RUNNING, CONNECTED, STOPPING, EXITED), EXITED, True, False, True),
+        ((STOPPING, RUNNING, CONNECTED), STOPPING, False, False, True),  # what it does then changes nothing
+        ((RUNNING, FINISHED), RUNNING, False, False, False),  # only one that can regroup says so
+        ((EXITED, STOPPING), EXITED, False, False, False),  # it had ended by itself
+    ],
+)
+def test_what_follows_what(
+    states: tuple[WorkerState, ...], state: WorkerState, connected: bool, finished: bool, stopped: bool
+) -> None:
+    worker = after(*states)
+    assert worker.state is state
+    assert (worker.connected, worker.finished, worker.stopped) == (connected, finished, stopped)
+    assert not after(EXITED).enter(RUNNING)
