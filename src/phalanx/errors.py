@@ -1,18 +1,18 @@
 """Every exception of phalanx.
 
     PhalanxError
-    ├── UsageError          what the user typed cannot be done: exit code 2, no traceback
-    │   ├── OptionError     an option, or its value
-    │   ├── ScriptError     the script or module to run
-    │   ├── DeviceError     devices or slots that are not there
-    │   ├── PortError       an address or port that cannot be had
-    │   └── TokenError      the secret that lets nodes in
-    ├── LaunchError         what was asked is sound, but this machine could not start it: exit code 1
-    │   ├── JoinError       the nodes did not come together
-    │   └── RankError       a rank of `phalanx.spawn` failed
-    └── CheckpointError     a checkpoint could not be written, is not what was written, or does not fit
+    ├── UsageError
+    │   ├── OptionError
+    │   ├── ScriptError
+    │   ├── DeviceError
+    │   ├── PortError
+    │   └── TokenError
+    ├── LaunchError
+    │   ├── JoinError
+    │   └── RankError
+    └── CheckpointError
 
-A message has the same three parts everywhere: what was seen, details a line each, and what to type.
+A message has the same three parts everywhere: what was seen, details (one per line), and what to type.
 """
 
 from __future__ import annotations
@@ -39,31 +39,33 @@ class PhalanxError(Exception):
 
 
 class UsageError(PhalanxError):
+    """What the user typed cannot be done: exit code 2, no traceback."""
+
     exit_code = 2
 
 
 class OptionError(UsageError):
-    pass
+    """An option, or its value, is wrong."""
 
 
 class ScriptError(UsageError):
-    pass
+    """The script or module to run is not there, or cannot be run."""
 
 
 class DeviceError(UsageError):
-    pass
+    """Devices or slots that were asked for do not exist."""
 
 
 class PortError(UsageError):
-    pass
+    """An address or port cannot be used."""
 
 
 class TokenError(UsageError):
-    pass
+    """The secret that lets nodes join is missing, or unsafe."""
 
 
 class LaunchError(PhalanxError):
-    pass
+    """The request is valid, but this host could not start it: exit code 1."""
 
 
 class JoinError(LaunchError):
@@ -93,4 +95,4 @@ class RankError(LaunchError):
 
 
 class CheckpointError(PhalanxError):
-    pass
+    """A checkpoint could not be written, is damaged, or does not fit the objects."""

@@ -71,6 +71,7 @@ class ConnectionGate(web.Server):
         self._sweeper: asyncio.TimerHandle | None = None
 
     def __call__(self) -> web.RequestHandler:
+        """Return the handler of a new connection."""
         visitor = Connection(self, loop=self._loop, **self._kwargs)
         visitor.allowance = self._limits.allowance
         return visitor
