@@ -44,7 +44,7 @@ from phalanx.control.messages import (
     Welcome,
 )
 
-DECODERS: dict[str, messages.MessageReader[Any]] = {
+DECODERS: dict[str, messages.MessageDecoder[Any]] = {
     name: getattr(messages, name) for name in ("handshake", "node_info", "answer", "from_leader", "from_member")
 }
 CLAIM = Claim(rank=3, size=4, local_rank=1, local_size=2, node=1)

@@ -367,7 +367,7 @@ FromMember = (
 T = TypeVar("T")
 
 
-class MessageReader(Generic[T]):
+class MessageDecoder(Generic[T]):
     """A decoder that raises only msgspec.DecodeError."""
 
     def __init__(self, kind: Any) -> None:
@@ -382,11 +382,11 @@ class MessageReader(Generic[T]):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-handshake: MessageReader[Handshake] = MessageReader(Handshake)
-node_info: MessageReader[NodeInfo] = MessageReader(NodeInfo)
-answer: MessageReader[Welcome | Refusal] = MessageReader(Welcome | Refusal)
-from_leader: MessageReader[FromLeader] = MessageReader(FromLeader)
-from_member: MessageReader[FromMember] = MessageReader(FromMember)
+handshake: MessageDecoder[Handshake] = MessageDecoder(Handshake)
+node_info: MessageDecoder[NodeInfo] = MessageDecoder(NodeInfo)
+answer: MessageDecoder[Welcome | Refusal] = MessageDecoder(Welcome | Refusal)
+from_leader: MessageDecoder[FromLeader] = MessageDecoder(FromLeader)
+from_member: MessageDecoder[FromMember] = MessageDecoder(FromMember)
 
 
 def encode(message: Message) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.train.kept import KeptObjects, TrainingProgress
 from phalanx.train.settings import OptimizerSettings
@@ -22,12 +22,20 @@ if TYPE_CHECKING:
     from phalanx.train.elastic.made_once import Once
     from phalanx.train.elastic.state_offer import StateOffer
     from phalanx.train.elastic.two_phase import TwoPhaseCommit
-    from phalanx.train.snapshot_schedule import SnapshotSchedule
     from phalanx.train.stepping import Stepper
     from phalanx.worker.rendezvous.membership import Membership
 
 trainings = itertools.count()  # of this process
 Layouts = list[list[list[int]]]
+
+
+class SnapshotsTaken(Protocol):
+    """The snapshots of a run, as far as recovery needs to know them (`SnapshotSchedule`)."""
+
+    layouts: Layouts
+
+    @property
+    def snapshots(self) -> object | None: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class RecoveryState:
         counter: TrainingProgress,
         stepper: Stepper,
         checkpoints: CheckpointSchedule,
-        snapshots: SnapshotSchedule,
+        snapshots: SnapshotsTaken,
     ) -> None:
         """Connect this with the parts of the run that it is about."""
         self._membership = membership
