@@ -131,9 +131,9 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
         told = phalanx("run", "--cpu", "--fresh", "--page-at", f"127.0.0.1:{port}", SCRIPT, str(tmp_path / "never"))
         assert told.code == 2
         assert f"the page cannot listen on 127.0.0.1 port {port}: the port is in use" in told.err
-        assert "--page-at 127.0.0.1 takes the next free one" in told.err
+        assert "--page-at 127.0.0.1 takes the next free port" in told.err
     told = phalanx("run", "--page-at", "here:there", SCRIPT)
-    assert (told.code, '--page-at is "here:there": "there" is no port' in told.err) == (2, True)
+    assert (told.code, '--page-at is "here:there": "there" is not a port' in told.err) == (2, True)
     told = phalanx("run", "--cpu", "--fresh", "--page", SCRIPT, str(tmp_path), env={"PHALANX_PAGE_KEY": "1234"})
     assert (told.code, "PHALANX_PAGE_KEY is not a valid key" in told.err) == (2, True)
     told = phalanx("watch", "--page", "nobody")

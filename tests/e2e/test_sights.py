@@ -68,7 +68,7 @@ def trained(env: Env, tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 def test_nodes_are_seen_to_gather(trained: Told) -> None:
     calls = [event for event in trained[0] if isinstance(event, events.RendezvousProgress)]
-    assert [len(call.here) for call in calls] in ([1, 2], [2])
+    assert [len(call.joined) for call in calls] in ([1, 2], [2])
     assert (calls[-1].expected, calls[-1].missing) == (2, ())
     assert calls[0].missing == ("node 1",) or len(calls) == 1
 

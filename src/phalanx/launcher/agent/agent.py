@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx.contract import events
+from phalanx.contract import error_report, events
 from phalanx.contract import worker_messages as words
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.control import messages
@@ -490,6 +490,9 @@ class NodeAgent:
             self.say(paces)
         if next_.text:
             self._console.say(next_.text)
+            if next_.code:
+                what, *details = next_.text.splitlines()
+                error_report.write(LaunchError(what, details=details), self._plan.environ)
         if standing and next_.code:
             self._console.say(standing)
         return next_.code, next_.text
