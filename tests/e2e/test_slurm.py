@@ -103,7 +103,7 @@ def test_explain_in_a_step_says_what_would_run(lab: Lab, slurm: Slurm, tmp_path:
     words = ("srun", "-N2", "-n3", "-o", f"{tmp_path}/%t.json", *EXPLAIN, "--fresh", PLACE)
     assert lab[0].run(words=words, env=slurm.env).code == 0
     facts = json.loads((tmp_path / "2.json").read_text())
-    assert facts["source"] == "Slurm, a task for every rank"
+    assert facts["source"] == "Slurm, one task per rank"
     assert [(node["host"], node["workers"]) for node in facts["nodes"]] == [("node1", 2), ("node2", 1)]
     assert [(rank["rank"], rank["node"], rank["local_rank"]) for rank in facts["ranks"]] == [
         (0, 0, 0),

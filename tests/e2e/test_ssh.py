@@ -109,10 +109,10 @@ def test_every_host_that_fails_is_named_with_its_own_reason(lab: Lab, ssh: Sshd,
             lab[node].run(words=("umount", str(path)))
     assert result.code == 1
     assert "4 of 5 hosts cannot take part" in result.err
-    assert "node2: there is no such folder" in result.err
+    assert "node2: the current folder does not exist there" in result.err
     assert str(folder) in result.err
     assert "node3: the script src/x.py is not there" in result.err
-    assert "node9: ssh does not get there" in result.err
+    assert "node9: ssh cannot connect" in result.err
     assert "Could not resolve hostname node9" in result.err
     assert "Permission denied" in result.err
     assert f"ssh-copy-id stranger@{lab[1].address}" in result.err
@@ -120,7 +120,7 @@ def test_every_host_that_fails_is_named_with_its_own_reason(lab: Lab, ssh: Sshd,
 
 @pytest.mark.parametrize(
     ("python", "what"),
-    [("/no/python", "node3: there is no such Python"), ("/usr/bin/python3", "node3: phalanx is not installed there")],
+    [("/no/python", "node3: no such Python"), ("/usr/bin/python3", "node3: phalanx is not installed there")],
 )
 def test_a_python_that_is_not_there(lab: Lab, ssh: Sshd, tmp_path: Path, python: str, what: str) -> None:
     (tmp_path / "x.py").write_text("")
