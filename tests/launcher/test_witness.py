@@ -157,7 +157,7 @@ async def _ask_around(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", f"{look}w.child('plain')"], check=True, env=clean, timeout=WAIT)
 
     board = StatusBoard()
-    slot = board.take()
+    slot = board.allocate()
     assert slot is not None
     heard: list[Any] = []
     shown = ProbeClient(board, slot, lambda message, fds: heard.append(message))
@@ -183,7 +183,7 @@ async def _ask_around(folder: Path) -> None:
         process.stderr.close()
         assert shown.page.text["ending"]
         shown.close()
-        assert board.take() == slot
+        assert board.allocate() == slot
         assert status_slot.read(board.memory, slot).looks == 0
     finally:
         process.kill()
@@ -199,7 +199,7 @@ def test_nothing_that_a_script_does_is_taken_for_a_stall(tmp_path: Path, monkeyp
 
 async def _look_on(folder: Path) -> None:
     board = StatusBoard()
-    slot = board.take()
+    slot = board.allocate()
     assert slot is not None
     shown = ProbeClient(board, slot, lambda message, fds: None)
     process = _hooked(shown, "odd.py", folder, stdin=subprocess.PIPE)

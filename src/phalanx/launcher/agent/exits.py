@@ -53,9 +53,9 @@ def decide(seen: Exit, *, named: bool) -> Literal["wait", "name", "end"]:
 class Exits:
     """Of this node."""
 
-    def __init__(self, agent: WatchedAgent, looks: ProcessStatsReader) -> None:
+    def __init__(self, agent: WatchedAgent, stats: ProcessStatsReader) -> None:
         self._agent = agent
-        self._vitals = looks
+        self._stats = stats
         self._named: set[int] = set()
         self._cpu: dict[int, tuple[float, float]] = {}  # pid -> seconds of CPU, and when they were last seen to grow
         self._task = asyncio.get_running_loop().create_task(self._watch())
@@ -75,7 +75,7 @@ class Exits:
                     await self._look(attempt, name, worker)
 
     async def _look(self, attempt: WorkerGroup, name: str, worker: Worker) -> None:
-        text = worker.probe.page.text if worker.probe is not None else {}
+        text = worker.probe.status.text if worker.probe is not None else {}
         if "over" not in text or worker.seat.rank in attempt.debugged:
             return
         now, pid = time.monotonic(), worker.pid
@@ -86,7 +86,7 @@ class Exits:
         match decide(seen, named=pid in self._named):
             case "name":
                 self._named.add(pid)
-                rank = await node_evidence.rank(attempt, name, worker, self._vitals)
+                rank = await node_evidence.rank(attempt, name, worker, self._stats)
                 if worker.code is None:
                     self._agent.note(
                         f"rank {worker.seat.rank} ran its last line {seen.over:.0f} s ago and has not ended: "

@@ -35,7 +35,7 @@ class StatusBoard:
         self.memory = mmap.mmap(self.fd, size)
         self._taken: set[int] = set()
 
-    def take(self) -> int | None:
+    def allocate(self) -> int | None:
         """A slot; None: there is none left."""
         slot = next((slot for slot in range(_SLOTS) if slot not in self._taken), None)
         if slot is not None:
@@ -45,13 +45,13 @@ class StatusBoard:
                 ledger.clear(self.memory, slot)
         return slot
 
-    def seat(self, slot: int, rank: int | None) -> None:
+    def set_rank(self, slot: int, rank: int | None) -> None:
         """Who sits there; None: nobody that others could wait for."""
         if self.checks:
             ledger.set_rank(self.memory, slot, rank)
 
-    def leave(self, slot: int) -> None:
-        self.seat(slot, None)
+    def release(self, slot: int) -> None:
+        self.set_rank(slot, None)
         self._taken.discard(slot)
 
     def close(self) -> None:
@@ -62,15 +62,15 @@ class StatusBoard:
 class ProbeClient:
     """Of one worker."""
 
-    def __init__(self, board: StatusBoard, slot: int, heard: Callable[[wire.Message, list[int]], None]) -> None:
+    def __init__(self, board: StatusBoard, slot: int, on_message: Callable[[wire.Message, list[int]], None]) -> None:
         self._board = board
         self.slot = slot
-        self._heard = heard  # what it says unasked
-        self._channel, self._theirs = socket.socketpair()
+        self._on_message = on_message  # what it says unasked
+        self._channel, self._worker_end = socket.socketpair()
         self._channel.setblocking(False)
-        self._parcel = wire.MessageReader()
+        self._reader = wire.MessageReader()
         self.stacks = os.memfd_create("phalanx-stacks", os.MFD_CLOEXEC)
-        self._questions: dict[int, asyncio.Future[wire.Message]] = {}
+        self._requests: dict[int, asyncio.Future[wire.Message]] = {}
         self._numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel.fileno(), self._read)
@@ -78,17 +78,17 @@ class ProbeClient:
     @property
     def fds(self) -> list[int]:
         """What the worker gets: board, channel, stacks."""
-        return [self._board.fd, self._theirs.fileno(), self.stacks]
+        return [self._board.fd, self._worker_end.fileno(), self.stacks]
 
-    def seat(self, rank: int | None) -> None:
-        self._board.seat(self.slot, rank)
+    def set_rank(self, rank: int | None) -> None:
+        self._board.set_rank(self.slot, rank)
 
     def handed_over(self) -> None:
         """The worker has them, or nobody will."""
-        self._theirs.close()
+        self._worker_end.close()
 
     @property
-    def page(self) -> status_slot.StatusReading:
+    def status(self) -> status_slot.StatusReading:
         """A worker that has become another program has no probe any more: what it has shown is of no use."""
         found = status_slot.read(self._board.memory, self.slot)
         if self._channel.fileno() < 0 and not found.text.get("ending") and time.monotonic() - found.looked > _GONE:
@@ -104,18 +104,18 @@ class ProbeClient:
         return status_slot.looks(self._board.memory, self.slot, since)
 
     async def ask(self, what: str, *, timeout: float, fds: Sequence[int] = (), **more: Any) -> wire.Message | None:
-        """None: it does not answer, for Python's lock is held, it is stopped, or it is gone."""
+        """None: it does not reply, for Python's lock is held, it is stopped, or it is gone."""
         number = next(self._numbers)
-        answer = self._questions[number] = self._loop.create_future()
+        reply = self._requests[number] = self._loop.create_future()
         try:
             wire.send(self._channel, {"do": what, "id": number, **more}, list(fds))
-            return await asyncio.wait_for(answer, timeout)
+            return await asyncio.wait_for(reply, timeout)
         except (OSError, TimeoutError):
             return None
         finally:
-            del self._questions[number]
+            del self._requests[number]
 
-    def order(self, what: str) -> None:
+    def send(self, what: str) -> None:
         """What needs no answer."""
         with contextlib.suppress(OSError):
             wire.send(self._channel, {"do": what, "id": 0})
@@ -123,31 +123,31 @@ class ProbeClient:
     def _read(self) -> None:
         """What there is: a worker that is stopped in the middle of a sentence must not keep us."""
         try:
-            while (received := self._parcel.receive(self._channel)) is not None:
+            while (received := self._reader.receive(self._channel)) is not None:
                 message, fds = received
-                question = self._questions.get(message.get("id", 0))
-                if question is None:
-                    self._heard(message, fds)
-                elif not question.done():
-                    question.set_result(message)
+                request = self._requests.get(message.get("id", 0))
+                if request is None:
+                    self._on_message(message, fds)
+                elif not request.done():
+                    request.set_result(message)
         except BlockingIOError:
             return
         except (OSError, ValueError):
             pass
-        self._hang_up()
+        self._disconnect()
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         """It is gone: nobody waits for its answers any more."""
         self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(BrokenPipeError())
+        for request in self._requests.values():
+            if not request.done():
+                request.set_exception(BrokenPipeError())
 
     def close(self) -> None:
         if self._channel.fileno() >= 0:
-            self._hang_up()
-        self._theirs.close()
+            self._disconnect()
+        self._worker_end.close()
         os.close(self.stacks)
         self.stacks = -1  # somebody may be about to empty it, and the number is another file's soon
-        self._board.leave(self.slot)
+        self._board.release(self.slot)

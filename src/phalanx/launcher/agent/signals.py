@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from phalanx.launcher.plan import Plan
 
-_MOMENT = 0.2  # seconds in which a scheduler has signalled all that it is going to
+_DELAY = 0.2  # seconds in which a scheduler has signalled all that it is going to
 SAME = 2.0  # seconds within which it is the same signal
 
 Act = Callable[[signal.Signals], None]
@@ -23,12 +23,12 @@ Act = Callable[[signal.Signals], None]
 class Signals:
     def __init__(self, plan: Plan) -> None:
         self._shutdown = plan.shutdown
-        self._moment = _MOMENT if "SLURM_JOB_ID" in plan.environ else 0.0
+        self._delay = _DELAY if "SLURM_JOB_ID" in plan.environ else 0.0
         self._fork_server: dict[int, float] = {}  # what it got, and when
 
     @contextlib.contextmanager
-    def taken(self, *, end: Act, preempt: Act, pass_on: Act, resized: Callable[[], None]) -> Iterator[None]:
-        """`end` the run by those that end one, or `preempt` it; `pass_on` those that are meant for the workers."""
+    def installed(self, *, end: Act, preempt: Act, forward: Act, resized: Callable[[], None]) -> Iterator[None]:
+        """`end` the run by those that end one, or `preempt` it; `forward` those that are meant for the workers."""
         loop = asyncio.get_running_loop()
         handled = {*self._shutdown.signals, signal.SIGINT}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -40,28 +40,28 @@ class Signals:
         for number in preempting:
             loop.add_signal_handler(number, preempt, number)
         for number in passed:
-            loop.add_signal_handler(number, pass_on, number)
+            loop.add_signal_handler(number, forward, number)
         loop.add_signal_handler(signal.SIGWINCH, resized)
         try:
             yield
         finally:
             for number in (*handled, *preempting, *passed, signal.SIGWINCH):
                 loop.remove_signal_handler(number)
-            if self._moment:
+            if self._delay:
                 # srun ends all tasks when the first of them has ended badly: that would be the code of the others.
                 for number in handled - {signal.SIGINT}:
                     signal.signal(number, signal.SIG_IGN)
 
-    def reached_fork_server(self, number: int) -> None:
+    def fork_server_received(self, number: int) -> None:
         self._fork_server[number] = time.monotonic()
 
-    def presently(self, act: Act, number: signal.Signals) -> None:
+    def when_attributed(self, act: Act, number: signal.Signals) -> None:
         """Once it can be known who has got it: at once, but where a scheduler is."""
-        if self._moment:
-            asyncio.get_running_loop().call_later(self._moment, act, number)
+        if self._delay:
+            asyncio.get_running_loop().call_later(self._delay, act, number)
         else:
             act(number)
 
-    def everybodys(self, number: signal.Signals) -> bool:
+    def workers_received(self, number: signal.Signals) -> bool:
         """Whether the workers have got it as we have."""
         return time.monotonic() - self._fork_server.get(number, float("-inf")) < SAME

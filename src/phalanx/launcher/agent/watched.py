@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class WatchedAgent(Protocol):
-    together: bool  # every node has joined
+    all_joined: bool  # every node has joined
 
     @property
     def plan(self) -> Plan: ...

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from phalanx.cluster.placement import Seat
-from phalanx.contract import worker_messages as words
+from phalanx.contract import worker_messages
 from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import wire
 from phalanx.launcher.agent.probes import ProbeClient
@@ -49,9 +49,9 @@ class Worker:
     hung: bool = False  # it was killed because it stood still
     ends_as: int | None = None  # the exit code of one that was killed after its script was over
     step: int | None = None  # committed, as far as it has told
-    paged: int = 0  # optimizer steps that its page showed by then
-    even: bool = False  # each of those was one that it committed
-    heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
+    slot_step: int = 0  # optimizer steps that its page showed by then
+    steps_match: bool = False  # each of those was one that it committed
+    last_heartbeat: float = 0.0  # when it last gave a sign of life; 0: it is none that does
     spare: bool = False  # it waits for a place
     entered: int = -1  # the last generation that it has come to
     holds: bool = False  # with what was trained before
@@ -59,10 +59,10 @@ class Worker:
     samples: int = -1  # of its own, as far as it has told
     sampled: float = 0.0  # when it did
     probe: ProbeClient | None = None
-    differs: wire.Message | None = None  # what it has called, told when others called something else
+    mismatch: wire.Message | None = None  # what it has called, told when others called something else
     raised: wire.Message | None = None  # where it was in its groups when it lost the others: its script has ended
     ending: float = 0.0  # until when it is expected to end of that
-    told: float = 0.0  # when it was told to stop
+    stop_sent: float = 0.0  # when it was told to stop
     blame: Sequence[str] = ()  # who did not come, of one that timed out
     state: WorkerState = WorkerState.STARTING
     _passed: set[WorkerState] = field(default_factory=set)  # states that it has been in
@@ -105,7 +105,7 @@ class WorkerFailure:
     generation: int = -1  # that it was of; -1: it had not come to any yet
 
 
-def cuda_device(before: words.Hello | None, environ: Mapping[str, str]) -> int | None:
+def cuda_device(before: worker_messages.Hello | None, environ: Mapping[str, str]) -> int | None:
     """The device on which a replacement may open a CUDA context at birth: that of the worker before it, unless its
     script has changed what CUDA reads. None: it must not."""
     if before is None or before.cuda < 0 or before.variables != for_cuda(environ):
@@ -122,6 +122,6 @@ class Workers(Protocol):
     @property
     def debugged(self) -> frozenset[int]: ...
 
-    def death(self, worker: Worker) -> root_cause.ProcessFailure: ...
+    def process_failure(self, worker: Worker) -> root_cause.ProcessFailure: ...
 
-    def tell(self, name: str, number: int, *, alone: bool = False) -> None: ...
+    def send_signal(self, name: str, number: int, *, alone: bool = False) -> None: ...

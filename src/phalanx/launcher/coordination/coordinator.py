@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from phalanx.contract import events
-from phalanx.contract import worker_messages as words
+from phalanx.contract import events, worker_messages
 from phalanx.control import messages
 from phalanx.launcher.agent.preemption import Preemption
 from phalanx.launcher.agent.worker import WorkerFailure
@@ -67,7 +66,7 @@ class AgentView(Protocol):
 
     def note(self, text: str, *, repeats: bool = False) -> None: ...
     def waiting(self, text: str | None) -> None: ...
-    def letter(self, who: int | None, letter: messages.RpcFrame) -> None: ...
+    def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None: ...
 
 
 class Coordinator(Protocol):
@@ -85,7 +84,7 @@ class Coordinator(Protocol):
         """The clock of this node minus that of the one that leads."""
         ...
 
-    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
+    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
         """To a member; None: to the leader, where that is another node."""
 
     def address(self, member: int) -> str:
@@ -93,51 +92,53 @@ class Coordinator(Protocol):
         ...
 
     @property
-    def relay(self) -> LogForwarder | None:
+    def log_forwarder(self) -> LogForwarder | None:
         """Who else reads what workers write."""
         ...
 
-    def meet(self, supervised: AgentView) -> None: ...
+    def attach(self, agent: AgentView) -> None: ...
 
     async def join(self) -> None:
         """Until everybody is here. Raises JoinError."""
 
-    async def orders(self) -> StartAttempt | RunResult:
+    async def first_attempt(self) -> StartAttempt | RunResult:
         """What to do first."""
 
-    async def settled(self) -> None:
+    async def wait_for_others(self) -> None:
         """Until no other node needs what this one hosts: ranks elsewhere may still use the store."""
 
-    def last(self, *, failed: bool) -> bool:
+    def is_last_attempt(self, *, failed: bool) -> bool:
         """Whether it is certain that no other attempt follows this one."""
         ...
 
-    async def concluded(self, report: AttemptReport) -> StartAttempt | RunResult:
+    async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
         """What to do next."""
 
-    def failing(self, fall: WorkerFailure) -> Action | None:
+    def worker_failed(self, failure: WorkerFailure) -> Action | None:
         """Decide what to do about a worker of this node that has failed. None: nothing yet; another node decides."""
 
-    def able(self, called: bool, ended: bool, ready: bool) -> None:
+    def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
         """Workers here can regroup; some are through with their work, and cannot any more; all are there."""
 
-    def going(self, message: words.FirstStep) -> None:
+    def first_step(self, message: worker_messages.FirstStep) -> None:
         """A group that has formed anew has committed its first step."""
 
-    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
+    def halt_message(
+        self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
+    ) -> None:
         """What a rank here says about halting."""
 
     def preempt(self, number: signal.Signals) -> bool:
         """A scheduler takes the machine away. False: there can be no checkpoint, and the run ends as by any signal."""
         ...
 
-    def signalled(self, number: signal.Signals) -> None:
+    def signal_received(self, number: signal.Signals) -> None:
         """The user, or a scheduler, ends the run here."""
 
-    def passed(self, number: signal.Signals) -> None:
+    def forward_signal(self, number: signal.Signals) -> None:
         """A signal that does not end anything, for the workers of all nodes."""
 
-    def announce(self, code: int, text: str) -> None:
+    def announce_result(self, code: int, text: str) -> None:
         """The run has ended, and this node still waits for its own processes: the others need not."""
 
     async def close(self, code: int, text: str) -> None: ...
@@ -146,14 +147,14 @@ class Coordinator(Protocol):
 class SingleNodeCoordinator:
     """A run on one node."""
 
-    relay: LogForwarder | None = None
+    log_forwarder: LogForwarder | None = None
     leads = True
     skew = 0.0
 
     def members(self) -> dict[int, tuple[int, ...]]:
         return {}
 
-    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
+    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
         pass
 
     def address(self, member: int) -> str:  # noqa: ARG002
@@ -163,39 +164,39 @@ class SingleNodeCoordinator:
         self._plan = plan
         self._folder = folder
         self._listener = listener
-        self._supervised: AgentView | None = None
+        self._agent: AgentView | None = None
         self._recoveries = Recoveries(plan.recovery.policy, folder)
-        self._able = False
+        self._can_regroup = False
         self._preemption = Preemption(plan, folder, self)
 
-    def meet(self, supervised: AgentView) -> None:
-        self._supervised = supervised
+    def attach(self, agent: AgentView) -> None:
+        self._agent = agent
 
     async def join(self) -> None:
         pass
 
-    async def orders(self) -> StartAttempt | RunResult:
+    async def first_attempt(self) -> StartAttempt | RunResult:
         return StartAttempt(0, self._plan, self._listener)
 
-    async def settled(self) -> None:
+    async def wait_for_others(self) -> None:
         pass
 
-    def last(self, *, failed: bool) -> bool:
+    def is_last_attempt(self, *, failed: bool) -> bool:
         return not failed or not self._restarts
 
     @property
     def _restarts(self) -> bool:
         """All ranks are started again. Not when the machine is taken away: the next run goes on from the checkpoint."""
-        return self._recoveries.way is RecoveryAction.RESTART and not self._preemption.begun
+        return self._recoveries.latest_action is RecoveryAction.RESTART and not self._preemption.begun
 
-    async def concluded(self, report: AttemptReport) -> StartAttempt | RunResult:
-        self._preemption.over()
+    async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
+        self._preemption.close()
         if self._preemption.halted:
-            return RunResult(os.EX_TEMPFAIL, self._preemption.last_words(self._recoveries.summary()))
+            return RunResult(os.EX_TEMPFAIL, self._preemption.final_text(self._recoveries.summary()))
         if report.trouble and self._restarts:
-            return self._once_more(report.attempt, report.trouble)
+            return self._restart(report.attempt, report.trouble)
         if report.trouble:
-            return RunResult(128 + signal.SIGKILL, self._recoveries.last_words(report.trouble))
+            return RunResult(128 + signal.SIGKILL, self._recoveries.final_text(report.trouble))
         if not report.deaths:
             return RunResult(0, self._recoveries.summary())
         death = root_cause.first_cause(report.deaths)
@@ -204,73 +205,75 @@ class SingleNodeCoordinator:
         record_failure(self._folder, death, report.attempt)
         block = root_cause.counted(report.block, report.failed - 1)
         if not self._restarts:
-            return RunResult(death.exit_code, self._recoveries.last_words(block))
-        return self._once_more(report.attempt, block)
+            return RunResult(death.exit_code, self._recoveries.final_text(block))
+        return self._restart(report.attempt, block)
 
-    def _once_more(self, attempt: int, why: str) -> StartAttempt:
-        if self._supervised is not None:
-            self._supervised.note(f"{why}\nphalanx: {self._recoveries.again()}", repeats=True)
+    def _restart(self, attempt: int, why: str) -> StartAttempt:
+        if self._agent is not None:
+            self._agent.note(f"{why}\nphalanx: {self._recoveries.restarting()}", repeats=True)
         return StartAttempt(attempt + 1, self._plan, self._listener, self._recoveries.generation)
 
-    def failing(self, fall: WorkerFailure) -> Action:
+    def worker_failed(self, failure: WorkerFailure) -> Action:
         if self._preemption.halted:  # nothing is lost by it
             return AcceptLoss()
-        if self._recoveries.decide(fall, able=self._able) is RecoveryAction.REGROUP:
-            return self._anew(fall.reason, halt=self._preemption.begun)
-        return self._stopped(fall.reason)
+        if self._recoveries.decide(failure, can_regroup=self._can_regroup) is RecoveryAction.REGROUP:
+            return self._regroup_plan(failure.reason, halt=self._preemption.begun)
+        return self._stop_workers(failure.reason)
 
-    def _stopped(self, reason: str) -> StopWorkers:
+    def _stop_workers(self, reason: str) -> StopWorkers:
         return StopWorkers(signal.SIGTERM, reason, self._plan.shutdown.failure_timeout)
 
     def _act(self, action: Action) -> None:
-        if self._supervised is not None:
-            self._supervised.perform(action)
+        if self._agent is not None:
+            self._agent.perform(action)
 
-    def _anew(self, why: str, *, halt: bool) -> RegroupPlan:
+    def _regroup_plan(self, why: str, *, halt: bool) -> RegroupPlan:
         return RegroupPlan(self._recoveries.generation, why, self._plan, self._listener, halt)
 
-    def able(self, called: bool, ended: bool, ready: bool) -> None:  # noqa: ARG002
-        self._able = called and not ended
-        self._preemption.able(called, ended)
+    def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:  # noqa: ARG002
+        self._can_regroup = called and not ended
+        self._preemption.regroup_ready(called, ended)
 
     # -- preemption
 
-    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
-        self._preemption.heard(rank, message, self._recoveries.generation)
+    def halt_message(
+        self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
+    ) -> None:
+        self._preemption.receive(rank, message, self._recoveries.generation)
 
     def preempt(self, number: signal.Signals) -> bool:
         return self._preemption.begin(number, self._plan.placement.world_size)
 
     def note(self, text: str, *, repeats: bool = False) -> None:
-        if self._supervised is not None:
-            self._supervised.note(text, repeats=repeats)
+        if self._agent is not None:
+            self._agent.note(text, repeats=repeats)
 
     def halt(self, step: int | None) -> None:
         self._act(HaltWorkers(step))
 
-    def form_anew(self, why: str) -> None:
-        if self._able:
-            self._recoveries.anew()
-            self._act(self._anew(why, halt=True))
+    def regroup_and_halt(self, why: str) -> None:
+        if self._can_regroup:
+            self._recoveries.next_generation()
+            self._act(self._regroup_plan(why, halt=True))
 
     def stop(self, reason: str) -> None:
-        self._act(self._stopped(reason))
+        self._act(self._stop_workers(reason))
 
-    def give_up(self, number: signal.Signals, reason: str) -> None:
+    def end_run(self, number: signal.Signals, reason: str) -> None:
         self._act(EndRun(number, reason))
 
-    def going(self, message: words.FirstStep) -> None:
-        text = self._recoveries.going(message.generation, message.step, message.before)
-        if text and self._supervised is not None:
-            self._supervised.note(text, repeats=True)
+    def first_step(self, message: worker_messages.FirstStep) -> None:
+        text = self._recoveries.first_step(message.generation, message.step, message.before)
+        if text and self._agent is not None:
+            self._agent.note(text, repeats=True)
 
-    def signalled(self, number: signal.Signals) -> None:
+    def signal_received(self, number: signal.Signals) -> None:
         pass
 
-    def passed(self, number: signal.Signals) -> None:
+    def forward_signal(self, number: signal.Signals) -> None:
         pass
 
-    def announce(self, code: int, text: str) -> None:
+    def announce_result(self, code: int, text: str) -> None:
         pass
 
     async def close(self, code: int, text: str) -> None:

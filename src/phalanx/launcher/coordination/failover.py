@@ -1,6 +1,6 @@
 """A node of a run whose nodes come and go: it follows, until node 0 is lost and the leader's place falls to it.
 
-Everybody has the roll: whoever is lowest on it takes over, opens the door that it has kept shut so far, and the others
+Everybody has the peers: whoever is lowest on it takes over, opens the door that it has kept shut so far, and the others
 come to it. So that two trainings never come of one, a leader that has only fallen silent is left by a majority alone:
 it may still be there, on the other side of a link that is cut.
 """
@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
-from phalanx.contract import worker_messages as words
+from phalanx.contract import worker_messages
 from phalanx.control.member import CONNECT_TIMEOUT, STEADILY, Endpoint, answers
 from phalanx.control.messages import PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError
@@ -21,7 +21,7 @@ from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.coordination.actions import Action
 from phalanx.launcher.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
 from phalanx.launcher.coordination.follower import FollowerCoordinator
-from phalanx.launcher.coordination.leader import Inheritance, LeaderCoordinator
+from phalanx.launcher.coordination.leader import LeaderCoordinator, TakeoverState
 from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.output.console import Console
 from phalanx.launcher.output.log_forwarder import LogForwarder
@@ -35,47 +35,47 @@ class FailoverCoordinator:
     def __init__(
         self,
         plan: Plan,
-        gathering: RendezvousConfig,
+        rendezvous: RendezvousConfig,
         folder: RunFolder,
         console: Console,
         door: Sequence[socket.socket],
     ) -> None:
         self._plan = plan
-        self._gathering = gathering
+        self._rendezvous = rendezvous
         self._folder = folder
         self._console = console
         self._door = door
-        self._following = FollowerCoordinator(plan, gathering, folder, console, door=int(door[0].getsockname()[1]))
-        self._following.heir = self
+        self._following = FollowerCoordinator(plan, rendezvous, folder, console, door=int(door[0].getsockname()[1]))
+        self._following.failover = self
         self._role: FollowerCoordinator | LeaderCoordinator = self._following
-        self._supervised: AgentView | None = None
-        self._succeeding: asyncio.Task[None] | None = None
+        self._agent: AgentView | None = None
+        self._takeover: asyncio.Task[None] | None = None
 
     # -- the leader is lost
 
     def leader_lost(self, why: str, *, silent: bool) -> None:
-        before = self._succeeding  # one that took its place may be lost as soon as it has welcomed us
-        self._succeeding = asyncio.get_running_loop().create_task(self._succeed(why, before, silent=silent))
+        before = self._takeover  # one that took its place may be lost as soon as it has welcomed us
+        self._takeover = asyncio.get_running_loop().create_task(self._replace_leader(why, before, silent=silent))
 
-    async def _succeed(self, why: str, before: asyncio.Task[None] | None, *, silent: bool) -> None:
+    async def _replace_leader(self, why: str, before: asyncio.Task[None] | None, *, silent: bool) -> None:
         if before is not None:
             await before
         following = self._following
         if self._role is not following:
             return
-        roll = following.roll
-        if roll is None:
+        peers = following.peer_list
+        if peers is None:
             following.give_up(why)
             return
-        self._note(f"node {roll.leader} is lost: {why}")
+        self._note(f"node {peers.leader} is lost: {why}")
         if not silent and following.door is not None and await answers(following.door, steadily=STEADILY):
             silent = True
-            self._note(f"node {roll.leader} still answers: it is this node that was given up")
-        for peer in roll.peers:
+            self._note(f"node {peers.leader} still answers: it is this node that was given up")
+        for peer in peers.peers:
             if peer.member == following.id:
                 if not following.running:  # it has nothing to go on with
                     break
-                await self._lead(why, roll, silent=silent)
+                await self._lead(why, peers, silent=silent)
                 return
             if await answers(Endpoint(peer.address, peer.port)):
                 try:
@@ -86,50 +86,50 @@ class FailoverCoordinator:
                 return
         following.give_up(why)
 
-    async def _lead(self, why: str, roll: PeerList, *, silent: bool) -> None:
-        following, peers = self._following, roll.peers
-        size = len(peers) + 1
-        others = frozenset(peer.member for peer in peers if peer.member > following.id)
-        gathering = replace(self._gathering, member=following.id, leads=True, meeting=None)
+    async def _lead(self, why: str, peers: PeerList, *, silent: bool) -> None:
+        following = self._following
+        size = len(peers.peers) + 1
+        others = frozenset(peer.member for peer in peers.peers if peer.member > following.id)
+        rendezvous = replace(self._rendezvous, member=following.id, leads=True, leader_file=None)
         leading = LeaderCoordinator(
-            replace(self._plan, rendezvous=gathering), gathering, self._folder, self._console, self._door
+            replace(self._plan, rendezvous=rendezvous), rendezvous, self._folder, self._console, self._door
         )
-        if self._supervised is not None:
-            leading.meet(self._supervised)
-        following.relay = None
+        if self._agent is not None:
+            leading.attach(self._agent)
+        following.log_forwarder = None
         self._role = leading
         dropping = asyncio.get_running_loop().create_task(following.drop())  # a silent one does not answer
-        past = Inheritance(
-            leader=roll.leader,
+        state = TakeoverState(
+            leader=peers.leader,
             why=why,
             size=size,
             attempt=following.ordered,
             generation=following.generation,
-            ability=following.ability,
-            worked=frozenset(peer.member for peer in peers if peer.works),
+            readiness=following.readiness,
+            worked=frozenset(peer.member for peer in peers.peers if peer.works),
             others=others,
             quorum=size // 2 + 1 if silent else 1,
         )
         try:
-            await leading.take_over(past, self._patience)
+            await leading.take_over(state, self._patience)
         except (OSError, PhalanxError) as error:
-            leading.fail(f"node {roll.leader} is lost, and this node cannot take its place: {error}")
+            leading.fail(f"node {peers.leader} is lost, and this node cannot take its place: {error}")
         await dropping
 
     @property
     def _patience(self) -> float:
         """Some notice later than others that the leader is gone."""
-        return self._gathering.node_timeout + CONNECT_TIMEOUT
+        return self._rendezvous.node_timeout + CONNECT_TIMEOUT
 
     def _note(self, text: str) -> None:
-        if self._supervised is not None:
-            self._supervised.note(text)
+        if self._agent is not None:
+            self._agent.note(text)
 
     # -- as whatever it is now
 
     @property
-    def relay(self) -> LogForwarder | None:
-        return self._role.relay
+    def log_forwarder(self) -> LogForwarder | None:
+        return self._role.log_forwarder
 
     @property
     def leads(self) -> bool:
@@ -142,65 +142,67 @@ class FailoverCoordinator:
     def members(self) -> dict[int, tuple[int, ...]]:
         return self._role.members()
 
-    def carry(self, letter: RpcFrame, to: int | None) -> None:
-        self._role.carry(letter, to)
+    def send_rpc(self, frame: RpcFrame, to: int | None) -> None:
+        self._role.send_rpc(frame, to)
 
     def address(self, member: int) -> str:
         return self._role.address(member)
 
-    def meet(self, supervised: AgentView) -> None:
-        self._supervised = supervised
-        self._role.meet(supervised)
+    def attach(self, agent: AgentView) -> None:
+        self._agent = agent
+        self._role.attach(agent)
 
     async def join(self) -> None:
         await self._role.join()
 
-    async def orders(self) -> StartAttempt | RunResult:
-        return await self._role.orders()
+    async def first_attempt(self) -> StartAttempt | RunResult:
+        return await self._role.first_attempt()
 
-    async def settled(self) -> None:
+    async def wait_for_others(self) -> None:
         await self._settle()
-        await self._role.settled()
+        await self._role.wait_for_others()
 
     async def _settle(self) -> None:
         """It has to be clear who leads before anybody is asked what comes next."""
-        if self._succeeding is not None:
-            await self._succeeding
+        if self._takeover is not None:
+            await self._takeover
 
-    def last(self, *, failed: bool) -> bool:
-        return self._role.last(failed=failed)
+    def is_last_attempt(self, *, failed: bool) -> bool:
+        return self._role.is_last_attempt(failed=failed)
 
-    async def concluded(self, report: AttemptReport) -> StartAttempt | RunResult:
+    async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
         await self._settle()
-        return await self._role.concluded(report)
+        return await self._role.attempt_ended(report)
 
-    def failing(self, fall: WorkerFailure) -> Action | None:
-        return self._role.failing(fall)
+    def worker_failed(self, failure: WorkerFailure) -> Action | None:
+        return self._role.worker_failed(failure)
 
-    def able(self, called: bool, ended: bool, ready: bool) -> None:
-        self._role.able(called, ended, ready)
+    def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
+        self._role.regroup_ready(called, ended, ready)
 
-    def going(self, message: words.FirstStep) -> None:
-        self._role.going(message)
+    def first_step(self, message: worker_messages.FirstStep) -> None:
+        self._role.first_step(message)
 
-    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
-        self._role.halting(rank, message)
+    def halt_message(
+        self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
+    ) -> None:
+        self._role.halt_message(rank, message)
 
     def preempt(self, number: signal.Signals) -> bool:
         return self._role.preempt(number)
 
-    def signalled(self, number: signal.Signals) -> None:
-        self._role.signalled(number)
+    def signal_received(self, number: signal.Signals) -> None:
+        self._role.signal_received(number)
 
-    def passed(self, number: signal.Signals) -> None:
-        self._role.passed(number)
+    def forward_signal(self, number: signal.Signals) -> None:
+        self._role.forward_signal(number)
 
-    def announce(self, code: int, text: str) -> None:
-        self._role.announce(code, text)
+    def announce_result(self, code: int, text: str) -> None:
+        self._role.announce_result(code, text)
 
     async def close(self, code: int, text: str) -> None:
-        if self._succeeding is not None:
-            self._succeeding.cancel()
+        if self._takeover is not None:
+            self._takeover.cancel()
         await self._role.close(code, text)
         for sock in self._door:
             sock.close()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from phalanx.contract import worker_messages as words
+from phalanx.contract import worker_messages
 from phalanx.control import interfaces, messages
 from phalanx.control.member import Endpoint, Member
 from phalanx.errors import LaunchError
@@ -26,7 +26,7 @@ from phalanx.launcher.coordination.actions import (
     StopWorkers,
 )
 from phalanx.launcher.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
-from phalanx.launcher.coordination.rank_assignment import arrival_of, seats_of
+from phalanx.launcher.coordination.rank_assignment import assign_seats, node_info
 from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.output.console import Console
 from phalanx.launcher.output.log_forwarder import LogForwarder
@@ -38,14 +38,14 @@ _LONGEST = 1 << 14  # of a text that the leader is told
 _DRAIN = 10.0  # seconds for output that is still to be relayed
 
 
-def places(gathering: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
+def leader_endpoints(rendezvous: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
     """Where the leader may be, the likeliest first; asked again at each try."""
 
     def where() -> list[Endpoint]:
-        found = [Endpoint(address, gathering.port) for address in gathering.addresses]
-        if gathering.host is not None and gathering.port:
-            found.append(Endpoint(gathering.host, gathering.port))
-        place = gathering.meeting.read() if gathering.meeting is not None else None
+        found = [Endpoint(address, rendezvous.port) for address in rendezvous.addresses]
+        if rendezvous.host is not None and rendezvous.port:
+            found.append(Endpoint(rendezvous.host, rendezvous.port))
+        place = rendezvous.leader_file.read() if rendezvous.leader_file is not None else None
         if place is not None:
             found += [Endpoint(address, place.port) for address in place.addresses]
         return list(dict.fromkeys(found))
@@ -53,20 +53,25 @@ def places(gathering: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
     return where
 
 
-async def excuse(gathering: RendezvousConfig, why: str) -> None:
+async def excuse(rendezvous: RendezvousConfig, why: str) -> None:
     """This node cannot take part: let the leader say so, if there is one."""
-    member = Member(gathering.token, arrival_of(None, gathering, why[: 1 << 14]), places(gathering), events=_Deaf())
+    member = Member(
+        rendezvous.token,
+        node_info(None, rendezvous, why[: 1 << 14]),
+        leader_endpoints(rendezvous),
+        events=_IgnoredEvents(),
+    )
     await member.excuse()
 
 
-class _Deaf:
+class _IgnoredEvents:
     def heard(self, message: messages.FromLeader) -> None: ...
     def lost(self, why: str, *, silent: bool) -> None: ...
     def note(self, text: str) -> None: ...
     def waiting(self, text: str) -> None: ...
 
 
-class Heir(Protocol):
+class LeaderLossHandler(Protocol):
     """Who takes over when node 0 is lost: launcher/coordination/failover.py."""
 
     def leader_lost(self, why: str, *, silent: bool) -> None: ...
@@ -76,37 +81,37 @@ class FollowerCoordinator:
     leads = False
 
     def __init__(
-        self, plan: Plan, gathering: RendezvousConfig, folder: RunFolder, console: Console, *, door: int = 0
+        self, plan: Plan, rendezvous: RendezvousConfig, folder: RunFolder, console: Console, *, door: int = 0
     ) -> None:
-        self.roll: messages.PeerList | None = None  # who else is here, where nodes may come and go
-        self.heir: Heir | None = None
+        self.peer_list: messages.PeerList | None = None  # who else is here, where nodes may come and go
+        self.failover: LeaderLossHandler | None = None
         self.attempt = 0
         self.ordered = 0  # the one that was started last: this node may not have got to it yet
         self.generation = 0
-        self.ability = (False, False, False)  # of our workers: called, ended, all have called
+        self.readiness = (False, False, False)  # of our workers: called, ended, all have called
         self._plan = plan
-        self._gathering = gathering
+        self._rendezvous = rendezvous
         self._folder = folder
         self._console = console
-        self._supervised: AgentView | None = None
-        self._arrival = arrival_of(plan, gathering, door=door)
-        self._member = Member(gathering.token, self._arrival, places(gathering), events=self)
+        self._agent: AgentView | None = None
+        self._node_info = node_info(plan, rendezvous, door=door)
+        self._member = Member(rendezvous.token, self._node_info, leader_endpoints(rendezvous), events=self)
         self._inbox: asyncio.Queue[messages.Start | messages.EndMessage] = asyncio.Queue()
         self._lost = ""
         self._started = False
         self._running = False  # an attempt, from when it is ordered to its end here
-        self._going = False  # this node leaves, and the others go on
-        self.relay: LogForwarder | None = LogForwarder(self._send, lambda: self._member.waiting)
+        self._leaving = False  # this node leaves, and the others go on
+        self.log_forwarder: LogForwarder | None = LogForwarder(self._send, lambda: self._member.waiting)
 
-    def meet(self, supervised: AgentView) -> None:
-        self._supervised = supervised
+    def attach(self, agent: AgentView) -> None:
+        self._agent = agent
 
     def _send(self, message: messages.Message) -> None:
         """To whoever leads at the time."""
         self._member.send(message)
 
     async def join(self) -> None:
-        welcome = await self._member.join(self._gathering.join_timeout)
+        welcome = await self._member.join(self._rendezvous.join_timeout)
         try:
             self._folder.join(welcome.run, welcome.member)
         except OSError as error:
@@ -115,28 +120,28 @@ class FollowerCoordinator:
             ) from error
         for text in welcome.notes:
             self.note(text)
-        self._arrival = msgspec.structs.replace(self._arrival, member=welcome.member)
+        self._node_info = msgspec.structs.replace(self._node_info, member=welcome.member)
         at = f"{welcome.leader} at {self._member.leader_address}"
-        self.note(f"joined {at} as {self._gathering.noun} {welcome.member}, output in {self._folder.path}")
+        self.note(f"joined {at} as {self._rendezvous.noun} {welcome.member}, output in {self._folder.path}")
 
-    async def orders(self) -> StartAttempt | RunResult:
+    async def first_attempt(self) -> StartAttempt | RunResult:
         """Begin, or end: whichever the leader says."""
         next_ = await self._inbox.get()
         if isinstance(next_, messages.EndMessage):
             # What everybody hears at node 0 is not told again by each of them on the same terminal.
-            return RunResult(next_.code, next_.text if self._gathering.echo or self._lost else "")
+            return RunResult(next_.code, next_.text if self._rendezvous.echo or self._lost else "")
         if self._started and next_.attempt > self.attempt:
             self.note(f"starting all ranks again: restart {next_.attempt}", repeats=True)
         if not next_.place.ranks:
             self.note("every place is taken: this node is a spare, and gets ready")
         self._started = True
-        self.attempt, self.ability = next_.attempt, (False, False, False)
+        self.attempt, self.readiness = next_.attempt, (False, False, False)
         self.generation = max(self.generation, next_.generation)
-        return StartAttempt(next_.attempt, self._seated(next_.place), None, next_.generation)
+        return StartAttempt(next_.attempt, self._assigned_plan(next_.place), None, next_.generation)
 
-    def _seated(self, place: messages.StartRanks) -> Plan:
+    def _assigned_plan(self, place: messages.StartRanks) -> Plan:
         member = self._member
-        seats = seats_of(self._plan, place)
+        seats = assign_seats(self._plan, place)
         plan = self._plan.seated(
             seats,
             world_size=place.world_size,
@@ -158,7 +163,7 @@ class FollowerCoordinator:
                 self.waiting(message.text)
             case messages.Start() | messages.EndMessage():
                 if self._running and isinstance(message, messages.EndMessage):
-                    self._act(self._stopped("the run has ended at node 0"))
+                    self._act(self._stop_workers("the run has ended at node 0"))
                 if isinstance(message, messages.Start):
                     self._running, self.ordered = True, message.attempt
                 self.waiting(None)
@@ -166,13 +171,13 @@ class FollowerCoordinator:
             case messages.Regroup():
                 if self._running and message.attempt == self.ordered:
                     self.generation = message.generation
-                    plan = self._seated(message.place)
+                    plan = self._assigned_plan(message.place)
                     self._act(RegroupPlan(message.generation, message.why, plan, None, message.halt))
             case messages.Hold():
                 if self._running and message.attempt == self.attempt:
                     self._act(HoldWorkers(message.why))
             case messages.PeerList():
-                self.roll = message
+                self.peer_list = message
             case messages.HaltAll():
                 if self._running:
                     self._act(HaltWorkers(message.step))
@@ -181,8 +186,8 @@ class FollowerCoordinator:
             case messages.ForwardSignal():
                 self._act(SignalWorkers(signal.Signals(message.signal)))
             case messages.RpcFrame():
-                if self._supervised is not None:
-                    self._supervised.letter(None, message)
+                if self._agent is not None:
+                    self._agent.receive_rpc(None, message)
             case messages.NoteMessage():
                 self.note(message.text)
 
@@ -193,9 +198,9 @@ class FollowerCoordinator:
     def skew(self) -> float:
         return self._member.skew
 
-    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
+    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
         if to is None:
-            self._member.send(letter)
+            self._member.send(frame)
 
     def address(self, member: int) -> str:  # noqa: ARG002
         return ""
@@ -207,27 +212,27 @@ class FollowerCoordinator:
         elif self._running:  # else it is about an attempt that has ended here already
             self._act(StopWorkers(number, stop.reason, stop.grace))
 
-    def _stopped(self, reason: str) -> StopWorkers:
+    def _stop_workers(self, reason: str) -> StopWorkers:
         return StopWorkers(signal.SIGTERM, reason, self._plan.shutdown.failure_timeout)
 
     def _act(self, action: Action) -> None:
-        if self._supervised is not None:
-            self._supervised.perform(action)
+        if self._agent is not None:
+            self._agent.perform(action)
 
     def lost(self, why: str, *, silent: bool) -> None:
-        if self.heir is not None and self.roll is not None and not self._going:
-            self.heir.leader_lost(why, silent=silent)
+        if self.failover is not None and self.peer_list is not None and not self._leaving:
+            self.failover.leader_lost(why, silent=silent)
         else:
             self.give_up(why)
 
     def give_up(self, why: str) -> None:
         self._lost = why
         self._inbox.put_nowait(messages.EndMessage(code=1, text=f"node 0 is lost: {why}"))
-        self._act(self._stopped("node 0 is lost"))
+        self._act(self._stop_workers("node 0 is lost"))
 
     @property
     def id(self) -> int:
-        return self._arrival.member or 0
+        return self._node_info.member or 0
 
     @property
     def running(self) -> bool:
@@ -240,8 +245,8 @@ class FollowerCoordinator:
 
     async def follow(self, where: Endpoint, timeout: float) -> None:
         """Another leader, in the place of the one that was lost. Raises JoinError."""
-        arrival = msgspec.structs.replace(self._arrival, engaged=self._engaged())
-        before, member = self._member, Member(self._gathering.token, arrival, lambda: [where], events=self)
+        info = msgspec.structs.replace(self._node_info, engaged=self._engaged())
+        before, member = self._member, Member(self._rendezvous.token, info, lambda: [where], events=self)
         self._member = member  # what it says may be heard before join returns
         await before.drop()
         await member.join(timeout)
@@ -249,7 +254,7 @@ class FollowerCoordinator:
     def _engaged(self) -> messages.Engaged | None:
         if not self._running:
             return None
-        called, ended, ready = self.ability
+        called, ended, ready = self.readiness
         return messages.Engaged(
             attempt=self.ordered, generation=self.generation, called=called, ended=ended, ready=ready
         )
@@ -259,80 +264,82 @@ class FollowerCoordinator:
         await self._member.drop()
 
     def note(self, text: str, *, repeats: bool = False) -> None:
-        if self._supervised is not None:
-            self._supervised.note(text, repeats=repeats)
+        if self._agent is not None:
+            self._agent.note(text, repeats=repeats)
 
     def waiting(self, text: str | None) -> None:
-        if self._supervised is not None:
-            self._supervised.waiting(text)
+        if self._agent is not None:
+            self._agent.waiting(text)
 
     # -- how it ends
 
-    async def settled(self) -> None:
+    async def wait_for_others(self) -> None:
         pass
 
-    def last(self, *, failed: bool) -> bool:  # noqa: ARG002
+    def is_last_attempt(self, *, failed: bool) -> bool:  # noqa: ARG002
         return bool(self._lost)
 
-    def failing(self, fall: WorkerFailure) -> Action | None:
+    def worker_failed(self, failure: WorkerFailure) -> Action | None:
         self._member.send(
             messages.Failing(
-                rank=fall.rank,
-                reason=fall.reason,
-                time=fall.time,
-                place=fall.place[:1000],
-                lived=fall.lived,
-                step=fall.step,
-                generation=fall.generation,
+                rank=failure.rank,
+                reason=failure.reason,
+                time=failure.time,
+                place=failure.place[:1000],
+                lived=failure.lived,
+                step=failure.step,
+                generation=failure.generation,
             )
         )
-        called, ended, _ = self.ability
+        called, ended, _ = self.readiness
         if not called or ended:
-            return self._stopped(fall.reason)
+            return self._stop_workers(failure.reason)
         return None  # the leader may want us to regroup
 
-    def able(self, called: bool, ended: bool, ready: bool) -> None:
-        self.ability = (called, ended, ready)
+    def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
+        self.readiness = (called, ended, ready)
         self._member.send(messages.RegroupReady(called=called, ended=ended, ready=ready))
 
-    def going(self, message: words.FirstStep) -> None:
+    def first_step(self, message: worker_messages.FirstStep) -> None:
         self._member.send(
             messages.ProgressMessage(generation=message.generation, step=message.step, before=message.before)
         )
 
-    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
+    def halt_message(
+        self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
+    ) -> None:
         match message:
-            case words.HaltAck():
+            case worker_messages.HaltAck():
                 self._member.send(
                     messages.NodeHaltAck(
                         rank=rank, step=message.step, generation=message.generation, stuck=message.stuck
                     )
                 )
-            case words.HaltedAt():
+            case worker_messages.HaltedAt():
                 self._member.send(messages.NodeHalted(step=message.step))
 
     def preempt(self, number: signal.Signals) -> bool:
         # Where nodes come and go, this one goes, and the others go on.
-        taken = self._running and self.ability[0] and not self._lost and not self._gathering.elastic
+        taken = self._running and self.readiness[0] and not self._lost and not self._rendezvous.elastic
         if taken:  # node 0 ends it, with a checkpoint or without
             self._member.send(messages.Signalled(signal=number, preempt=True))
         return taken
 
-    def signalled(self, number: signal.Signals) -> None:
+    def signal_received(self, number: signal.Signals) -> None:
         # Before the start one that goes may come again; the others wait for it.
         if self._running or self._started:
             self._member.send(messages.Signalled(signal=number))
-        self._going = self._gathering.elastic and number == signal.SIGTERM
-        if not (self._running or self._started) or self._going:
+        self._leaving = self._rendezvous.elastic and number == signal.SIGTERM
+        if not (self._running or self._started) or self._leaving:
             self._inbox.put_nowait(messages.EndMessage(code=128 + number))
 
-    def passed(self, number: signal.Signals) -> None:
+    def forward_signal(self, number: signal.Signals) -> None:
         pass
 
-    async def concluded(self, report: AttemptReport) -> StartAttempt | RunResult:
+    async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
         self._running = False
-        if self.relay is not None and not self._lost:
-            await self.relay.drained(_DRAIN)
+        if self.log_forwarder is not None and not self._lost:
+            await self.log_forwarder.drained(_DRAIN)
         self._member.send(
             messages.Over(
                 attempt=report.attempt,
@@ -343,14 +350,14 @@ class FollowerCoordinator:
                 left=report.left[:_LONGEST],
             )
         )
-        return await self.orders()
+        return await self.first_attempt()
 
-    def announce(self, code: int, text: str) -> None:
+    def announce_result(self, code: int, text: str) -> None:
         pass
 
     async def close(self, code: int, text: str) -> None:
-        if self.relay is not None:
-            self.relay.close()
+        if self.log_forwarder is not None:
+            self.log_forwarder.close()
         with contextlib.suppress(ConnectionError):
             await self._member.leave(min(code, 255), text[:_LONGEST])
 

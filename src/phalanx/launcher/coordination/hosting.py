@@ -11,31 +11,31 @@ from phalanx.launcher.coordination import port
 from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 
 
-def open_door(gathering: RendezvousConfig) -> tuple[bool, list[socket.socket]]:
+def open_leader_sockets(rendezvous: RendezvousConfig) -> tuple[bool, list[socket.socket]]:
     """True and the leader's sockets, or False and none."""
-    if gathering.leads is False:
+    if rendezvous.leads is False:
         return False, []
     here = interfaces.survey()
-    addresses, own = _addresses(gathering.host, here)
-    if gathering.leads is None and not own:
+    addresses, own = _addresses(rendezvous.host, here)
+    if rendezvous.leads is None and not own:
         return False, []
     try:
-        return True, port.listen_on(addresses, gathering.port)
+        return True, port.listen_on(addresses, rendezvous.port)
     except PortError as error:
-        if gathering.leads is None:
+        if rendezvous.leads is None:
             return False, []  # another one of this machine was first
-        if gathering.meeting is None:
+        if rendezvous.leader_file is None:
             raise _for_all(error) from error.__cause__
         return True, port.listen_on(addresses, 0)  # the port was only a guess: the meeting place tells the right one
 
 
-def open_side_door(gathering: RendezvousConfig) -> list[socket.socket]:
+def open_failover_sockets(rendezvous: RendezvousConfig) -> list[socket.socket]:
     """Where this node could be found if it had to lead. Nobody is answered there before."""
-    named = _resolve(gathering.host) if gathering.host is not None else []
+    named = _resolve(rendezvous.host) if rendezvous.host is not None else []
     confined = bool(named) and all(interfaces.is_loopback(address) for address in named)
     addresses = named[:1] if confined else list(interfaces.reachable(interfaces.survey())) or ["127.0.0.1"]
     try:
-        return port.listen_on(addresses, gathering.port)  # so that whoever comes later need not be told another one
+        return port.listen_on(addresses, rendezvous.port)  # so that whoever comes later need not be told another one
     except PortError:
         return port.listen_on(addresses, 0)
 

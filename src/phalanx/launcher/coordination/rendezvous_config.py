@@ -25,7 +25,7 @@ class RendezvousConfig:
     addresses: tuple[str, ...] = ()  # the leader's, where it told them
     promised: tuple[int, ...] = ()  # workers of every node, where the user said them
     task: SchedulerTask | None = None  # this process is one that a scheduler started
-    meeting: LeaderFile | None = None  # where tasks find their leader if no name leads to it
+    leader_file: LeaderFile | None = None  # in which tasks find their leader if its name does not resolve
     join_timeout: float = 300.0
     node_timeout: float = 15.0
     least: int = 0  # with so many it can begin and go on; 0: with all of them
