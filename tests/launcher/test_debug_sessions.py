@@ -59,7 +59,7 @@ class Node:
         self.attempt: Any = SimpleNamespace(
             workers={"0": worker}, world_size=size, living=[("0", worker)], debugged=frozenset()
         )
-        self.page = SimpleNamespace(looked=1.0)
+        self.status = SimpleNamespace(looked=1.0)
         self.comes = True
         console: Any = SimpleNamespace(say=self.said.append, terminal=lambda _: False)
         folder: Any = SimpleNamespace(name="run")
@@ -77,7 +77,7 @@ class Node:
 
     def note(self, text: str) -> None: ...
 
-    def order(self, what: str) -> None:
+    def send(self, what: str) -> None:
         self.asked.append(what)
 
     async def ask(self, what: str, **_: object) -> wire.Message | None:

@@ -44,7 +44,7 @@ class Probe:
         self.reads = 0
 
     @property
-    def page(self) -> object:
+    def status(self) -> object:
         self.reads += 1
         return reading(3, 30)
 
