@@ -1,8 +1,11 @@
-"""Whoever else takes part in a run. The agent asks when to begin, tells how it went, and hears what to do next.
+"""The interface between an agent and its coordinator, and the coordinator of a run on one node.
 
-Alone       one node: nobody to ask
-Leading     node 0 of several (leading.py)
-Following   every other node (following.py)
+The agent asks its coordinator when to start an attempt, reports how it ended, and gets the next one or the result.
+
+SingleNodeCoordinator   one node: decides by itself
+LeaderCoordinator       node 0 of several: decides for all nodes (leader.py)
+FollowerCoordinator     every other node: asks the leader (follower.py)
+FailoverCoordinator     a follower that becomes the leader if node 0 is lost (failover.py)
 """
 
 from __future__ import annotations
@@ -30,118 +33,131 @@ from phalanx.recover.decision import RecoveryAction
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """Begin an attempt."""
+    """Start an attempt."""
 
     attempt: int
     plan: Plan
-    listener: socket.socket | None  # of the store, where this node hosts it
-    generation: int = 0  # that of the group which this node comes to
+    listener: socket.socket | None  # of the store, if this node hosts it
+    generation: int = 0  # of the group that this node joins
 
 
 @dataclass(frozen=True)
 class AttemptReport:
-    """How an attempt went on this node."""
+    """How an attempt ended on this node."""
 
     attempt: int
     deaths: Sequence[root_cause.ProcessFailure] = ()
-    block: str = ""  # what to tell about the first of them
-    trouble: str = ""  # it ended for a reason that is no worker's
-    failed: int = 0  # workers that failed by themselves
-    left: str = ""  # processes that workers left running, and what will be done about them
+    block: str = ""  # the message about the first of them
+    trouble: str = ""  # why it ended, if no worker is the cause
+    failed: int = 0  # workers that failed, not counting those that were stopped
+    left: str = ""  # processes that workers left running, and what happens to them
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """The run is over."""
+    """The run is over: its exit code, and the message to print."""
 
     code: int
     text: str = ""
 
 
 class AgentView(Protocol):
-    """The agent, as far as its coordinator knows it."""
+    """The agent, as far as its coordinator needs it."""
 
     def perform(self, action: Action) -> None:
-        """Execute a decision that no call of the agent has asked for, such as one that came from another node."""
+        """Execute a decision that the agent has not asked for, such as one of another node."""
 
-    def note(self, text: str, *, repeats: bool = False) -> None: ...
-    def waiting(self, text: str | None) -> None: ...
-    def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None: ...
+    def note(self, text: str, *, repeats: bool = False) -> None:
+        """Print a line and write it to the run folder. `repeats`: an event with the same content is already there."""
+
+    def waiting(self, text: str | None) -> None:
+        """Show what the node waits for. None: it waits no more."""
+
+    def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None:
+        """Take a frame from a member. `sender` None: from the leader."""
 
 
 class Coordinator(Protocol):
+    """Decides for a node when an attempt begins and what follows a failure."""
+
     @property
     def leads(self) -> bool:
-        """Whether this node decides for all."""
+        """Return whether this node decides for all nodes."""
         ...
 
     def members(self) -> dict[int, tuple[int, ...]]:
-        """Of whom this node is the leader, itself left out: their ranks."""
+        """Return the ranks of each follower. Empty on a node that does not lead."""
         ...
 
     @property
     def skew(self) -> float:
-        """The clock of this node minus that of the one that leads."""
+        """Return the clock of this node minus the leader's, in seconds."""
         ...
 
     def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
-        """To a member; None: to the leader, where that is another node."""
+        """Send a frame to a member or, if `to` is None, to the leader."""
 
     def address(self, member: int) -> str:
-        """Of a member, as seen from here; empty: nobody knows."""
+        """Return the address of a member as seen from here. Empty if unknown."""
         ...
 
     @property
     def log_forwarder(self) -> LogForwarder | None:
-        """Who else reads what workers write."""
+        """Return what sends the output of workers to the leader. None: nothing does."""
         ...
 
-    def attach(self, agent: AgentView) -> None: ...
+    def attach(self, agent: AgentView) -> None:
+        """Set the agent that performs the actions of this coordinator. Called once, before `join`."""
 
     async def join(self) -> None:
-        """Until everybody is here. Raises JoinError."""
+        """Wait until all nodes have joined. Raises JoinError."""
 
     async def first_attempt(self) -> StartAttempt | RunResult:
-        """What to do first."""
+        """Return the first attempt, or the result if there is none."""
 
     async def wait_for_others(self) -> None:
-        """Until no other node needs what this one hosts: ranks elsewhere may still use the store."""
+        """Wait until no other node needs what this node hosts, such as the store."""
 
     def is_last_attempt(self, *, failed: bool) -> bool:
-        """Whether it is certain that no other attempt follows this one."""
+        """Return whether certainly no attempt follows this one. `failed`: it failed on this node."""
         ...
 
     async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
-        """What to do next."""
+        """Report how an attempt ended here, and return the next attempt or the result of the run."""
 
     def worker_failed(self, failure: WorkerFailure) -> Action | None:
-        """Decide what to do about a worker of this node that has failed. None: nothing yet; another node decides."""
+        """Decide about a worker of this node that failed. None: nothing to do until another node has decided."""
 
     def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
-        """Workers here can regroup; some are through with their work, and cannot any more; all are there."""
+        """Report whether the workers of this node can regroup, each time that this changes.
+
+        `called`: a worker has connected, so the script can regroup. `ended`: a worker has finished, so no new group can
+        form. `ready`: all workers have connected.
+        """
 
     def first_step(self, message: worker_messages.FirstStep) -> None:
-        """A group that has formed anew has committed its first step."""
+        """Report that a group that formed after a failure has committed its first step."""
 
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:
-        """What a rank here says about halting."""
+        """Take what a rank of this node reports about a halt."""
 
     def preempt(self, number: signal.Signals) -> bool:
-        """A scheduler takes the machine away. False: there can be no checkpoint, and the run ends as by any signal."""
+        """Begin to halt the run with a checkpoint. False: there can be no checkpoint, and the signal ends the run."""
         ...
 
     def signal_received(self, number: signal.Signals) -> None:
-        """The user, or a scheduler, ends the run here."""
+        """Report a signal that ends the run, received on this node."""
 
     def forward_signal(self, number: signal.Signals) -> None:
-        """A signal that does not end anything, for the workers of all nodes."""
+        """Forward a signal that does not end the run to the other nodes."""
 
     def announce_result(self, code: int, text: str) -> None:
-        """The run has ended, and this node still waits for its own processes: the others need not."""
+        """Tell the other nodes that the run has ended, while this one still waits for its processes."""
 
-    async def close(self, code: int, text: str) -> None: ...
+    async def close(self, code: int, text: str) -> None:
+        """Tell the other nodes the result, and close all connections and sockets."""
 
 
 class SingleNodeCoordinator:
@@ -152,12 +168,14 @@ class SingleNodeCoordinator:
     skew = 0.0
 
     def members(self) -> dict[int, tuple[int, ...]]:
+        """Return nothing: there are no followers."""
         return {}
 
     def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
-        pass
+        """Do nothing: there is no other node."""
 
     def address(self, member: int) -> str:  # noqa: ARG002
+        """Return an empty address: there is no other node."""
         return ""
 
     def __init__(self, plan: Plan, folder: RunFolder, listener: socket.socket) -> None:
@@ -170,26 +188,30 @@ class SingleNodeCoordinator:
         self._preemption = Preemption(plan, folder, self)
 
     def attach(self, agent: AgentView) -> None:
+        """Set the agent."""
         self._agent = agent
 
     async def join(self) -> None:
-        pass
+        """Return at once."""
 
     async def first_attempt(self) -> StartAttempt | RunResult:
+        """Return the first attempt."""
         return StartAttempt(0, self._plan, self._listener)
 
     async def wait_for_others(self) -> None:
-        pass
+        """Return at once."""
 
     def is_last_attempt(self, *, failed: bool) -> bool:
+        """Return whether no restart follows."""
         return not failed or not self._restarts
 
     @property
     def _restarts(self) -> bool:
-        """All ranks are started again. Not when the machine is taken away: the next run goes on from the checkpoint."""
+        """Return whether all ranks are started again. Not after a preemption: the next run resumes the checkpoint."""
         return self._recoveries.latest_action is RecoveryAction.RESTART and not self._preemption.begun
 
     async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
+        """Return a restart if the latest decision was one, else the result of the run."""
         self._preemption.close()
         if self._preemption.halted:
             return RunResult(os.EX_TEMPFAIL, self._preemption.final_text(self._recoveries.summary()))
@@ -214,7 +236,8 @@ class SingleNodeCoordinator:
         return StartAttempt(attempt + 1, self._plan, self._listener, self._recoveries.generation)
 
     def worker_failed(self, failure: WorkerFailure) -> Action:
-        if self._preemption.halted:  # nothing is lost by it
+        """Regroup, stop the workers, or accept the loss once a checkpoint is on disk."""
+        if self._preemption.halted:  # a checkpoint is on disk
             return AcceptLoss()
         if self._recoveries.decide(failure, can_regroup=self._can_regroup) is RecoveryAction.REGROUP:
             return self._regroup_plan(failure.reason, halt=self._preemption.begun)
@@ -231,6 +254,7 @@ class SingleNodeCoordinator:
         return RegroupPlan(self._recoveries.generation, why, self._plan, self._listener, halt)
 
     def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:  # noqa: ARG002
+        """Remember whether the workers can regroup."""
         self._can_regroup = called and not ended
         self._preemption.regroup_ready(called, ended)
 
@@ -239,48 +263,57 @@ class SingleNodeCoordinator:
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:
+        """Pass the message to the preemption."""
         self._preemption.receive(rank, message, self._recoveries.generation)
 
     def preempt(self, number: signal.Signals) -> bool:
+        """Begin a preemption."""
         return self._preemption.begin(number, self._plan.placement.world_size)
 
     def note(self, text: str, *, repeats: bool = False) -> None:
+        """Print a line through the agent."""
         if self._agent is not None:
             self._agent.note(text, repeats=repeats)
 
     def halt(self, step: int | None) -> None:
+        """Have the workers report their step, or halt at `step`."""
         self._act(HaltWorkers(step))
 
     def regroup_and_halt(self, why: str) -> None:
+        """Have the workers regroup and write a checkpoint, if they can regroup."""
         if self._can_regroup:
             self._recoveries.next_generation()
             self._act(self._regroup_plan(why, halt=True))
 
     def stop(self, reason: str) -> None:
+        """Stop the workers."""
         self._act(self._stop_workers(reason))
 
     def end_run(self, number: signal.Signals, reason: str) -> None:
+        """End the run as by a signal of the user."""
         self._act(EndRun(number, reason))
 
     def first_step(self, message: worker_messages.FirstStep) -> None:
+        """Print how long the recovery took."""
         text = self._recoveries.first_step(message.generation, message.step, message.before)
         if text and self._agent is not None:
             self._agent.note(text, repeats=True)
 
     def signal_received(self, number: signal.Signals) -> None:
-        pass
+        """Do nothing: there is no other node."""
 
     def forward_signal(self, number: signal.Signals) -> None:
-        pass
+        """Do nothing: there is no other node."""
 
     def announce_result(self, code: int, text: str) -> None:
-        pass
+        """Do nothing: there is no other node."""
 
     async def close(self, code: int, text: str) -> None:
-        pass
+        """Do nothing: there is nothing to close."""
 
 
 def record_failure(folder: RunFolder, death: root_cause.ProcessFailure, attempt: int) -> None:
+    """Write the first failure of an attempt to the run folder."""
     folder.event(
         events.WorkerFailed(
             time=time.time(),

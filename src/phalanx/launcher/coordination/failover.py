@@ -30,7 +30,7 @@ from phalanx.launcher.runs.run_folder import RunFolder
 
 
 class FailoverCoordinator:
-    """A coordinator that follows first, and may lead later."""
+    """A coordinator that follows at first, and may lead later. It delegates to its current role."""
 
     def __init__(
         self,
@@ -51,10 +51,11 @@ class FailoverCoordinator:
         self._agent: AgentView | None = None
         self._takeover: asyncio.Task[None] | None = None
 
-    # -- the leader is lost
+    # -- replacing the leader
 
     def leader_lost(self, why: str, *, silent: bool) -> None:
-        before = self._takeover  # one that took its place may be lost as soon as it has welcomed us
+        """Join the next leader, or become it. `silent`: the leader may still be alive."""
+        before = self._takeover  # the next leader may be lost too, right after this node joined it
         self._takeover = asyncio.get_running_loop().create_task(self._replace_leader(why, before, silent=silent))
 
     async def _replace_leader(self, why: str, before: asyncio.Task[None] | None, *, silent: bool) -> None:
@@ -73,7 +74,7 @@ class FailoverCoordinator:
             self._note(f"node {peers.leader} still answers: it is this node that was given up")
         for peer in peers.peers:
             if peer.member == following.id:
-                if not following.running:  # it has nothing to go on with
+                if not following.running:  # there is no state to continue from
                     break
                 await self._lead(why, peers, silent=silent)
                 return
@@ -81,7 +82,7 @@ class FailoverCoordinator:
                 try:
                     await following.follow(Endpoint(peer.address, peer.port), self._patience)
                 except JoinError:
-                    continue  # it is gone too, or still has its leader: it is we who are cut off
+                    continue  # it is gone too, or still has its leader: this node is cut off
                 self._note(f"node {peer.member} ({peer.host}) leads now")
                 return
         following.give_up(why)
@@ -98,7 +99,9 @@ class FailoverCoordinator:
             leading.attach(self._agent)
         following.log_forwarder = None
         self._role = leading
-        dropping = asyncio.get_running_loop().create_task(following.drop())  # a silent one does not answer
+        dropping = asyncio.get_running_loop().create_task(
+            following.drop()
+        )  # takes its time: a silent leader does not answer
         state = TakeoverState(
             leader=peers.leader,
             why=why,
@@ -118,89 +121,110 @@ class FailoverCoordinator:
 
     @property
     def _patience(self) -> float:
-        """Some notice later than others that the leader is gone."""
+        """Return how long to wait for others: some notice later that the leader is gone."""
         return self._rendezvous.node_timeout + CONNECT_TIMEOUT
 
     def _note(self, text: str) -> None:
         if self._agent is not None:
             self._agent.note(text)
 
-    # -- as whatever it is now
+    # -- delegated to the current role
 
     @property
     def log_forwarder(self) -> LogForwarder | None:
+        """Return the log forwarder of the current role."""
         return self._role.log_forwarder
 
     @property
     def leads(self) -> bool:
+        """Return whether this node leads now."""
         return self._role.leads
 
     @property
     def skew(self) -> float:
+        """Return the clock of this node minus the leader's, in seconds."""
         return self._role.skew
 
     def members(self) -> dict[int, tuple[int, ...]]:
+        """Return the ranks of each follower. Empty until this node leads."""
         return self._role.members()
 
     def send_rpc(self, frame: RpcFrame, to: int | None) -> None:
+        """Send a frame in the current role."""
         self._role.send_rpc(frame, to)
 
     def address(self, member: int) -> str:
+        """Return the address of a member. Empty until this node leads."""
         return self._role.address(member)
 
     def attach(self, agent: AgentView) -> None:
+        """Set the agent of this coordinator and its role."""
         self._agent = agent
         self._role.attach(agent)
 
     async def join(self) -> None:
+        """Join the leader."""
         await self._role.join()
 
     async def first_attempt(self) -> StartAttempt | RunResult:
+        """Return the first attempt of the current role."""
         return await self._role.first_attempt()
 
     async def wait_for_others(self) -> None:
+        """Wait until it is clear who leads, then as that role does."""
         await self._settle()
         await self._role.wait_for_others()
 
     async def _settle(self) -> None:
-        """It has to be clear who leads before anybody is asked what comes next."""
+        """Wait until it is clear who leads."""
         if self._takeover is not None:
             await self._takeover
 
     def is_last_attempt(self, *, failed: bool) -> bool:
+        """Return what the current role knows."""
         return self._role.is_last_attempt(failed=failed)
 
     async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
+        """Wait until it is clear who leads, then report to it."""
         await self._settle()
         return await self._role.attempt_ended(report)
 
     def worker_failed(self, failure: WorkerFailure) -> Action | None:
+        """Let the current role decide."""
         return self._role.worker_failed(failure)
 
     def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
+        """Report to the current role."""
         self._role.regroup_ready(called, ended, ready)
 
     def first_step(self, message: worker_messages.FirstStep) -> None:
+        """Report to the current role."""
         self._role.first_step(message)
 
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:
+        """Pass the message to the current role."""
         self._role.halt_message(rank, message)
 
     def preempt(self, number: signal.Signals) -> bool:
+        """Begin a preemption in the current role."""
         return self._role.preempt(number)
 
     def signal_received(self, number: signal.Signals) -> None:
+        """Report to the current role."""
         self._role.signal_received(number)
 
     def forward_signal(self, number: signal.Signals) -> None:
+        """Forward in the current role."""
         self._role.forward_signal(number)
 
     def announce_result(self, code: int, text: str) -> None:
+        """Announce in the current role."""
         self._role.announce_result(code, text)
 
     async def close(self, code: int, text: str) -> None:
+        """Cancel a takeover, and close the current role and the reserved port."""
         if self._takeover is not None:
             self._takeover.cancel()
         await self._role.close(code, text)

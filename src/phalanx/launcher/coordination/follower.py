@@ -1,4 +1,4 @@
-"""Every node but the first: joins, starts when it is told, tells how it went, and ends as everybody ends."""
+"""The coordinator of every node but node 0: it joins the leader, obeys it, and reports to it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 
-_LONGEST = 1 << 14  # of a text that the leader is told
-_DRAIN = 10.0  # seconds for output that is still to be relayed
+_LONGEST = 1 << 14  # characters of a text for the leader
+_DRAIN = 10.0  # seconds to forward the rest of the output
 
 
 def leader_endpoints(rendezvous: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
-    """Where the leader may be, the likeliest first; asked again at each try."""
+    """Return a function that lists where the leader may be, the most likely first. Call it before each try."""
 
     def where() -> list[Endpoint]:
         found = [Endpoint(address, rendezvous.port) for address in rendezvous.addresses]
@@ -54,7 +54,7 @@ def leader_endpoints(rendezvous: RendezvousConfig) -> Callable[[], Sequence[Endp
 
 
 async def excuse(rendezvous: RendezvousConfig, why: str) -> None:
-    """This node cannot take part: let the leader say so, if there is one."""
+    """Tell the leader, if there is one, why this node cannot take part."""
     member = Member(
         rendezvous.token,
         node_info(None, rendezvous, why[: 1 << 14]),
@@ -72,23 +72,26 @@ class _IgnoredEvents:
 
 
 class LeaderLossHandler(Protocol):
-    """Who takes over when node 0 is lost: launcher/coordination/failover.py."""
+    """What replaces a lost leader (failover.py)."""
 
-    def leader_lost(self, why: str, *, silent: bool) -> None: ...
+    def leader_lost(self, why: str, *, silent: bool) -> None:
+        """Join the next leader, or become it. `silent`: the leader may still be alive."""
 
 
 class FollowerCoordinator:
+    """Joins the leader, performs what it orders, and reports to it."""
+
     leads = False
 
     def __init__(
         self, plan: Plan, rendezvous: RendezvousConfig, folder: RunFolder, console: Console, *, door: int = 0
     ) -> None:
-        self.peer_list: messages.PeerList | None = None  # who else is here, where nodes may come and go
+        self.peer_list: messages.PeerList | None = None  # the other nodes of an elastic run
         self.failover: LeaderLossHandler | None = None
         self.attempt = 0
-        self.ordered = 0  # the one that was started last: this node may not have got to it yet
+        self.ordered = 0  # the latest attempt that the leader ordered: this node may not have started it yet
         self.generation = 0
-        self.readiness = (False, False, False)  # of our workers: called, ended, all have called
+        self.readiness = (False, False, False)  # of the workers here: called, ended, ready
         self._plan = plan
         self._rendezvous = rendezvous
         self._folder = folder
@@ -99,18 +102,20 @@ class FollowerCoordinator:
         self._inbox: asyncio.Queue[messages.Start | messages.EndMessage] = asyncio.Queue()
         self._lost = ""
         self._started = False
-        self._running = False  # an attempt, from when it is ordered to its end here
-        self._leaving = False  # this node leaves, and the others go on
+        self._running = False  # an attempt is ordered and has not ended here
+        self._leaving = False  # this node leaves an elastic run
         self.log_forwarder: LogForwarder | None = LogForwarder(self._send, lambda: self._member.waiting)
 
     def attach(self, agent: AgentView) -> None:
+        """Set the agent."""
         self._agent = agent
 
     def _send(self, message: messages.Message) -> None:
-        """To whoever leads at the time."""
+        """Send a message to the current leader."""
         self._member.send(message)
 
     async def join(self) -> None:
+        """Join the leader, and name the run folder as it says. Raises JoinError."""
         welcome = await self._member.join(self._rendezvous.join_timeout)
         try:
             self._folder.join(welcome.run, welcome.member)
@@ -125,10 +130,13 @@ class FollowerCoordinator:
         self.note(f"joined {at} as {self._rendezvous.noun} {welcome.member}, output in {self._folder.path}")
 
     async def first_attempt(self) -> StartAttempt | RunResult:
-        """Begin, or end: whichever the leader says."""
+        """Wait for the leader to start the first attempt or to end the run."""
+        return await self._next_order()
+
+    async def _next_order(self) -> StartAttempt | RunResult:
         next_ = await self._inbox.get()
         if isinstance(next_, messages.EndMessage):
-            # What everybody hears at node 0 is not told again by each of them on the same terminal.
+            # If all nodes share a terminal, only node 0 prints the result.
             return RunResult(next_.code, next_.text if self._rendezvous.echo or self._lost else "")
         if self._started and next_.attempt > self.attempt:
             self.note(f"starting all ranks again: restart {next_.attempt}", repeats=True)
@@ -155,9 +163,10 @@ class FollowerCoordinator:
         self._console.settle(place.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
         return plan
 
-    # -- what the leader says
+    # -- messages of the leader
 
     def heard(self, message: messages.FromLeader) -> None:
+        """Handle a message of the leader."""
         match message:
             case messages.Waiting():
                 self.waiting(message.text)
@@ -192,24 +201,28 @@ class FollowerCoordinator:
                 self.note(message.text)
 
     def members(self) -> dict[int, tuple[int, ...]]:
+        """Return nothing: a follower has no members."""
         return {}
 
     @property
     def skew(self) -> float:
+        """Return the clock of this node minus the leader's, in seconds."""
         return self._member.skew
 
     def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
+        """Send a frame to the leader. One to another member is dropped."""
         if to is None:
             self._member.send(frame)
 
     def address(self, member: int) -> str:  # noqa: ARG002
+        """Return an empty address: a follower knows only its leader."""
         return ""
 
     def _stop(self, stop: messages.Stop) -> None:
         number = signal.Signals(stop.signal)
         if stop.ends:
             self._act(EndRun(number, stop.reason))
-        elif self._running:  # else it is about an attempt that has ended here already
+        elif self._running:  # else the attempt has already ended here
             self._act(StopWorkers(number, stop.reason, stop.grace))
 
     def _stop_workers(self, reason: str) -> StopWorkers:
@@ -220,34 +233,38 @@ class FollowerCoordinator:
             self._agent.perform(action)
 
     def lost(self, why: str, *, silent: bool) -> None:
+        """Handle the loss of the leader: fail over in an elastic run, else end."""
         if self.failover is not None and self.peer_list is not None and not self._leaving:
             self.failover.leader_lost(why, silent=silent)
         else:
             self.give_up(why)
 
     def give_up(self, why: str) -> None:
+        """End the run on this node, because there is no leader."""
         self._lost = why
         self._inbox.put_nowait(messages.EndMessage(code=1, text=f"node 0 is lost: {why}"))
         self._act(self._stop_workers("node 0 is lost"))
 
     @property
     def id(self) -> int:
+        """Return the number of this member."""
         return self._node_info.member or 0
 
     @property
     def running(self) -> bool:
+        """Return whether an attempt is ordered and has not ended here."""
         return self._running
 
     @property
     def door(self) -> Endpoint | None:
-        """The leader's."""
+        """Return where the leader listens."""
         return self._member.door
 
     async def follow(self, where: Endpoint, timeout: float) -> None:
-        """Another leader, in the place of the one that was lost. Raises JoinError."""
+        """Join another leader in place of the lost one. Raises JoinError."""
         info = msgspec.structs.replace(self._node_info, engaged=self._engaged())
         before, member = self._member, Member(self._rendezvous.token, info, lambda: [where], events=self)
-        self._member = member  # what it says may be heard before join returns
+        self._member = member  # its messages may arrive before join returns
         await before.drop()
         await member.join(timeout)
 
@@ -260,26 +277,30 @@ class FollowerCoordinator:
         )
 
     async def drop(self) -> None:
-        """The leader is lost, and this node takes its place."""
+        """Close the connection to a lost leader: this node takes its place."""
         await self._member.drop()
 
     def note(self, text: str, *, repeats: bool = False) -> None:
+        """Print a line through the agent."""
         if self._agent is not None:
             self._agent.note(text, repeats=repeats)
 
     def waiting(self, text: str | None) -> None:
+        """Show what this node waits for."""
         if self._agent is not None:
             self._agent.waiting(text)
 
-    # -- how it ends
+    # -- the end of an attempt
 
     async def wait_for_others(self) -> None:
-        pass
+        """Return at once: a follower hosts nothing."""
 
     def is_last_attempt(self, *, failed: bool) -> bool:  # noqa: ARG002
+        """Return whether the leader is lost: only the leader knows otherwise."""
         return bool(self._lost)
 
     def worker_failed(self, failure: WorkerFailure) -> Action | None:
+        """Report the failure to the leader. Stop the workers at once if they cannot regroup."""
         self._member.send(
             messages.Failing(
                 rank=failure.rank,
@@ -294,13 +315,15 @@ class FollowerCoordinator:
         called, ended, _ = self.readiness
         if not called or ended:
             return self._stop_workers(failure.reason)
-        return None  # the leader may want us to regroup
+        return None  # the leader decides
 
     def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
+        """Report the readiness to the leader."""
         self.readiness = (called, ended, ready)
         self._member.send(messages.RegroupReady(called=called, ended=ended, ready=ready))
 
     def first_step(self, message: worker_messages.FirstStep) -> None:
+        """Report the first step to the leader."""
         self._member.send(
             messages.ProgressMessage(generation=message.generation, step=message.step, before=message.before)
         )
@@ -308,6 +331,7 @@ class FollowerCoordinator:
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:
+        """Send what a rank reports about a halt to the leader."""
         match message:
             case worker_messages.HaltAck():
                 self._member.send(
@@ -319,14 +343,16 @@ class FollowerCoordinator:
                 self._member.send(messages.NodeHalted(step=message.step))
 
     def preempt(self, number: signal.Signals) -> bool:
-        # Where nodes come and go, this one goes, and the others go on.
+        """Ask the leader for a preemption. False where it cannot help."""
+        # From an elastic run this node leaves, and the others continue.
         taken = self._running and self.readiness[0] and not self._lost and not self._rendezvous.elastic
-        if taken:  # node 0 ends it, with a checkpoint or without
+        if taken:  # node 0 ends the run, with a checkpoint or without
             self._member.send(messages.Signalled(signal=number, preempt=True))
         return taken
 
     def signal_received(self, number: signal.Signals) -> None:
-        # Before the start one that goes may come again; the others wait for it.
+        """Report the signal to the leader, and end here if the leader does not decide."""
+        # Before the start a node that left may join again: the others wait for it.
         if self._running or self._started:
             self._member.send(messages.Signalled(signal=number))
         self._leaving = self._rendezvous.elastic and number == signal.SIGTERM
@@ -334,9 +360,10 @@ class FollowerCoordinator:
             self._inbox.put_nowait(messages.EndMessage(code=128 + number))
 
     def forward_signal(self, number: signal.Signals) -> None:
-        pass
+        """Do nothing: the leader forwards signals."""
 
     async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
+        """Report to the leader, and wait for its next order."""
         self._running = False
         if self.log_forwarder is not None and not self._lost:
             await self.log_forwarder.drained(_DRAIN)
@@ -350,12 +377,13 @@ class FollowerCoordinator:
                 left=report.left[:_LONGEST],
             )
         )
-        return await self.first_attempt()
+        return await self._next_order()
 
     def announce_result(self, code: int, text: str) -> None:
-        pass
+        """Do nothing: the leader announces the result."""
 
     async def close(self, code: int, text: str) -> None:
+        """Leave the run."""
         if self.log_forwarder is not None:
             self.log_forwarder.close()
         with contextlib.suppress(ConnectionError):
@@ -363,7 +391,7 @@ class FollowerCoordinator:
 
 
 def _first(report: AttemptReport) -> messages.FailureReport | None:
-    """The first cause of this node: the first of all is the first of one of them."""
+    """Return the first failure of this node. The leader compares those of all nodes."""
     death = root_cause.first_cause(report.deaths)
     if death is None:
         return None

@@ -1,4 +1,4 @@
-"""This node's slots and what the leader says about its ranks, brought together."""
+"""What a node tells the leader about itself, and which slot each of its ranks gets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.launcher.plan import Plan
 
 
 def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = "", door: int = 0) -> NodeInfo:
-    """What this node says about itself at the door."""
+    """Return what this node tells the leader when it joins. `trouble`: why it cannot take part."""
     task = rendezvous.task
     claim = None
     if task is not None:
@@ -41,9 +41,9 @@ def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = ""
 
 
 def assign_seats(plan: Plan, start: StartRanks) -> list[Seat]:
-    """A slot for each rank that is this node's. A task that is one rank takes the device of its local rank.
+    """Return a slot for each rank of this node. A task that is one rank takes the device of its local rank.
 
-    A spare node's are numbered from behind the last rank.
+    The workers of a spare node are numbered after the last rank.
     """
     slots = [seat.slot for seat in plan.seats]
     if not start.ranks:
