@@ -1,6 +1,6 @@
-"""Disturbs the workers of a run on purpose, by a plan that a seed repeats.
+"""Injects faults into a run, in a sequence that depends only on the seed.
 
-The next fault waits until the run has got over the one before, so that a slow machine is not overrun.
+Each fault waits until the run has recovered from the one before, so that a slow machine can keep up.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ SIGNALS = {
     "abrt": signal.SIGABRT,
     "bus": signal.SIGBUS,
     "term": signal.SIGTERM,
-    "stop": signal.SIGSTOP,  # for good: the rank is silent, and replaced after --worker-timeout
+    "stop": signal.SIGSTOP,  # for ever: the rank is replaced after --worker-timeout
 }
-OTHERS = ("store", "forkserver")  # processes beside the workers
+OTHERS = ("store", "forkserver")  # processes other than workers
 KINDS = (*SIGNALS, *OTHERS)
-_POLL_INTERVAL = 0.02  # seconds between two looks at how the run is
-_EFFECT_TIMEOUT = 30.0  # seconds for a fault to show any effect
-_CONNECT_TIMEOUT = 60.0  # seconds for a script that may use phalanx.main to come to it
+_POLL_INTERVAL = 0.02  # seconds between two checks of the run
+_EFFECT_TIMEOUT = 30.0  # seconds for a fault to have an effect
+_CONNECT_TIMEOUT = 60.0  # seconds for a script that may use phalanx.main to connect
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """One fault of the plan."""
+    """One fault of the sequence."""
 
-    delay: float  # seconds after the one before
+    delay: float  # seconds after the previous fault
     rank: int
     kind: str
 
 
 def faults(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) -> Iterator[InjectedFault]:
-    """The plan: without an end, and the same for the same seed. Pauses are half of `every` to one and a half."""
+    """Yield faults for ever, the same for the same seed. Pauses are 0.5 to 1.5 times `every`."""
     chance = random.Random(seed)  # noqa: S311
     while True:
         delay = every * chance.uniform(0.5, 1.5)
@@ -54,33 +54,35 @@ def faults(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) 
 
 @dataclass
 class Chaos:
-    """Beside an agent, as its `Outside`: begins with its loop, and ends with it."""
+    """Injects faults into a run, as the `RunHook` of its agent."""
 
     seed: int
     every: float = 5.0
     kinds: Sequence[str] = ("kill",)
     times: int | None = None
     ranks: frozenset[int] | None = None  # only these; None: all of this node
-    patient: bool = True  # the script may use phalanx.main: it is not disturbed before it has come to it
+    patient: bool = True  # the script may use phalanx.main: wait until it has connected
     injected: Counter[str] = field(default_factory=Counter)  # by kind
     recovered: int = 0
-    without_effect: int = 0  # that changed nothing
-    lost: float = 0.0  # seconds from faults until the run was well again
-    healthy: float = 0.0  # seconds since it was well for the first time
-    plain: bool = False  # nobody has called: the script does not use phalanx.main
+    without_effect: int = 0  # faults that changed nothing
+    lost: float = 0.0  # seconds from faults until the run was healthy again
+    healthy: float = 0.0  # seconds since it was healthy for the first time
+    plain: bool = False  # no worker has connected: the script does not use phalanx.main
     pids: frozenset[int] = frozenset()
     _task: asyncio.Task[None] | None = None
 
     def opened(self, sockets: Sequence[socket.socket]) -> None:
-        pass
+        """Do nothing: chaos needs no sockets."""
 
     def begin(self, agent: NodeAgent) -> None:
+        """Start to inject faults."""
         self._task = asyncio.get_running_loop().create_task(self._disturb(agent))
 
     def hurry(self) -> None:
-        pass
+        """Do nothing: chaos waits for nothing."""
 
     async def end(self, code: int) -> None:  # noqa: ARG002
+        """Stop injecting faults."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -126,7 +128,7 @@ class Chaos:
                 attempt.send_signal(name, number, alone=True)
 
     async def _had_effect(self, agent: NodeAgent, before: tuple[int, int], silence: float) -> bool:
-        """Until somebody does something about it. False: a script may well ignore SIGTERM."""
+        """Wait until the run reacts to a fault. False: it did not, since a script may ignore SIGTERM."""
         limit = time.monotonic() + silence + _EFFECT_TIMEOUT
         while time.monotonic() < limit:
             attempt = agent.attempt
@@ -147,13 +149,14 @@ class Chaos:
         if any(worker.last_heartbeat for worker in workers):
             self.plain = False
             return attempt.formed
-        # A script that never calls cannot tell how far it is: it is well when it has been started.
+        # A plain script does not report its progress: it counts as healthy once it has started.
         if self.patient and time.monotonic() - min(worker.born for worker in workers) < _CONNECT_TIMEOUT:
             return False
         self.plain = True
         return True
 
     def summary(self, code: int) -> str:
+        """Return the summary of all faults."""
         count = self.injected.total()
         if not count:
             return f"chaos: no fault; the run ended with exit code {code}"

@@ -1,6 +1,6 @@
-"""Holds a node's workers from birth to the end: starts, listens, stops, and tells why.
+"""The agent of a node: it starts, watches and stops the workers, and reports why they ended.
 
-It never imports torch. It waits only for events of the loop: a message from the fork server, output, a signal.
+It never imports torch, and waits only for events of its loop: messages of the fork server, output, signals.
 """
 
 from __future__ import annotations
@@ -55,41 +55,43 @@ from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.viewers.dashboard import Dashboard
 from phalanx.launcher.viewers.event_server import EventServer
 
-if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
+if TYPE_CHECKING:  # imported later, by _import_watchers: they take as long as all the rest
     from phalanx.launcher.agent.exits import Exits
     from phalanx.launcher.hangs.detector import HangDetector
     from phalanx.launcher.telemetry.collector import Collector
     from phalanx.launcher.telemetry.node_sampler import NodeSampler
     from phalanx.launcher.telemetry.step_timings import StepTimings
 
-_WATCH_DELAY = 0.5  # seconds after the workers are started: then it is looked whether they go on
-_WAITING_DELAY = 3.0  # seconds that need no explanation
-_WAITING_INTERVAL = 30.0  # seconds between two lines that say what we wait for, where there is no terminal
-_END_TIMEOUT = 15.0  # for a fork server that has been told to end: it gives what it ends a second, and then kills
+_WATCH_DELAY = 0.5  # seconds from the start of the workers to that of the watchers
+_WAITING_DELAY = 3.0  # seconds before the first line about what the run waits for
+_WAITING_INTERVAL = 30.0  # seconds between two such lines, if there is no terminal
+_END_TIMEOUT = 15.0  # seconds for a fork server to end: it kills its processes after one second
 
 
 class RunHook(Protocol):
-    """Who has a say beside the company: the terminal that started this node over ssh, or the hosts that it started."""
+    """Takes part in a run beside the agent: the ssh session that started this node, or chaos, for example."""
 
     @property
     def pids(self) -> frozenset[int]:
-        """Children that are not for us to end."""
+        """Return the children of this process that the agent must not end."""
         ...
 
     def opened(self, sockets: Sequence[socket.socket]) -> None:
-        """Before anything is started: where node 0 listens."""
+        """Called before anything is started, with the sockets on which node 0 listens."""
 
     def begin(self, agent: NodeAgent) -> None:
-        """The loop runs."""
+        """Called when the agent's event loop runs."""
 
     async def end(self, code: int) -> None:
-        """The run is over, and the company closed."""
+        """Called when the run is over and the coordinator closed."""
 
     def hurry(self) -> None:
-        """The user does not want to wait for the end of other nodes."""
+        """Called when the user does not want to wait for other nodes to end."""
 
 
 class NodeAgent:
+    """Runs the workers of one node: `await NodeAgent(plan, ...).run()` returns the exit code."""
+
     def __init__(
         self,
         plan: Plan,
@@ -109,43 +111,43 @@ class NodeAgent:
         self._coordinator = coordinator
         self._hook = hook
         self.all_joined = False  # every node has joined
-        self._error: PhalanxError | None = None  # what somebody outside has told
+        self._error: PhalanxError | None = None  # reported by `fail`
         self._joining: asyncio.Task[None] | None = None
         self._last_waiting_note = 0.0
-        self._early_stop: StopWorkers | None = None  # it came before the attempt began
+        self._early_stop: StopWorkers | None = None  # a stop that came before the attempt began
         self._attempt: WorkerGroup | None = None
         self._ready: asyncio.Future[wire.Message] | None = None
-        self._imported = False  # the fork server listens
-        self._answer: asyncio.Future[wire.Message] | None = None  # of the fork server
-        self._lingering: LingeringProcesses | None = None  # the run has ended well, and this may be waited for
-        self._leave_orphans = False  # what ranks left running stays, and the run is over
+        self._imported = False  # the fork server has finished its imports
+        self._answer: asyncio.Future[wire.Message] | None = None  # of the fork server to a request
+        self._lingering: LingeringProcesses | None = None  # set once the run has succeeded
+        self._leave_orphans = False  # --linger forever: keep processes that ranks left running
         self._closing = False
-        self._fork_server_ended = False  # as it was told to, with everything below it
-        self._draining_output = False  # everything is over but for output that the terminal has not taken yet
+        self._fork_server_ended = False  # on request, with all processes below it
+        self._draining_output = False  # only output for a slow terminal is left
         self._signal: signal.Signals | None = None  # the one that ended the run
-        self._preempting: float | None = None  # since when it is ending with a checkpoint, by a signal that came here
-        self._lost_fork_server = ""  # how it ended, if it did so by itself, and no other has taken its place
-        self._replacing: asyncio.Task[None] | None = None  # one that takes the place of a killed one, and its workers
-        self._next_regroup: RegroupPlan | None = None  # what these are to form
+        self._preempting: float | None = None  # when a signal to this agent began a preemption
+        self._lost_fork_server = ""  # how it ended, if it was killed and not replaced yet
+        self._replacing: asyncio.Task[None] | None = None  # a killed fork server and its workers
+        self._next_regroup: RegroupPlan | None = None  # the latest regroup
         self._kills = out_of_memory.read()
         self._orphans = Orphans()
         self._signals = Signals(plan)
-        self._snapshot_memory: SnapshotMemory | None = None  # what workers leave for those who come after them
-        self._board: StatusBoard | None = None  # where workers publish what they are at
-        self._control_socket: ControlSocket | None = None  # where others ask about it
-        self._event_server: EventServer | None = None  # those who look
-        self._dashboard = Dashboard(plan, folder, console)  # what shows it to them
+        self._snapshot_memory: SnapshotMemory | None = None
+        self._board: StatusBoard | None = None
+        self._control_socket: ControlSocket | None = None
+        self._event_server: EventServer | None = None
+        self._dashboard = Dashboard(plan, folder, console)
         self._debugging: DebugSessions | None = None
-        self._hang_detector: HangDetector | None = None  # looks whether they go on
+        self._hang_detector: HangDetector | None = None
         self._watchers_start: asyncio.Task[None] | None = None
-        self._step_timings: StepTimings | None = None  # how fast each of them is
-        self._collector: Collector | None = None  # what is to be seen of all of them
-        self._sampler: NodeSampler | None = None  # reads the workers, for those three
-        self._exits: Exits | None = None  # looks whether processes end
+        self._step_timings: StepTimings | None = None
+        self._collector: Collector | None = None
+        self._sampler: NodeSampler | None = None  # reads the status slots for the three above
+        self._exits: Exits | None = None  # watches workers whose script is over
         self.rpc = NodeRpc(coordinator)
 
     async def run(self) -> int:
-        """Until every process of the run is gone, here and elsewhere. Returns the exit code."""
+        """Run until all processes of the run have ended, on all nodes. Returns the exit code."""
         linux.adopt_orphans()
         self._coordinator.attach(self)
         if self._hook is not None:
@@ -180,7 +182,7 @@ class NodeAgent:
             except PhalanxError as error:
                 code, text = error.exit_code, str(error)
                 raise
-            except OSError as error:  # a disk, a limit: the others are to know why this node goes
+            except OSError as error:  # a full disk, a limit: tell the other nodes
                 text = f"this node cannot go on: {error}"
                 raise LaunchError(text) from error
             finally:
@@ -204,14 +206,14 @@ class NodeAgent:
                 self._draining_output = True
                 self._console.waiting(None)
                 await asyncio.to_thread(self._console.close)
-                # Last of all: a scheduler may end every task as soon as one has ended badly, and all is said by now.
+                # Last: a scheduler may kill all tasks as soon as one has failed, and all output is written by now.
                 await self._coordinator.close(code, text)
                 if self._hook is not None:
                     await self._hook.end(code)
                 self._reap_fork_server(_END_TIMEOUT)
 
     async def _wait_until_ready(self) -> bool:
-        """The fork server imports while the nodes gather. False if it never comes to both."""
+        """Wait for the imports of the fork server and for the other nodes. False if one of them never comes."""
         self._joining = asyncio.get_running_loop().create_task(self._coordinator.join())
         imports = asyncio.get_running_loop().create_task(self._fork_server_ready())
         try:
@@ -231,7 +233,7 @@ class NodeAgent:
 
     @property
     def _may_recover(self) -> bool:
-        """There may be somebody after a death, for whom it is worth to remember anything."""
+        """Return whether workers may be replaced, so that snapshots are worth their memory."""
         rendezvous = self._plan.rendezvous
         return self._plan.recovery.policy.most != 0 or (rendezvous is not None and rendezvous.elastic)
 
@@ -239,17 +241,20 @@ class NodeAgent:
         return self._attempt is not None and self._attempt.is_worker(pid)
 
     def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None:
+        """Take a frame of another node."""
         self.rpc.receive(sender, frame)
 
     def note(self, text: str, *, repeats: bool = False) -> None:
-        """Something the user may want to know; what ends a run is said even with --quiet. `repeats`: an event has just
-        told it, and only the console needs the line."""
+        """Print a line, unless --quiet, and write it to the run folder.
+
+        `repeats`: an event with the same content is already there, and only the console needs the line.
+        """
         self._folder.event(events.NoteEvent(time=time.time(), text=text, repeats=repeats))
         if not self._plan.output.quiet:
             self._console.say(text)
 
     def waiting(self, text: str | None) -> None:
-        """What we wait for: a line that changes on a terminal, a line now and then elsewhere."""
+        """Show what the run waits for: one line that changes on a terminal, a line from time to time elsewhere."""
         self._console.waiting(text)
         if text is None or self._console.terminal(Std.ERR):
             return
@@ -260,22 +265,23 @@ class NodeAgent:
             self.note(text, repeats=True)
 
     def say(self, text: str) -> None:
-        """The same, of what is an event of its own."""
+        """Print a line, unless --quiet, that is not an event: the run folder has it already."""
         if not self._plan.output.quiet:
             self._console.say(text)
 
     @property
     def plan(self) -> Plan:
-        """As it is now: seats may change."""
+        """Return the current plan: ranks change when nodes join or leave."""
         return self._plan
 
     @property
     def attempt(self) -> WorkerGroup | None:
-        """The one that is under way."""
+        """Return the worker group of the current attempt."""
         return self._attempt
 
     @property
     def fork_server(self) -> ForkServerClient:
+        """Return the current fork server."""
         return self._fork_server
 
     @property
@@ -285,7 +291,7 @@ class NodeAgent:
     # -- the fork server
 
     async def _fork_server_ready(self) -> bool:
-        """Wait for its imports. False if it never comes to that."""
+        """Wait for the imports of the fork server. False if it ends before."""
         report = await self._listen()
         if report.get("failed"):
             report = await self._import_failed(report)
@@ -293,7 +299,7 @@ class NodeAgent:
             report = await self._start_fresh(report["unsafe"])
         if self._signal is not None or not report:
             return False
-        if self._attempt is None and not self.all_joined:  # what a later one prints is the same
+        if self._attempt is None and not self.all_joined:  # a later fork server prints the same
             self._show_import_output()
         self._folder.event(
             events.ForkServerReady(
@@ -341,7 +347,7 @@ class NodeAgent:
             self._ready.set_result(message)
 
     def _fork_server_gone(self) -> None:
-        """The connection has ended. Workers die with their fork server; what they had started comes to us."""
+        """Handle the end of the connection: the workers are dead, and this process adopts their children."""
         asyncio.get_running_loop().remove_reader(self._fork_server.sock.fileno())
         code = self._fork_server.gone()
         if not self._closing:
@@ -357,7 +363,7 @@ class NodeAgent:
                 self._decide(self._attempt.shared_failure("the fork server was ended from outside", place="forkserver"))
 
     async def _start_another_fork_server(self) -> bool:
-        """In the place of one that was killed. False if it never comes to listen."""
+        """Replace a fork server that was killed. False if it never becomes ready."""
         await self._end_orphans()
         if self._ending:
             return False
@@ -367,10 +373,10 @@ class NodeAgent:
         return await self._fork_server_ready()
 
     async def _replace_fork_server(self, attempt: WorkerGroup) -> None:
-        """A new fork server, and from it all workers of this node: they form the group's next generation."""
+        """Start a new fork server and all workers of this node. They join the next generation of the group."""
         self.note(f"the fork server was ended from outside: {self._lost_fork_server}; another takes its place")
         try:
-            # Another may be killed too.
+            # The new one may be killed too.
             while self._lost_fork_server and not attempt.over.is_set() and not self._ending:
                 if (
                     await self._start_another_fork_server()
@@ -387,13 +393,13 @@ class NodeAgent:
                 attempt.over.set()
 
     async def _end_orphans(self) -> None:
-        """What a killed fork server's workers had started has come to us."""
+        """End the processes that workers of a killed fork server had started."""
         if self._fork_server.process is not None and not self._leave_orphans and not self._fork_server_ended:
             besides = self._dashboard.pids | (self._hook.pids if self._hook is not None else frozenset())
             await asyncio.to_thread(self._orphans.end, besides=besides)
 
     async def _import_failed(self, report: wire.Message) -> wire.Message:
-        """A module that the user named must be there; torch itself the script may not need."""
+        """Handle failed imports: a module that the user named must exist; torch may not be needed by the script."""
         for name, why in report["failed"].items():
             if name in self._plan.start.preload:
                 raise LaunchError(
@@ -405,7 +411,7 @@ class NodeAgent:
         return await self._start_fresh(f"{name} cannot be imported there ({why})")
 
     async def _start_fresh(self, reason: str) -> wire.Message:
-        """Forking is not safe after these imports: every rank gets an interpreter of its own."""
+        """Start every rank as a new interpreter, because forking is not safe after these imports."""
         self._folder.event(events.ForkServerRefused(time=time.time(), reason=reason))
         if self._preload_hints is not None and self._preload_hints.modules:
             self._preload_hints.refuse()
@@ -420,18 +426,18 @@ class NodeAgent:
         return await self._listen()
 
     def _show_import_output(self) -> None:
-        """Warnings of imports, which fresh interpreters would each have printed."""
+        """Print what imports have printed, such as warnings, once for all ranks."""
         with contextlib.suppress(OSError), open(f"{self._folder.path}/forkserver.log", errors="replace") as file:
             text = file.read(4096).strip()
             if text:
                 self.note("while importing:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
 
     async def _sweep(self) -> None:
-        """Everything below the fork server is gone."""
+        """End all processes below the fork server."""
         await self._ask_fork_server("sweep")
 
     async def _ask_fork_server(self, what: str) -> wire.Message:
-        """Empty if it is gone."""
+        """Send a request and return the answer. Empty if the fork server is gone."""
         self._answer = asyncio.get_running_loop().create_future()
         try:
             self._fork_server.send({"do": what})
@@ -440,7 +446,7 @@ class NodeAgent:
         return await self._answer
 
     async def _end_fork_server(self) -> None:
-        """It ends everything below itself first. If it does not answer, it is killed, and we end the rest."""
+        """Let the fork server end all its processes and exit. Kill it if it does not answer."""
         fork_server = self._fork_server
         self._closing = True
         if fork_server.sock.fileno() < 0:
@@ -448,7 +454,7 @@ class NodeAgent:
         loop = asyncio.get_running_loop()
         loop.remove_reader(fork_server.sock.fileno())
         if fork_server.process is not None and self._ready is not None and not self._imported:
-            fork_server.process.kill()  # it imports, hears nothing, and has started nothing
+            fork_server.process.kill()  # it still imports: it reads no messages and has started no process
         ended: asyncio.Future[bool] = loop.create_future()
         loop.add_reader(fork_server.sock.fileno(), _read_end, fork_server, ended)
         with contextlib.suppress(OSError):
@@ -461,7 +467,7 @@ class NodeAgent:
             self._reap_fork_server(1.0)
 
     def _reap_fork_server(self, timeout: float) -> None:
-        """Until its process is gone: that of one that has imported torch takes a while to end."""
+        """Wait for the process of the fork server to exit, and kill it after `timeout` seconds."""
         process = self._fork_server.process
         if process is None or process.poll() is not None:
             return
@@ -473,14 +479,14 @@ class NodeAgent:
         process.wait()
 
     async def _close(self) -> None:
-        """Nothing of the run is alive afterwards."""
+        """End all processes of the run on this node."""
         await self._end_fork_server()
         await self._end_orphans()
 
     # -- attempts
 
     async def _run_attempts(self) -> tuple[int, str]:
-        """One after the other, until the run is over: its exit code, and what there is to say about it."""
+        """Run attempts until the run is over. Returns its exit code and the message about it."""
         next_ = await self._coordinator.first_attempt()
         while isinstance(next_, StartAttempt):
             if self._error is not None:
@@ -535,13 +541,13 @@ class NodeAgent:
             if self._signal is not None or self._early_stop is not None or attempt.stopping or attempt.over.is_set():
                 break
             attempt.start_worker(seat, spare=start.plan.spare)
-            await asyncio.sleep(0)  # hear what has been born, and signals
+            await asyncio.sleep(0)  # handle messages of the fork server, and signals
         self._early_stop = None
         if self._watchers_start is None:
             self._watchers_start = asyncio.get_running_loop().create_task(self._start_watchers(attempt))
         if (
             self._next_regroup is not None and self._next_regroup.generation > start.generation
-        ):  # it was told while this one began
+        ):  # it came while this attempt began
             self._regroup(self._next_regroup)
         if not attempt.living and self._replacing is None:
             attempt.over.set()
@@ -571,7 +577,7 @@ class NodeAgent:
             self._collector.measured(message)
 
     async def _finish_attempt(self, attempt: WorkerGroup) -> StartAttempt | RunResult:
-        """The attempt is over here: tell, and hear what comes next."""
+        """Clean up after an attempt, report it, and return what comes next."""
         if self._replacing is not None:
             await asyncio.wait((self._replacing,))
         await self._coordinator.wait_for_others()
@@ -586,11 +592,11 @@ class NodeAgent:
             self._attempt = None
             await self._end_orphans()
         else:
-            # Also the store: the next attempt gets an empty one on the same port, and reads no key of a dead rank.
+            # Also the store: the next attempt gets an empty one on the same port, without keys of dead ranks.
             self._attempt = None
             await self._sweep()
         await attempt.output.drained(2.0)
-        self._next_regroup = None  # from here on it is about another attempt
+        self._next_regroup = None  # a later one belongs to the next attempt
         try:
             if self._error is not None:
                 raise self._error
@@ -599,24 +605,24 @@ class NodeAgent:
             attempt.output.close()
 
     def _may_linger(self, attempt: WorkerGroup) -> bool:
-        """All ranks have succeeded, as far as this node knows; what they left running has nothing to be ended for."""
+        """Return whether all ranks here have succeeded and no attempt follows, so that their processes may stay."""
         if self._ending or self._lost_fork_server or attempt.failed:
             return False
         last = self._coordinator.is_last_attempt(failed=False)
-        return last if self._coordinator.leads else not last  # who does not lead knows it only when it has lost node 0
+        return last if self._coordinator.leads else not last  # a follower returns True only if node 0 is lost
 
     async def _finish_successful_attempt(self, attempt: WorkerGroup) -> StartAttempt | RunResult:
-        """Processes that ranks left running stay until the others have ended too, and then for `--linger`."""
+        """Report success. Processes that ranks left running stay until all nodes have ended, then for `--linger`."""
         left = LingeringProcesses(self._find_orphans, ranks=attempt.ranks, run=self._folder.name)
         limit = self._plan.shutdown.linger
         await left.settle()
         if left.orphans:
-            attempt.output.catch_up_all()  # somebody may hold the streams open
+            attempt.output.catch_up_all()  # they may keep the pipes open
         else:
             if left.helpers:
                 await self._sweep()
             await attempt.output.drained(2.0)
-        self._next_regroup = None  # from here on it is about another attempt
+        self._next_regroup = None  # a later one belongs to the next attempt
         try:
             if self._error is not None:
                 raise self._error
@@ -638,7 +644,7 @@ class NodeAgent:
             attempt.output.close()
 
     async def _linger(self, left: LingeringProcesses, verdict: RunResult) -> None:
-        """The other nodes need not wait for what runs here."""
+        """Wait for processes that ranks left running. The other nodes need not wait."""
         limit = self._plan.shutdown.linger
         self._coordinator.announce_result(verdict.code, verdict.text)
         self.note(left.text(limit))
@@ -674,14 +680,14 @@ class NodeAgent:
     # -- signals
 
     def _signal_received(self, number: signal.Signals) -> None:
-        """From the user or a scheduler: for the whole run."""
+        """End the run because of a signal of the user or a scheduler."""
         if self._stop_lingering():
             return
         ends = self._signal is not None or self._preempting is not None
         if number == signal.SIGINT and not ends and self._debugging is not None and self._debugging.interrupted():
             return
         if self._preempting is not None and self._signal is None and number == signal.SIGINT:
-            self._signal_received(signal.SIGTERM)  # it was told to end before, so that this one says: at once
+            self._signal_received(signal.SIGTERM)  # the second request: end at once
         if not self._draining_output and self._signal is None:
             self._coordinator.signal_received(number)
         elif number == signal.SIGINT and not self._draining_output:
@@ -689,7 +695,7 @@ class NodeAgent:
         self._handle_signal(number, ours=True)
 
     def _preempted(self, number: signal.Signals) -> None:
-        """A scheduler takes the machine away: where that can be, there is time for a checkpoint. Not a second time."""
+        """Handle a signal that announces preemption: write a checkpoint if possible. A second signal ends the run."""
         if self._stop_lingering():
             return
         now = time.monotonic()
@@ -703,10 +709,10 @@ class NodeAgent:
         else:
             self._forward_signal(number)
 
-    # -- what the coordinator has decided
+    # -- actions of the coordinator
 
     def _worker_failed(self, failure: WorkerFailure) -> None:
-        """Decide about a failure when the worker group, which reports it, is done with it."""
+        """Decide about a failure after the worker group, which reports it, has handled the exit."""
         asyncio.get_running_loop().call_soon(self._decide, failure)
 
     def _decide(self, failure: WorkerFailure) -> None:
@@ -715,7 +721,7 @@ class NodeAgent:
             self.perform(action)
 
     def perform(self, action: Action) -> None:
-        """Execute what the coordinator has decided."""
+        """Execute an action of the coordinator."""
         match action:
             case RegroupPlan():
                 self._regroup(action)
@@ -733,17 +739,17 @@ class NodeAgent:
                 self._end_run(action.signal, action.reason)
 
     def _end_run(self, number: signal.Signals, reason: str) -> None:
-        """The run ends for all nodes: another one was told to, or there is no more time for a checkpoint."""
+        """End the run because of a signal to another node, or because the time for a checkpoint is over."""
         if self._stop_lingering():
             return
         self._folder.event(events.NoteEvent(time=time.time(), text=reason))
         if number == signal.SIGKILL and self._attempt is not None:
             self._attempt.kill()
-        elif self._signal is None:  # else we were told before, by the same user or scheduler
+        elif self._signal is None:  # else this agent received the signal too
             self._handle_signal(number)
 
     def fail(self, error: PhalanxError) -> None:
-        """The run cannot go on, for a reason that neither a worker nor the company knows."""
+        """End the run with this error, which comes neither from a worker nor from the coordinator."""
         if self._error is not None or self._signal is not None or self._stop_lingering():
             return
         self._error = error
@@ -755,7 +761,7 @@ class NodeAgent:
         self._stop_attempt(StopWorkers(signal.SIGTERM, error.what, self._plan.shutdown.failure_timeout))
 
     def _stop_lingering(self) -> bool:
-        """The run has ended well, which no signal changes any more: somebody does not want to wait for the rest."""
+        """End the wait for lingering processes. False if there is none: the run has not succeeded yet."""
         if self._lingering is None or self._draining_output:
             return False
         self._lingering.stop()
@@ -764,17 +770,17 @@ class NodeAgent:
         return True
 
     def _stop_attempt(self, stop: StopWorkers) -> None:
-        """This attempt is over."""
+        """Stop the workers of the current attempt, or of the next one before it begins."""
         if self._attempt is None:
             self._early_stop = stop
         elif not self._attempt.living:
-            self._resolve({})  # of a fork server that imports, in the place of a killed one
+            self._resolve({})  # ends the wait for a replacement of the fork server
             self._attempt.over.set()
         elif not self._attempt.stopping:
             self._attempt.stop(stop.signal, stop.reason, stop.grace)
 
     def _regroup(self, to: RegroupPlan) -> None:
-        """A worker has died, here or elsewhere: the others form a new group, with whoever takes its place."""
+        """Form a new group: replace workers that have died, here or elsewhere."""
         attempt, self._next_regroup = self._attempt, to
         if attempt is None or attempt.over.is_set():
             return
@@ -789,17 +795,17 @@ class NodeAgent:
             attempt.regroup(to)
 
     def _hold(self, why: str) -> None:
-        """Too few nodes are left: workers wait for others."""
+        """Let workers wait for other nodes."""
         if self._attempt is not None and self._signal is None and not self._attempt.stopping:
             self._attempt.hold(why)
 
     def _accept_loss(self) -> None:
-        """A worker has died, and nobody takes its place: it may have been the last."""
+        """Do not replace a worker that died. If it was the last, the attempt is over."""
         if self._attempt is not None and not self._attempt.living:
             self._attempt.over.set()
 
     def _halt(self, step: int | None) -> None:
-        """Workers say which step they have committed; later, at which one they end."""
+        """Have workers report their committed step, or halt at `step`."""
         if self._attempt is not None and self._signal is None and not self._attempt.stopping:
             self._attempt.halt(step)
 
@@ -825,7 +831,7 @@ class NodeAgent:
             self._signals.when_attributed(self._stop_workers, number)
 
     def _forward_signal(self, number: signal.Signals) -> None:
-        """A scheduler's warning that time is running out. A worker that does not handle it would die of it."""
+        """Forward a signal to the workers that handle it. Others would die of it."""
         self._coordinator.forward_signal(number)
         self._signals.when_attributed(self._signal_workers, number)
 
@@ -864,6 +870,7 @@ class NodeAgent:
 
 
 def _import_watchers() -> tuple[type[Exits], type[HangDetector], type[StepTimings], type[Collector], type[NodeSampler]]:
+    """Import what watches the workers, in a thread."""
     from phalanx.launcher.agent.exits import Exits
     from phalanx.launcher.hangs.detector import HangDetector
     from phalanx.launcher.telemetry.collector import Collector
@@ -878,7 +885,7 @@ def _rank_list(ranks: list[int]) -> str:
 
 
 def _read_end(fork_server: ForkServerClient, ended: asyncio.Future[bool]) -> None:
-    """True: it has ended all that was below it, and is about to exit."""
+    """Resolve `ended` when the fork server is done. True: it has ended all its processes, and exits."""
     try:
         message = fork_server.receive()
     except (OSError, ValueError):

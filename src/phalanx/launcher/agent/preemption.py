@@ -1,6 +1,6 @@
-"""A run that is preempted: it ends at a step that all ranks agree on, with a checkpoint of it, and can go on later.
+"""Preemption: the run ends at a step that all ranks agree on, with a checkpoint of that step.
 
-Of the node that decides: the only one, or node 0. How the ranks agree: train/elastic/halting.py.
+It runs on the node that decides: the only one, or node 0. How the ranks agree: train/elastic/halting.py.
 """
 
 from __future__ import annotations
@@ -15,55 +15,61 @@ from phalanx.contract.variables import CHECKPOINTS
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
 
-_NEVER = 1 << 62  # a step that no training gets to
-_TRIES = 3  # a script that fails wherever it is entered would be entered for ever
+_NEVER = 1 << 62  # more steps than any training has
+_TRIES = 3  # regroups at most: a script that always fails would regroup for ever
 
 
 class PreemptionActions(Protocol):
-    """For all nodes of the run."""
+    """What a preemption does, on all nodes of the run."""
 
-    def note(self, text: str) -> None: ...
-    def halt(self, step: int | None) -> None: ...
+    def note(self, text: str) -> None:
+        """Print a line."""
+
+    def halt(self, step: int | None) -> None:
+        """Have all ranks report their step (None), or halt at `step`."""
 
     def regroup_and_halt(self, why: str) -> None:
-        """Whoever waits stops waiting, and the group that forms saves what there is."""
+        """Regroup, so that ranks stop waiting; the new group writes a checkpoint."""
 
     def stop(self, reason: str) -> None:
-        """Whoever has not ended yet."""
+        """Stop all workers that have not ended."""
 
     def end_run(self, number: signal.Signals, reason: str) -> None:
-        """It ends as by any signal."""
+        """End the run as by any signal."""
 
 
 class Preemption:
+    """Halts a run at a step that all ranks agree on, with a checkpoint."""
+
     def __init__(self, plan: Plan, folder: RunFolder, actions: PreemptionActions) -> None:
         self.begun = False
         self._shutdown = plan.shutdown
         self._run_folder = folder
         self._actions = actions
-        self._readiness = (False, False)  # ranks have called that can halt; some are through with their work
-        self._checkpoints = plan.environ.get(CHECKPOINTS, "")  # their folder, unless the script names another
+        self._readiness = (False, False)  # called, ended
+        self._checkpoints = plan.environ.get(CHECKPOINTS, "")  # their folder; the script may name another
         self._signal = signal.SIGTERM
         self._began = 0.0
         self._ranks = 0
-        self._committed: dict[int, int] = {}  # rank -> step
+        self._committed: dict[int, int] = {}  # rank -> committed step
         self._goal: int | None = None
         self._timers: list[asyncio.TimerHandle] = []
-        self._regroups = 0  # how often the group was formed anew for it
+        self._regroups = 0  # how often this has made the group regroup
         self._step: int | None = None  # of the checkpoint
 
     @property
     def halted(self) -> bool:
-        """The checkpoint is there: whatever happens now, nothing is lost."""
+        """Return whether the checkpoint is on disk: later failures lose nothing."""
         return self._step is not None
 
     def regroup_ready(self, called: bool, ended: bool) -> None:
+        """Take whether ranks can regroup, and whether some have finished."""
         self._readiness = (called, ended)
         if self.begun and ended:
             self._halt_at_end()
 
     def begin(self, number: signal.Signals, ranks: int) -> bool:
-        """False: it is a plain script, or one that keeps nothing."""
+        """Begin. False: the script cannot halt, or has no folder for checkpoints."""
         if self.begun:
             return True
         if not self._readiness[0]:
@@ -91,6 +97,7 @@ class Preemption:
         message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt,
         generation: int,
     ) -> None:
+        """Take what a rank reports about the halt."""
         match message:
             case worker_messages.Keeping():
                 self._checkpoints = message.folder
@@ -110,7 +117,7 @@ class Preemption:
         self._actions.halt(step)
 
     def _halt_at_end(self) -> None:
-        """The training of a rank has ended by itself; so do those of the others, unless they are held."""
+        """Let the others finish too, because one rank has finished its training."""
         if self._goal is None:
             self._set_goal(_NEVER)
 
@@ -120,7 +127,7 @@ class Preemption:
             self._actions.regroup_and_halt(why)
 
     def _half_time(self) -> None:
-        """Half of the time is over. A rank may wait for another for long, or do something else than steps."""
+        """Regroup once if half of the time is over: a rank may wait for another, or do something else than steps."""
         goal = self._goal
         saving = goal is not None and sum(step >= goal for step in self._committed.values()) >= self._ranks
         if not self._regroups and not saving:
@@ -136,11 +143,12 @@ class Preemption:
         self._actions.end_run(number, f"{number.name}: the time for a checkpoint is over")
 
     def close(self) -> None:
-        """Every process has ended."""
+        """Cancel the timers: all processes have ended."""
         for timer in self._timers:
             timer.cancel()
 
     def final_text(self, summary: str) -> str:
+        """Return the last message of a preempted run."""
         text = (
             f"preempted by {self._signal.name}: step {self._step} is in {self._checkpoints}; "
             "the same command goes on from there (exit code 75: run me again)"

@@ -1,6 +1,6 @@
-"""Memory that outlives the workers of a node: they write snapshots of their state into it, and find them there again.
+"""Memory that outlives the workers of a node: they write snapshots of their state to it, and read them after a restart.
 
-Files without a name (memfd): held by this process and by workers that use them, gone with the last of these.
+Each memory is a memfd: it has no name, and is freed when this process and all workers that use it have ended.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from phalanx.contract import snapshot_messages
 from phalanx.launcher.agent import out_of_memory
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_REQUESTED_SHARE = 0.9  # of the memory that is free, if the user has asked for snapshots
-_DEFAULT_SHARE = 0.25  # if not: nobody is to notice them
-_MOST = 4096  # memories
+_REQUESTED_SHARE = 0.9  # of the free memory, if the user asked for snapshots
+_DEFAULT_SHARE = 0.25  # otherwise
+_MOST = 4096  # memories at most
 
 
 class SnapshotMemory:
-    """An address that is no file. Lends as much as there is room for."""
+    """Lends memory to workers over an abstract Unix socket, as much as there is room for.
+
+    `requested`: the user asked for snapshots, so they may use most of the free memory.
+    """
 
     def __init__(
         self, is_worker: Callable[[int], bool], *, requested: bool, room: Callable[[], int] = out_of_memory.room
     ) -> None:
-        self._is_worker = is_worker  # whether a process is a worker of ours
+        self._is_worker = is_worker  # whether a pid is a worker of this node
         self._room = room
         self._share = _REQUESTED_SHARE if requested else _DEFAULT_SHARE
         self._loop = asyncio.get_running_loop()
@@ -43,6 +46,7 @@ class SnapshotMemory:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
+        """Close all connections and free the memory."""
         for client in list(self._clients):
             self._disconnect(client)
         if self._listener.fileno() >= 0:
@@ -74,7 +78,7 @@ class SnapshotMemory:
             socket.send_fds(client, [snapshot_messages.encode(answer)], fds)
         except BlockingIOError:
             return
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # gone, or not one of ours after all
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # gone, or not a worker of phalanx
             self._disconnect(client)
 
     def _disconnect(self, client: socket.socket) -> None:
@@ -99,7 +103,7 @@ class SnapshotMemory:
         return snapshot_messages.Answer(), []
 
     def _lend(self, name: str, size: int) -> str:
-        """Why not, if not. Larger than it is: it is made so, if there is room for what is not in use yet."""
+        """Allocate or grow a memory. Returns why not, or an empty string."""
         sizes = {held: os.fstat(fd) for held, fd in self._held.items()}
         here = sizes[name].st_size if name in sizes else 0
         if size > here:

@@ -1,4 +1,4 @@
-"""Where the workers of a node that can regroup are reached. They call; a plain script never does."""
+"""The channels between the agent and its workers that can regroup. Workers connect; a plain script never does."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class WorkerChannelEvents(Protocol):
+    """What happens on the channels."""
+
     def is_worker(self, pid: int) -> bool:
-        """Whether it is a worker of ours."""
+        """Return whether a process is a worker of this group."""
         ...
 
-    def received(self, pid: int, message: worker_messages.FromWorker) -> None: ...
+    def received(self, pid: int, message: worker_messages.FromWorker) -> None:
+        """Handle a message of a worker."""
 
 
 class WorkerChannels:
-    """An address that is no file: it is gone with this process, however that ends."""
+    """Accepts the connections of workers on an abstract Unix socket, which vanishes with this process."""
 
     def __init__(self, events: WorkerChannelEvents) -> None:
         self._events = events
@@ -40,10 +43,11 @@ class WorkerChannels:
 
     @property
     def connections(self) -> frozenset[int]:
+        """Return the pids of connected workers."""
         return frozenset(self._connections)
 
     def send(self, pid: int, message: worker_messages.FromAgent) -> None:
-        """To one that does not listen any more nothing can be told; that it has died is told by others."""
+        """Send a message to a worker, if it is still connected."""
         connection = self._connections.get(pid)
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -63,12 +67,12 @@ class WorkerChannels:
             self._loop.add_reader(connection.fileno(), self._receive, pid, connection)
 
     def drain(self, pid: int) -> None:
-        """It has ended: what it had said before is heard first."""
+        """Handle all that a worker sent before it ended."""
         while (connection := self._connections.get(pid)) is not None and self._receive(pid, connection):
             pass
 
     def _receive(self, pid: int, connection: socket.socket) -> bool:
-        """Whether there was anything."""
+        """Handle one message. Returns whether there was one."""
         try:
             packet = connection.recv(worker_messages.LARGEST)
         except BlockingIOError:
@@ -78,7 +82,7 @@ class WorkerChannels:
         message: worker_messages.FromWorker | None = None
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             message = worker_messages.from_worker(packet) if packet else None
-        if message is None:  # gone, or not one of ours after all
+        if message is None:  # gone, or not a worker of phalanx
             self._disconnect(pid)
         else:
             self._events.received(pid, message)
@@ -91,6 +95,7 @@ class WorkerChannels:
             connection.close()
 
     def close(self) -> None:
+        """Close all connections."""
         for pid in list(self._connections):
             self._disconnect(pid)
         if self._listener.fileno() >= 0:

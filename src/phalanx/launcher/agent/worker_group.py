@@ -1,4 +1,4 @@
-"""One life of the group, from the first fork to the last exit: its workers, its store, its output."""
+"""The workers of a node during one attempt, from the first fork to the last exit, with their store and output."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 
-_MOST_STORES = 3  # that are replaced in one attempt: one that cannot start would be replaced for ever
-_MOST_SPARES = 3  # likewise
-_TAIL = 60  # last lines of stderr that may say why a worker failed
-_DUMP = 400  # likewise, of one that crashed: faulthandler writes the stacks of all threads
-_LOOK = 0.1  # seconds between two looks at who has come
-_ENDS = 10.0  # seconds for a worker to end when an exception has ended its script
-_SLACK = 5.0  # seconds for a loss to be told everywhere, once it is known
+_MOST_STORES = 3  # replacements per attempt: a store that cannot start would be replaced for ever
+_MOST_SPARES = 3  # the same for spares
+_TAIL = 60  # lines of stderr that are searched for the cause of a failure
+_DUMP = 400  # the same after a crash: faulthandler writes the stacks of all threads
+_LOOK = 0.1  # seconds between two checks of who has joined
+_ENDS = 10.0  # seconds for a worker to exit after an exception has ended its script
+_SLACK = 5.0  # seconds for the loss of a node to reach all nodes
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,28 @@ class WorkerGroupContext:
     plan: Plan
     folder: RunFolder
     console: Console
-    listener: socket.socket | None  # the store's, bound once: an attempt's store is new, its address is not
+    listener: socket.socket | None  # of the store, bound once: each attempt has a new store at the same address
     note: Callable[[str], None]
-    worker_failed: Callable[
-        [WorkerFailure], None
-    ]  # called when a worker has failed; what is decided comes in a later call
-    regroup_ready: Callable[
-        [bool, bool, bool], None
-    ]  # workers that can regroup have called; some are through; all have called
-    first_step: Callable[
-        [worker_messages.FirstStep], None
-    ]  # the first step of a group that has formed anew is committed
-    halt_message: Callable[
-        [int, worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt], None
-    ]  # what a rank says about a halt
-    log_forwarder: LogForwarder | None = None  # who else reads what workers write
-    echo: bool = True  # it is shown here
-    memory: str = ""  # where workers get memory that outlives them; empty: nowhere
-    board: StatusBoard | None = None  # where workers publish what they are at
-    probe_message: Callable[[str, wire.Message, list[int]], None] | None = None  # what a probe says unasked
-    measured: Callable[[worker_messages.MeasuredStep], None] | None = None  # what rank 0 says of its steps
-    blame: Blame | None = None  # who made a rank time out
+    # Called when a worker has failed. The decision comes later, in another call.
+    worker_failed: Callable[[WorkerFailure], None]
+    # Called when the readiness changes: a worker has connected; one has finished; all have connected.
+    regroup_ready: Callable[[bool, bool, bool], None]
+    # Called when a generation has committed its first step.
+    first_step: Callable[[worker_messages.FirstStep], None]
+    # Called with what a rank reports about a halt.
+    halt_message: Callable[[int, worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt], None]
+    log_forwarder: LogForwarder | None = None  # sends output to the leader
+    echo: bool = True  # print output on this node
+    memory: str = ""  # address of the snapshot memory; empty: none
+    board: StatusBoard | None = None
+    probe_message: Callable[[str, wire.Message, list[int]], None] | None = None  # for messages that are no answer
+    measured: Callable[[worker_messages.MeasuredStep], None] | None = None  # for metrics of rank 0
+    blame: Blame | None = None  # explains the timeout of a rank
 
 
 class WorkerGroup:
+    """Starts the workers of one attempt, follows their messages and exits, regroups and stops them."""
+
     def __init__(
         self,
         number: int,
@@ -83,32 +81,32 @@ class WorkerGroup:
         generation: int = 0,
     ) -> None:
         self.number = number
-        self.workers: dict[str, Worker] = {}  # by names that are given once: ranks may change
+        self.workers: dict[str, Worker] = {}  # by a name that is used once: ranks may change
         self.output = OutputCapture(
             asyncio.get_running_loop(), context.console, forwarder=context.log_forwarder, echo=context.echo
         )
         self.over = asyncio.Event()
-        self.debugged: frozenset[int] = frozenset()  # ranks at a debugger, on any node: others wait for them
+        self.debugged: frozenset[int] = frozenset()  # ranks in a debugger, on any node
         self.generation = generation
-        self.measured: worker_messages.MeasuredStep | None = None  # what rank 0 has said last
-        self._why = ""  # this generation is not the first
-        self._held = ""  # why they wait: too few are left
+        self.measured: worker_messages.MeasuredStep | None = None  # the latest of rank 0
+        self._why = ""  # why this generation was formed
+        self._held = ""  # why the workers wait: too few nodes are left
         self._names = map(str, count())
         self._spares_lost = 0
-        self._hellos: dict[int, worker_messages.Hello] = {}  # by local rank, what the last worker said of itself
-        self._halts = False  # it saves what there is, and ends
-        self._halt: worker_messages.Halt | None = None  # what was said of halting last
+        self._hellos: dict[int, worker_messages.Hello] = {}  # by local rank, of its latest worker
+        self._halts = False  # this generation writes a checkpoint and ends
+        self._halt: worker_messages.Halt | None = None  # the latest halt message
         self._channels = WorkerChannels(self)
         self._heartbeat_watch: asyncio.Task[None] | None = None
-        self._missing: asyncio.Task[None] | None = None  # looks for survivors that do not come to a new group
-        self._saving: set[int] = set()  # processes that save what they hold, as far as they have not said otherwise
-        self._readiness = (False, False, False)  # as it was told
+        self._missing: asyncio.Task[None] | None = None  # watches survivors that do not join the new group
+        self._saving: set[int] = set()  # processes that copy their state to memory
+        self._readiness = (False, False, False)  # as last reported
         self._context = context
         self._fork_server = fork_server
         self._preload_hints = preload_hints
         self._variables_set: list[dict[str, str | None]] = []  # variables that ranks set before they imported torch
         self._store_started = False
-        self._store_stops = False  # it is no longer needed
+        self._store_stops = False  # it was stopped on purpose
         self._stores_lost = 0
         self._escalation: asyncio.Task[None] | None = None
         self._timeout_victims = TimeoutVictims(self, context.blame, self._timed_out)
@@ -117,52 +115,56 @@ class WorkerGroup:
 
     @property
     def living(self) -> list[tuple[str, Worker]]:
+        """Return the workers that have not exited, with their names."""
         return [(name, worker) for name, worker in self.workers.items() if worker.code is None]
 
     @property
     def ranks(self) -> dict[int, int]:
-        """pid -> rank, of the dead too."""
+        """Return pid -> rank of all workers, also of those that exited."""
         return {worker.pid: worker.seat.rank for worker in self.workers.values()}
 
     @property
     def full(self) -> bool:
-        """Every seat is taken, by a worker that is alive."""
+        """Return whether every rank of this node has a living worker."""
         return sum(not worker.spare for _, worker in self.living) == len(self._context.plan.seats)
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks on all nodes."""
         return self._context.plan.placement.world_size
 
     @property
     def silence(self) -> float:
-        """Seconds after which a rank that is silent is lost."""
+        """Return after how many seconds without a heartbeat a worker is lost."""
         return self._context.plan.recovery.worker_timeout
 
     @property
     def formed(self) -> bool:
-        """Every rank of this node has committed a step of this generation."""
+        """Return whether all ranks of this node have committed a step of this generation."""
         return all(worker.formed == self.generation for worker in self.workers.values() if not worker.spare)
 
     @property
     def stopping(self) -> bool:
+        """Return whether the workers are being stopped."""
         return self._escalation is not None
 
     @property
     def ending(self) -> bool:
-        """A rank has raised an exception about others, and is about to end: what moves now is no progress."""
+        """Return whether a rank is about to exit after an exception about other ranks: the others make no progress."""
         return any(worker.ending > time.monotonic() for worker in self.workers.values())
 
     @property
     def held(self) -> str:
-        """Why its ranks wait, and are meant to; empty: they are not."""
+        """Return why the workers wait for other nodes. Empty: they do not."""
         return self._held
 
     @property
     def failed(self) -> list[Worker]:
+        """Return the workers that exited with an error."""
         return [worker for worker in self.workers.values() if worker.code and not worker.spare]
 
     def _report_readiness(self) -> None:
-        """One that has not called yet is told where it stands when it does; a plain script never calls."""
+        """Report the readiness if it has changed. A worker gets its assignment when it connects; a plain script never does."""
         workers = [worker for worker in self.workers.values() if not worker.spare or self._context.plan.spare]
         ended = any(worker.finished or worker.code == 0 for worker in workers if not worker.spare)
         called = self._readiness[0] or any(worker.connected for worker in workers)
@@ -172,7 +174,7 @@ class WorkerGroup:
             self._context.regroup_ready(*readiness)
 
     def _open_duplicates(self) -> None:
-        """torchrun's --duplicate-stdout-filters: chosen lines of all ranks once more, in one file."""
+        """Copy selected lines of all ranks to one file: torchrun's --duplicate-stdout-filters."""
         plan = self._context.plan
         output = plan.output
         if not output.stdout_filters and not output.stderr_filters:
@@ -190,11 +192,13 @@ class WorkerGroup:
             },
         )
 
-    # -- birth
+    # -- starting
 
     def prepare_store(self) -> None:
-        """Where torch is imported already a store costs a fork, so it is there before anybody asks. Elsewhere it
-        costs an import, so it is started by the first connection: many programs never make one."""
+        """Start the store, or let the first connection start it.
+
+        Where torch is imported already, a store costs a fork. Elsewhere it costs an import, and many scripts never use it.
+        """
         listener = self._context.listener
         if listener is None:  # another node hosts it
             return
@@ -221,13 +225,14 @@ class WorkerGroup:
         os.close(log)
 
     def start_worker(self, seat: Seat, *, spare: bool = False) -> None:
+        """Order a worker for this rank from the fork server."""
         plan, run_folder = self._context.plan, self._context.folder
         name = next(self._names)
         label = f"spare.{name}" if spare else str(seat.rank)
         folder = run_folder.rank_folder(self.number, label)
-        if any(worker.folder == folder for _, worker in self.living):  # of one that had this rank before
+        if any(worker.folder == folder for _, worker in self.living):  # in use by a worker that had this rank before
             folder = run_folder.rank_folder(self.number, f"{label}.{self.generation}")
-        with contextlib.suppress(OSError):  # of the one before
+        with contextlib.suppress(OSError):  # of an earlier worker
             os.unlink(f"{folder}/error.json")
         environ = plan.environment(
             seat,
@@ -259,7 +264,7 @@ class WorkerGroup:
         try:
             self._fork_server.send(order, [stdin, out, err, *(probe.fds if probe is not None else ())])
         except OSError:
-            self._forget(name)  # the fork server is gone: its reader says so
+            self._forget(name)  # the fork server is gone: its reader reports it
         else:
             if probe is not None:
                 probe.handed_over()
@@ -279,7 +284,7 @@ class WorkerGroup:
         return ProbeClient(board, slot, lambda message, fds: self._probe_message(name, message, fds))
 
     def _probe_message(self, name: str, message: wire.Message, fds: list[int]) -> None:
-        """What a worker's probe says unasked."""
+        """Handle a message of a probe that is no answer."""
         if message.get("is") == "mismatch" and name in self.workers:
             self.workers[name].mismatch = message
         elif message.get("is") == "stale" and name in self.workers:
@@ -293,7 +298,7 @@ class WorkerGroup:
                 os.close(fd)
 
     def _imported_too_early(self, worker: Worker, message: wire.Message) -> None:
-        """Its script has set variables that the fork server's imports have read before: the next run knows."""
+        """Handle a script that set variables which the fork server's imports had read: the next run knows them."""
         if not message["late"]:
             self.output.repeats(worker.seat.rank)
         if self._preload_hints is None:
@@ -308,9 +313,9 @@ class WorkerGroup:
             self._preload_hints.refuse()
 
     def _stdin(self, rank: int) -> int:
-        """Ours for one rank, and only while the terminal is ours to read from; nothing for the others.
+        """Return the agent's stdin for one rank, if the terminal is its own to read; /dev/null for the others.
 
-        A script that came by standard input (`phalanx run -`) is for every rank, which reads it from its beginning.
+        A script from stdin (`phalanx run -`) is for all ranks, and each reads it from the start.
         """
         if self._context.plan.command.kind == "stdin":
             return os.open("/proc/self/fd/0", os.O_RDONLY | os.O_CLOEXEC)
@@ -321,6 +326,7 @@ class WorkerGroup:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def worker_started(self, name: str, pid: int) -> None:
+        """Record the pid of a worker."""
         if name not in self.workers:
             return
         worker = self.workers[name]
@@ -337,9 +343,10 @@ class WorkerGroup:
             )
         )
 
-    # -- death
+    # -- exits
 
     def worker_exited(self, message: wire.Message) -> None:
+        """Handle the exit of a worker or of the store."""
         code = os.waitstatus_to_exitcode(message["status"])
         if message["name"] == "store":
             self._store_exited(code)
@@ -371,7 +378,7 @@ class WorkerGroup:
             if self.stopping or not self._timeout_victims.take(worker):
                 self._report_failure(worker)
             if not self.stopping:
-                return  # whoever decides about it has them regroup, or stops what is left
+                return  # the decision follows: regroup, or stop the rest
         self._check_end()
 
     def _set_exited(self, worker: Worker, code: int) -> None:
@@ -385,7 +392,7 @@ class WorkerGroup:
         )
 
     def _timed_out(self, victims: list[Worker]) -> None:
-        """It is known who made them, as far as that can be known. Others may have failed meanwhile."""
+        """Report the failure of workers that timed out, now that the cause is known if it can be."""
         for worker in victims:
             if not self.stopping:
                 self._report_failure(worker)
@@ -393,8 +400,8 @@ class WorkerGroup:
             self._check_end()
 
     def _check_end(self) -> None:
-        """Spares of this node have nobody left to stand in for."""
-        if self._timeout_victims.asking:  # it is looked again when they have told
+        """End the attempt if all ranks have exited. Spares of this node are ended with it."""
+        if self._timeout_victims.asking:  # it is called again when the cause is known
             return
         if not self.living:
             self.over.set()
@@ -416,7 +423,7 @@ class WorkerGroup:
             self.start_worker(worker.seat, spare=True)
 
     def shared_failure(self, reason: str, place: str) -> WorkerFailure:
-        """Describe the failure of something that all workers depend on."""
+        """Return the failure of something that all workers depend on."""
         return self._make_failure(reason, list(self.workers.values()), place, everybody=not self.living)
 
     def _make_failure(
@@ -435,14 +442,14 @@ class WorkerGroup:
         )
 
     def start_refused(self, name: str, why: str) -> None:
-        """A process that the kernel would not make."""
+        """Handle a process that the kernel refused to start."""
         who = f"rank {self.workers[name].seat.rank}" if name in self.workers else "the store"
         self._context.console.say(f"{who} could not be started: {why}")
         if name in self.workers:
             self.worker_exited({"name": name, "pid": 0, "status": 1 << 8, "peak": 0})
 
     def _store_exited(self, code: int) -> None:
-        """Without its store a group cannot form, nor grow; what has formed goes on by itself."""
+        """Replace the store. Without it no group can form, but an existing group continues."""
         if self.over.is_set() or not self.living or self._store_stops:
             return
         self._context.folder.event(events.StoreLost(time=time.time(), code=code))
@@ -453,41 +460,43 @@ class WorkerGroup:
         self._context.note(f"the store process ended ({root_cause.in_words(code)}); a new one takes its place, empty")
         self._store_started = False
         self._start_store()
-        if self._readiness[:2] == (True, False) and not self.formed:  # who had told the old one waits for ever
+        if (
+            self._readiness[:2] == (True, False) and not self.formed
+        ):  # ranks that used the old store would wait for ever
             self._context.worker_failed(
                 self.shared_failure("the store was ended while the group formed", place="store")
             )
 
     def fork_server_lost(self) -> None:
-        """The fork server is gone, and its workers with it."""
+        """Mark all workers as exited: they die with the fork server."""
         for name, worker in self.living:
-            worker.enter(WorkerState.STOPPING)  # it has not failed by itself
+            worker.enter(WorkerState.STOPPING)  # it is not the cause
             self._set_exited(worker, -signal.SIGKILL)
             self._probe_message(name, {"is": "gone"}, [])
         self._store_started = False
 
     def use_fork_server(self, fork_server: ForkServerClient) -> None:
-        """To another fork server: the old one is gone, and so are its store and its workers."""
+        """Use another fork server, in place of one that was killed with its store and workers."""
         self._fork_server = fork_server
         self.prepare_store()
 
     def send_signal(self, name: str, number: int, *, alone: bool = False) -> None:
-        """To a worker and all it has started, or to it alone."""
+        """Send a signal to a worker and all its processes, or to it alone."""
         with contextlib.suppress(OSError):
             self._fork_server.send({"do": "signal", "name": name, "signal": int(number), "alone": alone})
 
     def end_as(self, name: str, code: int) -> None:
-        """End a worker whose script is over and whose process hangs: it counts as one that has ended with `code`."""
+        """Kill a worker whose script is over and whose process hangs. It counts as ended with `code`."""
         self.workers[name].ends_as = code
         self.send_signal(name, signal.SIGKILL, alone=True)
 
     def stop(self, number: signal.Signals, reason: str, grace: float, *, already_sent: bool = False) -> None:
-        """Tell the living to stop, unless they were told; those that do not, are stopped."""
+        """Stop all workers, and kill those that do not stop within `grace` seconds. `already_sent`: they have the signal."""
         self._context.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self.living:
             worker.enter(WorkerState.STOPPING)
             worker.stop_sent = time.time()
-            if worker.seat.rank in self.debugged and number == signal.SIGINT:  # which a debugger takes for itself
+            if worker.seat.rank in self.debugged and number == signal.SIGINT:  # a debugger would handle it
                 self.send_signal(name, signal.SIGTERM)
             elif not already_sent:
                 self.send_signal(name, number)
@@ -496,7 +505,7 @@ class WorkerGroup:
             self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace))
 
     async def _escalate(self, number: signal.Signals, grace: float) -> None:
-        """A worker inside native code never gets to its handler for SIGINT; one may ignore SIGTERM; none SIGKILL."""
+        """Send stronger signals. A worker in native code does not handle SIGINT, and one may ignore SIGTERM."""
         steps = [(signal.SIGKILL, grace)]
         if number != signal.SIGTERM:
             steps = [(signal.SIGTERM, grace / 3), (signal.SIGKILL, grace * 2 / 3)]
@@ -508,10 +517,12 @@ class WorkerGroup:
                 self._channels.send(worker.pid, worker_messages.EndWorker(next_signal))
 
     def kill(self) -> None:
+        """Kill all workers."""
         for name, _ in self.living:
             self.send_signal(name, signal.SIGKILL)
 
     def close(self) -> None:
+        """Close channels, probes and tasks after the attempt."""
         if self._context.listener is not None:
             asyncio.get_running_loop().remove_reader(self._context.listener.fileno())
         if self._escalation is not None:
@@ -525,10 +536,10 @@ class WorkerGroup:
             if task is not None:
                 task.cancel()
 
-    # -- a group that forms anew
+    # -- regroup
 
     def regroup(self, to: RegroupPlan) -> None:
-        """The dead are replaced, by a spare if there is one, and the living told."""
+        """Start a generation: replace dead workers, by spares if possible, and send all workers their assignment."""
         before, self._context = self._context, replace(self._context, plan=to.plan, listener=to.listener)
         self.generation, self._why, self._held, self._halts = to.generation, to.why, "", to.halt
         if to.listener is not before.listener:
@@ -549,7 +560,7 @@ class WorkerGroup:
         self._missing = asyncio.get_running_loop().create_task(self._watch_missing())
 
     async def _watch_missing(self) -> None:
-        """One that cannot leave the old group keeps all from forming the next."""
+        """Kill workers that cannot leave the old group, since they block the new one. Save their state first if needed."""
         unresponsive, asked = Unresponsive(), set[int]()
         while missing := {worker.pid: name for name, worker in self.living if self._is_missing(worker)}:
             safe = any(worker.holds and worker.entered == self.generation for _, worker in self.living)
@@ -567,20 +578,20 @@ class WorkerGroup:
             await asyncio.sleep(_LOOK)
 
     def _rescued(self, worker: Worker, answer: worker_messages.Rescued) -> None:
-        """It may have come loose meanwhile; then it has no need of that."""
+        """Kill a worker that cannot leave the group, now that its state is saved. It may have left the group meanwhile."""
         self._saving.discard(worker.pid)
         if not self._is_missing(worker):
             return
         who = f"rank {worker.seat.rank} cannot leave the group"
         if answer.step is None:
-            if worker.formed >= 0:  # else it has nothing that could be lost
+            if worker.formed >= 0:  # else it has no state to lose
                 self._context.note(f"{who}, nobody else has the state, and it cannot save that: {answer.why}")
             return
         self._context.note(f"{who}; step {answer.step} is saved in memory: SIGKILL")
         self.send_signal(next(name for name, one in self.living if one is worker), signal.SIGKILL)
 
     def _is_missing(self, worker: Worker) -> bool:
-        if self._held or self.stopping or worker.seat.rank in self.debugged:  # nobody is to come, or not yet
+        if self._held or self.stopping or worker.seat.rank in self.debugged:  # no regroup is due yet
             return False
         return worker.connected and not worker.spare and not worker.finished and worker.entered < self.generation
 
@@ -601,9 +612,9 @@ class WorkerGroup:
             self._channels.send(worker.pid, self._assignment(worker))
 
     def _assign(self, worker: Worker, seat: Seat, *, spare: bool) -> dict[int, int]:
-        """Its rank before, and now."""
+        """Give a worker a rank. Returns {old rank: new rank}."""
         own = worker.seat.slot
-        # A process keeps the device that it has.
+        # A process cannot change its device.
         was, worker.seat = worker.seat.rank, seat if own.device is None else replace(seat, slot=own)
         if was != seat.rank or worker.spare != spare:
             worker.spare = spare
@@ -615,20 +626,21 @@ class WorkerGroup:
         return {was: seat.rank}
 
     def hold(self, why: str) -> None:
-        """Nobody can go on: the living leave their group, and keep what they have."""
+        """Let the workers leave their group and wait with their state in memory."""
         self._held = why
         for _, worker in self.living:
             if worker.connected:
                 self._channels.send(worker.pid, self._assignment(worker))
 
     def halt(self, step: int | None) -> None:
+        """Have the ranks report their committed step (None), or halt at `step`."""
         self._halt = worker_messages.Halt(step)
         for _, worker in self.living:
             if not worker.spare:
                 self._channels.send(worker.pid, self._halt)
 
     def _keep_spares(self) -> None:
-        """As soon as it is known that the script can regroup: any other would begin to train."""
+        """Start missing spares, once it is known that the script can regroup. Others would begin to train."""
         plan = self._context.plan
         if not self._readiness[0] or self.stopping or plan.spare or self._spares_lost >= _MOST_SPARES:
             return
@@ -647,7 +659,7 @@ class WorkerGroup:
         return [worker.seat.slot for _, worker in self.living if worker.spare == spare]
 
     def _move_store(self, before: socket.socket | None) -> None:
-        """To another node, or from it."""
+        """Stop or start the store, because another node hosts it from now on or hosted it before."""
         if before is not None:
             asyncio.get_running_loop().remove_reader(before.fileno())
             if self._store_started:
@@ -657,7 +669,7 @@ class WorkerGroup:
         self.prepare_store()
 
     def _assignment(self, worker: Worker) -> worker_messages.FromAgent:
-        """What a worker is told about where it stands."""
+        """Return the assignment of a worker, or Wait if it has no rank."""
         plan, seat = self._context.plan, worker.seat
         preempt = tuple(map(int, plan.shutdown.preempt_signals))
         if worker.spare or self._held:
@@ -682,9 +694,11 @@ class WorkerGroup:
         )
 
     def is_worker(self, pid: int) -> bool:
+        """Return whether a process is a living worker of this group."""
         return self._by_pid(pid) is not None
 
     def received(self, pid: int, message: worker_messages.FromWorker) -> None:
+        """Handle a message of a worker."""
         worker = self._by_pid(pid)
         if worker is None:
             return
@@ -731,7 +745,7 @@ class WorkerGroup:
         worker.step, worker.slot_step = step, slot_step
 
     async def _watch_heartbeats(self) -> None:
-        """A rank that gives no sign of life is stopped, or holds Python's lock for good: the others wait for it."""
+        """Kill workers without a heartbeat: they are stopped or hold the interpreter lock, and the others wait for them."""
         while True:
             await asyncio.sleep(1.0)
             limit = self._context.plan.recovery.worker_timeout
@@ -748,10 +762,10 @@ class WorkerGroup:
     def _by_pid(self, pid: int) -> Worker | None:
         return next((worker for _, worker in self.living if worker.pid == pid), None)
 
-    # -- afterwards
+    # -- failures
 
     def explain_failures(self, kills: str) -> tuple[list[root_cause.ProcessFailure], str]:
-        """All who failed, and what to tell about the first. `kills`: what the kernel says about memory."""
+        """Return all failures and the message about the first. `kills`: what the kernel reports about memory."""
         deaths = [self.process_failure(worker, kills) for worker in self.failed]
         death = root_cause.first_cause(deaths)
         if death is None:
@@ -766,7 +780,7 @@ class WorkerGroup:
         return deaths, root_cause.block(death, tail=tail, folder=worker.folder, left=left, means=means)
 
     def process_failure(self, worker: Worker, kills: str = "") -> root_cause.ProcessFailure:
-        """What is known of a worker that has ended."""
+        """Return what is known of a worker that has ended."""
         error = ""
         with contextlib.suppress(OSError), open(f"{worker.folder}/error.json", errors="replace") as file:
             error = file.read(1 << 20)
@@ -787,6 +801,6 @@ class WorkerGroup:
 
 
 def _last_seen(worker: Worker) -> str:
-    """Where its main thread was, as far as it has shown."""
+    """Return where its main thread was, if known."""
     place = worker.probe.status.text.get("place") if worker.probe is not None else None
     return f", last seen at {os.path.basename(place[0])}:{place[1]} in {place[2]}" if place else ""

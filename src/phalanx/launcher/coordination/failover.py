@@ -1,8 +1,8 @@
-"""A node of a run whose nodes come and go: it follows, until node 0 is lost and the leader's place falls to it.
+"""The coordinator of a follower in an elastic run: it takes the lead if node 0 is lost and it is next in line.
 
-Everybody has the peers: whoever is lowest on it takes over, opens the door that it has kept shut so far, and the others
-come to it. So that two trainings never come of one, a leader that has only fallen silent is left by a majority alone:
-it may still be there, on the other side of a link that is cut.
+All nodes have the peer list. The first living node on it takes over, opens the port that it reserved at the start, and
+the others join it. To prevent split-brain, a leader that is only silent is replaced only by a majority of the nodes: it
+may still run on the other side of a broken link.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def open_failover_sockets(rendezvous: RendezvousConfig) -> list[socket.socket]:
 
 
 def _for_all(error: PortError) -> PortError:
-    """Return the error with a fix for several nodes: a free port does not help, because the others could not know it."""
+    """Return the error with a fix for several nodes, which could not know a free port."""
     if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
         return PortError(error.what, details=error.details, fix="choose another one on every node: --master-port PORT")
     return error
@@ -50,8 +50,8 @@ def _for_all(error: PortError) -> PortError:
 def _addresses(host: str | None, here: tuple[interfaces.Interface, ...]) -> tuple[list[str], bool]:
     """Return the addresses to listen on, and whether `host`, which the others use, is this machine.
 
-    A name that resolves to loopback here (127.0.1.1 in Debian's /etc/hosts) resolves to another address on the other nodes.
-    Which one is unknown, so the leader listens on all addresses that can be reached from outside.
+    A name that resolves to loopback here (127.0.1.1 in Debian's /etc/hosts) resolves to another address on the other
+    nodes. Which one is unknown, so the leader listens on all addresses that can be reached from outside.
     """
     reachable = list(interfaces.reachable(here)) or ["127.0.0.1"]
     named = _resolve(host) if host is not None else []

@@ -1,7 +1,7 @@
-"""Node 0 among several: calls the roll, starts everybody, orders the causes of a failure, and ends it for all.
+"""The coordinator of node 0: waits for the nodes, assigns ranks, decides about failures, and ends the run for all.
 
-Where nodes may come and go (`-n 1:4`, `--spares`), it also says who sits where each time that happens. One that comes
-later starts its workers as spares; when they have imported everything, the group forms anew with them.
+In an elastic run (`-n 1:4`, `--spares`) it assigns ranks again each time that a node joins or leaves. A node that joins
+later starts its workers as spares; once they have imported everything, the group regroups with them.
 """
 
 from __future__ import annotations
@@ -55,22 +55,24 @@ from phalanx.recover.decision import RecoveryAction
 class TakeoverState:
     """What is known of a run whose leader is lost."""
 
-    leader: int  # the one that is lost
+    leader: int  # number of the lost leader
     why: str
-    size: int  # members, with that one
+    size: int  # members, with the lost leader
     attempt: int
     generation: int
     readiness: tuple[bool, bool, bool]
     worked: frozenset[int]  # members that had ranks
-    others: frozenset[int]  # who is expected to come
-    quorum: int  # with fewer, the old leader may be on the other side of a cut link, with more
+    others: frozenset[int]  # members that should join the new leader
+    quorum: int  # with fewer members, the old leader may still run with the rest
 
 
-_PROGRESS_INTERVAL = 0.5  # seconds between two events of a roll call, in which everybody is named
-_PLAIN_AFTER = 10.0  # seconds without a call: the script is one that cannot regroup
+_PROGRESS_INTERVAL = 0.5  # seconds between two events about who has joined
+_PLAIN_AFTER = 10.0  # seconds without a connection of a worker: the script cannot regroup
 
 
 class LeaderCoordinator:
+    """Waits for the members, assigns ranks, and decides for all nodes."""
+
     log_forwarder: LogForwarder | None = None
     leads = True
     skew = 0.0
@@ -95,34 +97,36 @@ class LeaderCoordinator:
         self._feeds: dict[tuple[int, int], LogTail] = {}
         self._reports: dict[int, messages.Over] = {}
         self._attempt = 0
-        self._all_ended = asyncio.Event()  # has reported the end of this attempt, or is gone
-        self._trouble: RunResult | None = None  # it ends, and not because of a worker
-        self._trouble_time = 0.0  # when
+        self._all_ended = asyncio.Event()  # all members have reported the end of this attempt, or are gone
+        self._trouble: RunResult | None = None  # the run ends, and no worker is the cause
+        self._trouble_time = 0.0  # when that happened
         self._stopping = False
         self._signal: signal.Signals | None = None
         self._ended = False
-        self._running = False  # an attempt, here
+        self._running = False  # an attempt runs on this node
         self._recoveries = Recoveries(plan.recovery.policy, folder)
-        self._readiness: dict[int, tuple[bool, bool]] = {}  # of every member: called, ended
-        self._began = 0.0  # this attempt
-        self._idle: set[int] = set()  # members without ranks, and not told to prepare
-        self._preparing: set[int] = set()  # those whose workers are started as spares
-        self._ready: set[int] = set()  # those whose workers are there
+        self._readiness: dict[int, tuple[bool, bool]] = {}  # of each member: called, ended
+        self._began = 0.0  # when this attempt began
+        self._idle: set[int] = set()  # members without ranks whose workers are not started
+        self._preparing: set[int] = set()  # members whose workers start as spares
+        self._ready: set[int] = set()  # members whose spare workers have all connected
         self._leaving: set[int] = set()
-        self._hold_timer: asyncio.TimerHandle | None = None  # until then too few may be left
-        self._changed = asyncio.Event()  # somebody has come
-        self._nodes_changed = False  # the next attempt is one with other nodes
-        self._liveness_checks: set[asyncio.Task[None]] = set()  # at the doors of nodes whose connection has closed
-        self._last_joined: tuple[str, ...] = ()  # who was when that was last told
-        self._last_progress = -_PROGRESS_INTERVAL  # when it was
+        self._hold_timer: asyncio.TimerHandle | None = None  # ends the run if too few nodes are left for too long
+        self._changed = asyncio.Event()  # a node has joined
+        self._nodes_changed = False  # all ranks restart, because nodes joined or left
+        self._liveness_checks: set[asyncio.Task[None]] = set()  # of members whose connection has closed
+        self._last_joined: tuple[str, ...] = ()  # who had joined at the last event
+        self._last_progress = -_PROGRESS_INTERVAL  # when that was written
         self._preemption = Preemption(plan, folder, self)
 
     def attach(self, agent: AgentView) -> None:
+        """Set the agent."""
         self._agent = agent
 
-    # -- coming together
+    # -- rendezvous
 
     async def join(self) -> None:
+        """Open the control port and wait for the members. Raises JoinError."""
         rendezvous = self._rendezvous
         self._leader = Leader(
             rendezvous.token,
@@ -147,7 +151,7 @@ class LeaderCoordinator:
         await self._leader.wait_for_members(rendezvous.join_timeout)
 
     async def take_over(self, state: TakeoverState, patience: float) -> None:
-        """The leader before is lost, and this node has its place: who comes, and whether they are enough."""
+        """Lead in place of a lost leader: wait for the others, then regroup, restart or hold."""
         rendezvous = self._rendezvous
         self._attempt, self._running, self._began = state.attempt, True, time.monotonic()
         self._recoveries.generation = state.generation
@@ -195,7 +199,7 @@ class LeaderCoordinator:
         where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in self._sockets)
         self.note(f"this node leads now; others join at {where}")
         called, ended = self._overall_readiness()
-        self._preemption.regroup_ready(called, ended)  # what workers can do, they have told the leader before
+        self._preemption.regroup_ready(called, ended)  # workers reported it to the lost leader
         text = f"node {state.leader} is lost: {state.why}"
         failure = WorkerFailure(0, text, "", time.time(), 0.0, None)
         self._recoveries.nodes_changed(
@@ -211,23 +215,25 @@ class LeaderCoordinator:
         self._prepare()
 
     def _own(self) -> Leader:
+        """Return the control server. Raises LaunchError before `join`."""
         if self._leader is None:
-            raise LaunchError("the roll call has not begun")
+            raise LaunchError("the rendezvous has not begun")
         return self._leader
 
     async def first_attempt(self) -> StartAttempt | RunResult:
-        return await self._next_attempt(0)  # some may have gone since the roll was called
+        """Start the first attempt, once enough nodes are there."""
+        return await self._next_attempt(0)  # nodes may have left since they joined
 
     def _listen(self) -> str:
-        """The store's socket, on the address that everybody has reached us by, and no other."""
+        """Open the store's socket on the address that all members have used, and return that address."""
         reached = Counter(guest.reached for guest in self._own().guests.values())
-        if not reached:  # nobody but us is here yet, and who comes may come by any of them
+        if not reached:  # no other node has joined yet, and one may use any address
             reached.update(str(sock.getsockname()[0]) for sock in self._sockets)
         if len(reached) == 1:
             address = next(iter(reached))
             self._store = port.listen(address, 0)
             return address
-        # They came, or may come, by several ways. The store has one socket, so it has to be all of them.
+        # Members use several addresses. The store has one socket, so it listens on all of them.
         self._store = port.listen("::" if any(":" in address for address in reached) else "0.0.0.0", 0)  # noqa: S104
         return reached.most_common(1)[0][0]
 
@@ -251,16 +257,17 @@ class LeaderCoordinator:
         return StartAttempt(attempt, self._plan, self._store, generation)
 
     def _assign_ranks(self, members: Collection[int]) -> None:
-        """Who of these works from now on, and as which ranks."""
+        """Decide which of these members work, and assign their ranks."""
         leader = self._own()
         known = {id_: leader.roster.members[id_] for id_ in members}
         self._tables = roster.seat(roster.working(known, self._tables.keys() | {leader.id}, leader.roster.expected))
-        for feed in self._feeds.values():  # a rank may be another node's now
+        for feed in self._feeds.values():  # a rank may have moved to another node
             feed.end()
         self._feeds.clear()
         self._settle_console()
 
     def _start_ranks(self, member: int) -> messages.StartRanks:
+        """Return the ranks of a member. None for a spare node."""
         store = self._store
         if store is None:
             raise LaunchError("there is no store")
@@ -300,9 +307,10 @@ class LeaderCoordinator:
                     prefixes[rank] = prefix
         self._console.settle(sum(len(table.ranks) for table in self._tables.values()), prefixes)
 
-    # -- what members say
+    # -- messages of members
 
     def heard(self, member: int, message: messages.FromMember) -> None:
+        """Handle a message of a member."""
         match message:
             case messages.Log():
                 self._log(member, message)
@@ -321,19 +329,19 @@ class LeaderCoordinator:
                 self._first_step(message.generation, message.step, message.before)
             case messages.Signalled():
                 number = signal.Signals(message.signal)
-                if self._rendezvous.elastic and number == signal.SIGTERM:  # it goes, and the others go on
+                if self._rendezvous.elastic and number == signal.SIGTERM:  # it leaves, and the others continue
                     self._leaving.add(member)
                     self._remove_member(member, f"{self._name(member)} leaves ({number.name})")
                     return
                 if self._signal is None:
                     self.note(f"{self._name(member)} received {number.name}")
                 if self._signal is None or number == signal.SIGKILL:
-                    self.signal_received(number)  # for the others
+                    self.signal_received(number)  # stops the others
                 self._act(EndRun(number, f"{number.name} received by {self._name(member)}"))
             case messages.Over():
                 if message.attempt == self._attempt:
                     self._reports[member] = message
-                    if member not in self._tables:  # nobody stands by there any more
+                    if member not in self._tables:  # its spare workers have ended
                         self._preparing.discard(member)
                         self._ready.discard(member)
                     elif message.trouble and not self._restarts:
@@ -345,7 +353,7 @@ class LeaderCoordinator:
                 if self._agent is not None:
                     self._agent.receive_rpc(member, message)
             case messages.Leaving():
-                # Before the start it may come again. Later its ranks are missing, whatever it says.
+                # Before the start it may join again. Later its ranks are missing.
                 text = f"{self._name(member)}: {message.text or 'it has left the run'}"
                 if self._rendezvous.elastic:
                     self._remove_member(member, text)
@@ -355,20 +363,24 @@ class LeaderCoordinator:
                 self._check_all_ended()
 
     def members(self) -> dict[int, tuple[int, ...]]:
+        """Return the ranks of each connected follower."""
         if self._leader is None:
             return {}
         own, guests = self._leader.id, self._leader.guests
         return {id_: table.ranks for id_, table in self._tables.items() if id_ != own and id_ in guests}
 
     def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
+        """Send a frame to a member."""
         if to is not None:
             self._own().send(to, frame)
 
     def address(self, member: int) -> str:
+        """Return the address of a member as seen from here. Empty if it is not connected."""
         guest = self._own().guests.get(member)
         return guest.address if guest is not None else ""
 
     def lost(self, member: int, why: str, *, silent: bool) -> None:
+        """Handle the loss of a member: end the run or, if it is elastic, continue without it."""
         text = f"{self._name(member)} is lost: {why}"
         self._leaving.discard(member)
         if not self._rendezvous.elastic:
@@ -382,25 +394,27 @@ class LeaderCoordinator:
             check.add_done_callback(self._liveness_checks.discard)
 
     async def _check_liveness(self, member: int, text: str) -> None:
-        """A connection has closed. Whoever still answers has not ended: it was this node that was given up, which may
-        have been stopped for a while."""
+        """Handle a closed connection. A member that still answers is alive and has given up this node, which may have
+        been stopped for a while.
+        """
         address, door = self._own().doors.get(member, ("", 0))
         lives = bool(door) and await answers(Endpoint(address, door), steadily=STEADILY)
         self._member_lost(member, text, silent=lives)
 
     def _member_lost(self, member: int, text: str, *, silent: bool) -> None:
         if silent and 2 * self._own().audible < len(self._own().roster.members):
-            # They may well be together, and go on without us: two trainings must not come of one.
+            # The others may continue without this node: prevent split-brain.
             cut_off = "this node is cut off from most of the others, which may go on without it"
             self._give_up(RunResult(1, f"{text}\n  {cut_off}"))
         else:
             self._remove_member(member, text)
         self._check_all_ended()
 
-    # -- nodes that come and go
+    # -- nodes that join and leave
 
     def joined(self, member: int) -> None:
-        self._leaving.discard(member)  # whoever had this number before
+        """Handle a member that joined during the run."""
+        self._leaving.discard(member)  # the member that had this number before
         self._changed.set()
         self.note(f"{self._name(member)} has come")
         self._send_peer_list()
@@ -411,12 +425,12 @@ class LeaderCoordinator:
             self._grow_later()
 
     def _take_in(self, member: int) -> None:
-        """One that is new, or was another leader's, perhaps with workers that wait for a group."""
+        """Take in a new member, or one of another leader, perhaps with workers that wait for a group."""
         engaged = self._own().roster.members[member].engaged
         if engaged is not None and engaged.attempt == self._attempt:
             self._recoveries.generation = max(self._recoveries.generation, engaged.generation)
             if member in self._tables:
-                self._readiness.setdefault(member, (engaged.called, engaged.ended))  # what it has told since is newer
+                self._readiness.setdefault(member, (engaged.called, engaged.ended))  # what it reported later stays
                 return
             if not engaged.ended:
                 self._preparing.add(member)
@@ -428,7 +442,7 @@ class LeaderCoordinator:
         for waiting in (self._preparing, self._ready):
             waiting.discard(member)
         self._idle.add(member)
-        if engaged is not None:  # what its workers were part of is over
+        if engaged is not None:  # its workers belong to an attempt that is over
             grace = self._plan.shutdown.failure_timeout
             self._own().send(member, messages.Stop(signal=signal.SIGTERM, reason="the others went on", grace=grace))
 
@@ -447,12 +461,15 @@ class LeaderCoordinator:
             self._ready.add(member)
 
     def _overall_readiness(self) -> tuple[bool, bool]:
-        """One script runs everywhere: if some can regroup, those that have not said so yet can too."""
+        """Return whether the ranks can regroup, and whether some have finished.
+
+        One script runs on all nodes: if some workers can regroup, those that have not connected yet can too.
+        """
         called, ended = (any(flags) for flags in zip(*self._readiness.values(), strict=True))
         return called, ended
 
     def _prepare(self) -> None:
-        """Nodes without ranks start their workers as spares: a plain script, which has no use for one, never calls."""
+        """Start the workers of nodes without ranks as spares, if the script can regroup."""
         called, ended = self._overall_readiness()
         if not called or ended or self._stopping or self._preemption.begun:
             return
@@ -464,6 +481,7 @@ class LeaderCoordinator:
             self._own().send(member, start)
 
     def _grow(self) -> None:
+        """Regroup with the nodes that are ready, if there is room."""
         room = self._own().roster.expected - len(self._tables)
         called, ended = self._overall_readiness()
         if room <= 0 or ended or self._stopping or not called or not self._ready or self._store is None:
@@ -477,12 +495,13 @@ class LeaderCoordinator:
         self._act(self._regroup(f"{who} joined"))
 
     def _grow_later(self) -> None:
-        """A script that cannot regroup is started again when nodes have come: but first it may still call."""
+        """Schedule a restart with the new nodes, for a script that cannot regroup."""
         if self._idle and self._own().roster.expected > len(self._tables):
             wait = max(0.0, self._began + _PLAIN_AFTER - time.monotonic())
             asyncio.get_running_loop().call_later(wait, self._grow_by_restart, self._attempt)
 
     def _grow_by_restart(self, attempt: int) -> None:
+        """Restart with the new nodes, if the script still has not shown that it can regroup."""
         came = self._idle & self._own().guests.keys()
         room = self._own().roster.expected - len(self._tables)
         if attempt != self._attempt or not came or room <= 0 or self._stopping or any(self._overall_readiness()):
@@ -497,7 +516,7 @@ class LeaderCoordinator:
         return self._own().roster.least or self._own().roster.expected
 
     def _remove_member(self, member: int, text: str) -> None:
-        """A node is gone. The others go on, if they are enough."""
+        """Remove a node. The others regroup or restart without it, or hold if they are too few."""
         leader = self._own()
         leader.roster.remove(member)
         self._reports.pop(member, None)
@@ -512,7 +531,7 @@ class LeaderCoordinator:
             self.note(text)
             return
         called, ended = self._overall_readiness()
-        if ended or self._preemption.halted:  # some are through already: what the others do is for them to end
+        if ended or self._preemption.halted:  # some ranks have finished: the others end by themselves
             self.note(text)
             return
         failure = WorkerFailure(gone.ranks[0], text, "", time.time(), time.monotonic() - self._began, None)
@@ -571,18 +590,21 @@ class LeaderCoordinator:
             self._own().broadcast(self._own().peer_list(self._tables.keys()))
 
     def note(self, text: str, *, repeats: bool = False) -> None:
+        """Print a line through the agent."""
         if self._agent is not None:
             self._agent.note(text, repeats=repeats)
 
     def waiting(self, text: str) -> None:
+        """Show what this node waits for."""
         if self._agent is not None:
             self._agent.waiting(text)
 
     def gathering(self, here: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
+        """Write to the run folder who has joined and who is missing."""
         now = time.monotonic()
         if here != self._last_joined and (not text or now - self._last_progress >= _PROGRESS_INTERVAL):
             self._last_joined, self._last_progress = here, now
-            text = text.partition(" (")[0]  # for how long: that is told once, and does not stay true
+            text = text.partition(" (")[0]  # without the waiting time, which changes
             self._folder.event(
                 events.RendezvousProgress(time=time.time(), expected=expected, joined=here, missing=missing, text=text)
             )
@@ -597,7 +619,7 @@ class LeaderCoordinator:
         self._act(self._stop_all(verdict.text.splitlines()[0]))
 
     def fail(self, text: str) -> None:
-        """This node cannot lead."""
+        """End the run, because this node cannot lead."""
         self._give_up(RunResult(1, text))
 
     def _stop_all(self, reason: str, *, beside: int | None = None) -> StopWorkers | None:
@@ -620,7 +642,7 @@ class LeaderCoordinator:
         if not self._running:
             self._all_ended.set()
         elif self._tables and self._own().id not in self._tables:
-            # Our own workers stand by for others, who have all ended.
+            # The workers of this node are spares, and all ranks have ended.
             self._act(StopWorkers(signal.SIGTERM, "every rank has ended", self._plan.shutdown.failure_timeout))
 
     def _log(self, member: int, log: messages.Log) -> None:
@@ -641,9 +663,10 @@ class LeaderCoordinator:
             feed.end()
             del self._feeds[log.rank, log.stream]
 
-    # -- how it ends
+    # -- the end of an attempt
 
     async def wait_for_others(self) -> None:
+        """Wait until all members have reported the end of this attempt, or are gone."""
         self._running = False
         self._check_all_ended()
         await self._all_ended.wait()
@@ -651,6 +674,7 @@ class LeaderCoordinator:
             await asyncio.wait(self._liveness_checks)
 
     def is_last_attempt(self, *, failed: bool) -> bool:
+        """Return whether no restart follows."""
         if self._nodes_changed and self._trouble is None:
             return False
         failed = failed or any(over.failed or over.trouble for over in self._reports.values())
@@ -658,14 +682,15 @@ class LeaderCoordinator:
 
     @property
     def _restarts(self) -> bool:
-        """All ranks are started again. Not when the machine is taken away: the next run goes on from the checkpoint."""
+        """Return whether all ranks are started again. Not after a preemption: the next run resumes the checkpoint."""
         return self._recoveries.latest_action is RecoveryAction.RESTART and not self._preemption.begun
 
     def worker_failed(self, failure: WorkerFailure) -> Action | None:
+        """Decide for all nodes about a failure on this node."""
         return self._decide(failure)
 
     def _member_worker_failed(self, member: int, message: messages.Failing) -> None:
-        if member not in self._tables:  # a spare's, or one that leaves
+        if member not in self._tables:  # a spare node, or one that leaves
             return
         guests = self._own().guests
         at = message.time - (guests[member].skew if member in guests else 0.0)
@@ -679,7 +704,7 @@ class LeaderCoordinator:
         """Decide for all nodes about a failure here, or on the member `beside`; return what this node does."""
         if self._stopping:
             return None
-        if self._preemption.halted:  # nothing is lost by it; but it may have been the last of its node
+        if self._preemption.halted:  # a checkpoint is on disk; it may have been the last worker of its node
             if beside is None:
                 return AcceptLoss()
             stop = messages.Stop(
@@ -687,20 +712,21 @@ class LeaderCoordinator:
             )
             self._own().send(beside, stop)
             return None
-        if self._store is None:  # this node takes over, and whoever is here forms a group soon
+        if self._store is None:  # this node takes over, and a regroup follows
             return None
         called, ended = self._overall_readiness()
         if self._recoveries.decide(failure, can_regroup=called and not ended) is not RecoveryAction.REGROUP:
-            stopped = beside if not self._can_regroup(beside) else None  # it has stopped its workers by itself
+            stopped = beside if not self._can_regroup(beside) else None  # that member has stopped its workers already
             return self._stop_all(failure.reason, beside=stopped)
         if self._hold_timer is None:
             return self._regroup(failure.reason)
-        return None  # it is replaced when the others come
+        return None  # it is replaced when enough nodes have joined
 
     def _can_regroup(self, member: int | None) -> bool:
         return member is not None and self._readiness.get(member) == (True, False)
 
     def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
+        """Record the readiness of this node, as for any member."""
         self._member_ready(self._own().id, messages.RegroupReady(called=called, ended=ended, ready=ready))
 
     # -- preemption
@@ -708,37 +734,44 @@ class LeaderCoordinator:
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:
+        """Pass the message to the preemption."""
         self._preemption.receive(rank, message, self._recoveries.generation)
 
     def preempt(self, number: signal.Signals) -> bool:
+        """Begin a preemption of all nodes."""
         return self._running and self._preemption.begin(number, self._plan.placement.world_size)
 
     def _preempted_at(self, member: int, message: messages.Signalled) -> bool:
-        """Whether that is answered."""
+        """Begin a preemption for a member that received a signal. Return whether nothing else must be done about it."""
         number = signal.Signals(message.signal)
         if self._signal is None and not self._preemption.begun:
             self.note(f"{self._name(member)} received {number.name}")
         return (self._signal is None and self.preempt(number)) or number not in self._plan.shutdown.signals
 
     def halt(self, step: int | None) -> None:
+        """Have all workers report their step, or halt at `step`."""
         self._own().broadcast(messages.HaltAll(step=step))
         self._act(HaltWorkers(step))
 
     def regroup_and_halt(self, why: str) -> None:
+        """Have all workers regroup and write a checkpoint, if they can regroup."""
         if self._overall_readiness() == (True, False):
             self._recoveries.next_generation()
             self._act(self._regroup(why, halt=True))
 
     def stop(self, reason: str) -> None:
+        """Stop the workers of all nodes."""
         self._act(self._stop_all(reason))
 
     def end_run(self, number: signal.Signals, reason: str) -> None:
+        """End the run on all nodes, as by a signal of the user."""
         self.signal_received(number)
         self._act(EndRun(number, reason))
 
     # -- signals
 
     def first_step(self, message: worker_messages.FirstStep) -> None:
+        """Print how long the recovery took."""
         self._first_step(message.generation, message.step, message.before)
 
     def _first_step(self, generation: int, step: int, before: int) -> None:
@@ -747,6 +780,7 @@ class LeaderCoordinator:
             self.note(text, repeats=True)
 
     def signal_received(self, number: signal.Signals) -> None:
+        """Stop the run on all members."""
         shutdown = self._plan.shutdown
         self._signal = self._signal or number
         self._changed.set()
@@ -756,11 +790,13 @@ class LeaderCoordinator:
             self._leader.broadcast(stop)
 
     def forward_signal(self, number: signal.Signals) -> None:
-        # A scheduler tells all of its tasks by itself.
+        """Forward a signal to all members. Under a scheduler they have received it already."""
+        # A scheduler signals all of its tasks itself.
         if self._leader is not None and self._rendezvous.task is None:
             self._leader.broadcast(messages.ForwardSignal(signal=number))
 
     async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
+        """Compare the failures of all nodes, and return a restart or the result of the run."""
         self._preemption.close()
         troubles = [report.trouble, *(over.trouble for over in self._reports.values())]
         trouble = next(filter(None, troubles), "")
@@ -776,7 +812,7 @@ class LeaderCoordinator:
         deaths, blocks = self._deaths(report)
         failed = len(report.deaths) + sum(over.failed for over in self._reports.values())
         death = root_cause.first_cause(deaths)
-        # A node that is lost makes every other rank fail; a rank that failed by itself before that is the reason.
+        # The loss of a node makes all other ranks fail. A rank that failed before that is the cause.
         if self._trouble is not None and (death is None or root_cause.follows(death, self._trouble_time)):
             return self._trouble
         if self._nodes_changed:
@@ -798,7 +834,7 @@ class LeaderCoordinator:
         return await self._next_attempt(report.attempt + 1)
 
     async def _next_attempt(self, attempt: int) -> StartAttempt | RunResult:
-        """With whoever is here, as soon as they are enough."""
+        """Start an attempt with the nodes that are there, once they are enough."""
         leader, patience = self._own(), self._rendezvous.join_timeout
         until = time.monotonic() + patience
         while not leader.roster.enough or self._trouble is not None:
@@ -818,7 +854,7 @@ class LeaderCoordinator:
         return self._begin(attempt, self._listen() if self._store is None else self._plan.master_addr)
 
     def _deaths(self, report: AttemptReport) -> tuple[list[root_cause.ProcessFailure], dict[int, str]]:
-        """The first of every node, by our own clock; and what their nodes tell about them."""
+        """Return the first failure of each node, by this node's clock, and the message about each."""
         own = root_cause.first_cause(report.deaths)
         deaths = [own] if own is not None else []
         others = report.failed + sum(over.by_themselves for over in self._reports.values()) - 1
@@ -832,11 +868,13 @@ class LeaderCoordinator:
         return deaths, blocks
 
     def announce_result(self, code: int, text: str) -> None:
+        """Send the result to all members."""
         self._ended = True
         if self._leader is not None:
             self._leader.broadcast(messages.EndMessage(code=code, text=text[: 1 << 15]))
 
     async def close(self, code: int, text: str) -> None:
+        """Send the result to all members, and close all connections and sockets."""
         self.announce_result(code, text)
         if self._leader is not None:
             await self._leader.close()
