@@ -183,7 +183,7 @@ class NodeAgent:
                 code, text = error.exit_code, str(error)
                 raise
             except OSError as error:  # a full disk, a limit: tell the other nodes
-                text = f"this node cannot go on: {error}"
+                text = f"this node cannot continue: {error}"
                 raise LaunchError(text) from error
             finally:
                 if self._watchers_start is not None:

@@ -101,7 +101,7 @@ class WorkerFailure:
     time: float
     lived: float
     step: int | None  # newest committed step of any worker here
-    everybody: bool = False  # no worker is left that has the state
+    all_workers: bool = False  # no worker is left that has the state
     generation: int = -1  # of the worker; -1: it had not joined any
 
 

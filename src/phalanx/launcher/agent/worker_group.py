@@ -150,7 +150,7 @@ class WorkerGroup:
 
     @property
     def ending(self) -> bool:
-        """Return whether a rank is about to exit after an exception about other ranks: the others make no progress."""
+        """Return whether a rank is about to exit after an exception about others: the rest makes no progress."""
         return any(worker.ending > time.monotonic() for worker in self.workers.values())
 
     @property
@@ -164,7 +164,7 @@ class WorkerGroup:
         return [worker for worker in self.workers.values() if worker.code and not worker.spare]
 
     def _report_readiness(self) -> None:
-        """Report the readiness if it has changed. A worker gets its assignment when it connects; a plain script never does."""
+        """Report the readiness if it has changed. A plain script never connects."""
         workers = [worker for worker in self.workers.values() if not worker.spare or self._context.plan.spare]
         ended = any(worker.finished or worker.code == 0 for worker in workers if not worker.spare)
         called = self._readiness[0] or any(worker.connected for worker in workers)
@@ -197,7 +197,8 @@ class WorkerGroup:
     def prepare_store(self) -> None:
         """Start the store, or let the first connection start it.
 
-        Where torch is imported already, a store costs a fork. Elsewhere it costs an import, and many scripts never use it.
+        Where torch is imported already, a store costs a fork. Elsewhere it costs an import, and many scripts never
+        use it.
         """
         listener = self._context.listener
         if listener is None:  # another node hosts it
@@ -415,19 +416,19 @@ class WorkerGroup:
             return
         self._spares_lost += 1
         self._forget(name)
-        told = f"a spare worker ended ({root_cause.in_words(code)}); see {worker.folder}"
+        text = f"a spare worker ended ({root_cause.in_words(code)}); see {worker.folder}"
         if self._spares_lost >= _MOST_SPARES:
-            self._context.note(f"{told}. It is the third, so that there are no more")
+            self._context.note(f"{text}. It is the third: no more spares are started")
         else:
-            self._context.note(told)
+            self._context.note(text)
             self.start_worker(worker.seat, spare=True)
 
     def shared_failure(self, reason: str, place: str) -> WorkerFailure:
         """Return the failure of something that all workers depend on."""
-        return self._make_failure(reason, list(self.workers.values()), place, everybody=not self.living)
+        return self._make_failure(reason, list(self.workers.values()), place, all_workers=not self.living)
 
     def _make_failure(
-        self, reason: str, workers: list[Worker], place: str, generation: int = -1, *, everybody: bool = False
+        self, reason: str, workers: list[Worker], place: str, generation: int = -1, *, all_workers: bool = False
     ) -> WorkerFailure:
         steps = [other.step for other in self.workers.values() if other.step is not None]
         return WorkerFailure(
@@ -437,7 +438,7 @@ class WorkerGroup:
             time=time.time(),
             lived=time.monotonic() - min((worker.born for worker in workers), default=time.monotonic()),
             step=max(steps, default=None),
-            everybody=everybody,
+            all_workers=all_workers,
             generation=generation,
         )
 
@@ -460,9 +461,7 @@ class WorkerGroup:
         self._context.note(f"the store process ended ({root_cause.in_words(code)}); a new one takes its place, empty")
         self._store_started = False
         self._start_store()
-        if (
-            self._readiness[:2] == (True, False) and not self.formed
-        ):  # ranks that used the old store would wait for ever
+        if self._readiness[:2] == (True, False) and not self.formed:  # ranks would wait for the old store
             self._context.worker_failed(
                 self.shared_failure("the store was ended while the group formed", place="store")
             )
@@ -491,7 +490,10 @@ class WorkerGroup:
         self.send_signal(name, signal.SIGKILL, alone=True)
 
     def stop(self, number: signal.Signals, reason: str, grace: float, *, already_sent: bool = False) -> None:
-        """Stop all workers, and kill those that do not stop within `grace` seconds. `already_sent`: they have the signal."""
+        """Stop all workers, and kill those that do not stop within `grace` seconds.
+
+        `already_sent`: they have received the signal.
+        """
         self._context.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self.living:
             worker.enter(WorkerState.STOPPING)
@@ -560,7 +562,7 @@ class WorkerGroup:
         self._missing = asyncio.get_running_loop().create_task(self._watch_missing())
 
     async def _watch_missing(self) -> None:
-        """Kill workers that cannot leave the old group, since they block the new one. Save their state first if needed."""
+        """Kill workers that cannot leave the old group and so block the new one. Save their state first if needed."""
         unresponsive, asked = Unresponsive(), set[int]()
         while missing := {worker.pid: name for name, worker in self.living if self._is_missing(worker)}:
             safe = any(worker.holds and worker.entered == self.generation for _, worker in self.living)
@@ -578,14 +580,14 @@ class WorkerGroup:
             await asyncio.sleep(_LOOK)
 
     def _rescued(self, worker: Worker, answer: worker_messages.Rescued) -> None:
-        """Kill a worker that cannot leave the group, now that its state is saved. It may have left the group meanwhile."""
+        """Kill a worker that cannot leave the group, now that its state is saved, unless it has left it meanwhile."""
         self._saving.discard(worker.pid)
         if not self._is_missing(worker):
             return
         who = f"rank {worker.seat.rank} cannot leave the group"
         if answer.step is None:
             if worker.formed >= 0:  # else it has no state to lose
-                self._context.note(f"{who}, nobody else has the state, and it cannot save that: {answer.why}")
+                self._context.note(f"{who}, no other rank has its state, and it cannot save it: {answer.why}")
             return
         self._context.note(f"{who}; step {answer.step} is saved in memory: SIGKILL")
         self.send_signal(next(name for name, one in self.living if one is worker), signal.SIGKILL)
@@ -745,7 +747,7 @@ class WorkerGroup:
         worker.step, worker.slot_step = step, slot_step
 
     async def _watch_heartbeats(self) -> None:
-        """Kill workers without a heartbeat: they are stopped or hold the interpreter lock, and the others wait for them."""
+        """Kill workers without a heartbeat: they are stopped or hold the interpreter lock, and others wait for them."""
         while True:
             await asyncio.sleep(1.0)
             limit = self._context.plan.recovery.worker_timeout
@@ -775,8 +777,8 @@ class WorkerGroup:
         here = {one.seat.rank for one in self.workers.values()}
         well = {one.seat.rank for one in self.workers.values() if one.code == 0 and one.ended <= death.time}
         left = sorted(well | (here & root_cause.lost(death)))
-        told = {one.seat.rank: one.mismatch for one in self.workers.values() if one.mismatch is not None}
-        means = mismatch.words(told) if root_cause.differs(death) else ()
+        mismatches = {one.seat.rank: one.mismatch for one in self.workers.values() if one.mismatch is not None}
+        means = mismatch.words(mismatches) if root_cause.differs(death) else ()
         return deaths, root_cause.block(death, tail=tail, folder=worker.folder, left=left, means=means)
 
     def process_failure(self, worker: Worker, kills: str = "") -> root_cause.ProcessFailure:

@@ -38,16 +38,16 @@ class FailoverCoordinator:
         rendezvous: RendezvousConfig,
         folder: RunFolder,
         console: Console,
-        door: Sequence[socket.socket],
+        sockets: Sequence[socket.socket],
     ) -> None:
         self._plan = plan
         self._rendezvous = rendezvous
         self._folder = folder
         self._console = console
-        self._door = door
-        self._following = FollowerCoordinator(plan, rendezvous, folder, console, door=int(door[0].getsockname()[1]))
-        self._following.failover = self
-        self._role: FollowerCoordinator | LeaderCoordinator = self._following
+        self._sockets = sockets
+        self._follower = FollowerCoordinator(plan, rendezvous, folder, console, port=int(sockets[0].getsockname()[1]))
+        self._follower.failover = self
+        self._role: FollowerCoordinator | LeaderCoordinator = self._follower
         self._agent: AgentView | None = None
         self._takeover: asyncio.Task[None] | None = None
 
@@ -61,62 +61,63 @@ class FailoverCoordinator:
     async def _replace_leader(self, why: str, before: asyncio.Task[None] | None, *, silent: bool) -> None:
         if before is not None:
             await before
-        following = self._following
-        if self._role is not following:
+        follower = self._follower
+        if self._role is not follower:
             return
-        peers = following.peer_list
+        peers = follower.peer_list
         if peers is None:
-            following.give_up(why)
+            follower.give_up(why)
             return
         self._note(f"node {peers.leader} is lost: {why}")
-        if not silent and following.door is not None and await answers(following.door, steadily=STEADILY):
+        endpoint = follower.leader_endpoint
+        if not silent and endpoint is not None and await answers(endpoint, steadily=STEADILY):
             silent = True
-            self._note(f"node {peers.leader} still answers: it is this node that was given up")
+            self._note(f"node {peers.leader} still answers: it has dropped this node")
         for peer in peers.peers:
-            if peer.member == following.id:
-                if not following.running:  # there is no state to continue from
+            if peer.member == follower.id:
+                if not follower.running:  # there is no state to continue from
                     break
                 await self._lead(why, peers, silent=silent)
                 return
             if await answers(Endpoint(peer.address, peer.port)):
                 try:
-                    await following.follow(Endpoint(peer.address, peer.port), self._patience)
+                    await follower.follow(Endpoint(peer.address, peer.port), self._patience)
                 except JoinError:
                     continue  # it is gone too, or still has its leader: this node is cut off
                 self._note(f"node {peer.member} ({peer.host}) leads now")
                 return
-        following.give_up(why)
+        follower.give_up(why)
 
     async def _lead(self, why: str, peers: PeerList, *, silent: bool) -> None:
-        following = self._following
+        follower = self._follower
         size = len(peers.peers) + 1
-        others = frozenset(peer.member for peer in peers.peers if peer.member > following.id)
-        rendezvous = replace(self._rendezvous, member=following.id, leads=True, leader_file=None)
-        leading = LeaderCoordinator(
-            replace(self._plan, rendezvous=rendezvous), rendezvous, self._folder, self._console, self._door
+        others = frozenset(peer.member for peer in peers.peers if peer.member > follower.id)
+        rendezvous = replace(self._rendezvous, member=follower.id, leads=True, leader_file=None)
+        leader = LeaderCoordinator(
+            replace(self._plan, rendezvous=rendezvous), rendezvous, self._folder, self._console, self._sockets
         )
         if self._agent is not None:
-            leading.attach(self._agent)
-        following.log_forwarder = None
-        self._role = leading
+            leader.attach(self._agent)
+        follower.log_forwarder = None
+        self._role = leader
         dropping = asyncio.get_running_loop().create_task(
-            following.drop()
+            follower.drop()
         )  # takes its time: a silent leader does not answer
         state = TakeoverState(
             leader=peers.leader,
             why=why,
             size=size,
-            attempt=following.ordered,
-            generation=following.generation,
-            readiness=following.readiness,
+            attempt=follower.ordered,
+            generation=follower.generation,
+            readiness=follower.readiness,
             worked=frozenset(peer.member for peer in peers.peers if peer.works),
             others=others,
             quorum=size // 2 + 1 if silent else 1,
         )
         try:
-            await leading.take_over(state, self._patience)
+            await leader.take_over(state, self._patience)
         except (OSError, PhalanxError) as error:
-            leading.fail(f"node {peers.leader} is lost, and this node cannot take its place: {error}")
+            leader.fail(f"node {peers.leader} is lost, and this node cannot take its place: {error}")
         await dropping
 
     @property
@@ -228,5 +229,5 @@ class FailoverCoordinator:
         if self._takeover is not None:
             self._takeover.cancel()
         await self._role.close(code, text)
-        for sock in self._door:
+        for sock in self._sockets:
             sock.close()

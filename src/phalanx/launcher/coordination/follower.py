@@ -84,7 +84,7 @@ class FollowerCoordinator:
     leads = False
 
     def __init__(
-        self, plan: Plan, rendezvous: RendezvousConfig, folder: RunFolder, console: Console, *, door: int = 0
+        self, plan: Plan, rendezvous: RendezvousConfig, folder: RunFolder, console: Console, *, port: int = 0
     ) -> None:
         self.peer_list: messages.PeerList | None = None  # the other nodes of an elastic run
         self.failover: LeaderLossHandler | None = None
@@ -97,7 +97,7 @@ class FollowerCoordinator:
         self._folder = folder
         self._console = console
         self._agent: AgentView | None = None
-        self._node_info = node_info(plan, rendezvous, door=door)
+        self._node_info = node_info(plan, rendezvous, door=port)
         self._member = Member(rendezvous.token, self._node_info, leader_endpoints(rendezvous), events=self)
         self._inbox: asyncio.Queue[messages.Start | messages.EndMessage] = asyncio.Queue()
         self._lost = ""
@@ -141,7 +141,7 @@ class FollowerCoordinator:
         if self._started and next_.attempt > self.attempt:
             self.note(f"starting all ranks again: restart {next_.attempt}", repeats=True)
         if not next_.place.ranks:
-            self.note("every place is taken: this node is a spare, and gets ready")
+            self.note("all ranks are assigned: this node is a spare")
         self._started = True
         self.attempt, self.readiness = next_.attempt, (False, False, False)
         self.generation = max(self.generation, next_.generation)
@@ -256,7 +256,7 @@ class FollowerCoordinator:
         return self._running
 
     @property
-    def door(self) -> Endpoint | None:
+    def leader_endpoint(self) -> Endpoint | None:
         """Return where the leader listens."""
         return self._member.door
 

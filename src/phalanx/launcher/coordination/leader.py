@@ -169,10 +169,10 @@ class LeaderCoordinator:
             spares=rendezvous.spares,
         )
         nothing = RankTable(0, (), (), 0)
-        everybody = state.others | {leader.id}
+        members = state.others | {leader.id}
         self._readiness = {leader.id: state.readiness[:2]}
-        self._tables = dict.fromkeys(everybody & state.worked, nothing)
-        self._preparing = set(everybody - state.worked)
+        self._tables = dict.fromkeys(members & state.worked, nothing)
+        self._preparing = set(members - state.worked)
         if state.readiness[2]:
             self._prepared(leader.id)
         await leader.open(self._sockets)
@@ -190,7 +190,7 @@ class LeaderCoordinator:
                 RunResult(
                     1,
                     f"node {state.leader} is silent, and {len(here)} of {state.size} nodes are here: it may still run "
-                    "with the others, and two trainings must not come of one",
+                    "with the others; stopping to prevent split-brain",
                 )
             )
             return
@@ -404,7 +404,7 @@ class LeaderCoordinator:
     def _member_lost(self, member: int, text: str, *, silent: bool) -> None:
         if silent and 2 * self._own().audible < len(self._own().roster.members):
             # The others may continue without this node: prevent split-brain.
-            cut_off = "this node is cut off from most of the others, which may go on without it"
+            cut_off = "this node is cut off from most of the others, which may continue without it"
             self._give_up(RunResult(1, f"{text}\n  {cut_off}"))
         else:
             self._remove_member(member, text)
@@ -444,7 +444,9 @@ class LeaderCoordinator:
         self._idle.add(member)
         if engaged is not None:  # its workers belong to an attempt that is over
             grace = self._plan.shutdown.failure_timeout
-            self._own().send(member, messages.Stop(signal=signal.SIGTERM, reason="the others went on", grace=grace))
+            self._own().send(
+                member, messages.Stop(signal=signal.SIGTERM, reason="the others have continued", grace=grace)
+            )
 
     def _member_ready(self, member: int, ready: messages.RegroupReady) -> None:
         if member in self._tables:
@@ -502,11 +504,11 @@ class LeaderCoordinator:
 
     def _grow_by_restart(self, attempt: int) -> None:
         """Restart with the new nodes, if the script still has not shown that it can regroup."""
-        came = self._idle & self._own().guests.keys()
+        joined = self._idle & self._own().guests.keys()
         room = self._own().roster.expected - len(self._tables)
-        if attempt != self._attempt or not came or room <= 0 or self._stopping or any(self._overall_readiness()):
+        if attempt != self._attempt or not joined or room <= 0 or self._stopping or any(self._overall_readiness()):
             return
-        who = ", ".join(self._name(member) for member in sorted(came)[:room])
+        who = ", ".join(self._name(member) for member in sorted(joined)[:room])
         self._recoveries.nodes_changed(self._no_fault(f"{who} joined"), RecoveryAction.RESTART, kind="node-joined")
         self._nodes_changed = True
         self._act(self._stop_all(f"{who} joined"))
@@ -559,7 +561,7 @@ class LeaderCoordinator:
         self.note(why)
         self._own().broadcast(messages.Hold(attempt=self._attempt, why=text))
         if self._hold_timer is None:
-            verdict = RunResult(1, f"{text}\n  and no other has come in {patience:.0f} s (--join-timeout)")
+            verdict = RunResult(1, f"{text}\n  and no other has joined within {patience:.0f} s (--join-timeout)")
             self._hold_timer = asyncio.get_running_loop().call_later(patience, self._give_up, verdict)
         return HoldWorkers(text)
 
@@ -622,13 +624,13 @@ class LeaderCoordinator:
         """End the run, because this node cannot lead."""
         self._give_up(RunResult(1, text))
 
-    def _stop_all(self, reason: str, *, beside: int | None = None) -> StopWorkers | None:
-        """Stop the workers of all members but `beside`; return the same for this node, if it has begun."""
+    def _stop_all(self, reason: str, *, skip: int | None = None) -> StopWorkers | None:
+        """Stop the workers of all members but `skip`; return the same for this node, if it has begun."""
         self._stopping = True
         leader, grace = self._own(), self._plan.shutdown.failure_timeout
         stop = messages.Stop(signal=signal.SIGTERM, reason=reason, grace=grace)
         for id_ in list(leader.guests):
-            if id_ != beside:
+            if id_ != skip:
                 leader.send(id_, stop)
         return StopWorkers(signal.SIGTERM, reason, grace) if self._running else None
 
@@ -698,26 +700,26 @@ class LeaderCoordinator:
         failure = WorkerFailure(
             message.rank, reason, message.place, at, message.lived, message.step, generation=message.generation
         )
-        self._act(self._decide(failure, beside=member))
+        self._act(self._decide(failure, sender=member))
 
-    def _decide(self, failure: WorkerFailure, beside: int | None = None) -> Action | None:
-        """Decide for all nodes about a failure here, or on the member `beside`; return what this node does."""
+    def _decide(self, failure: WorkerFailure, sender: int | None = None) -> Action | None:
+        """Decide for all nodes about a failure here, or on the member `sender`; return what this node does."""
         if self._stopping:
             return None
         if self._preemption.halted:  # a checkpoint is on disk; it may have been the last worker of its node
-            if beside is None:
+            if sender is None:
                 return AcceptLoss()
             stop = messages.Stop(
                 signal=signal.SIGTERM, reason=failure.reason, grace=self._plan.shutdown.failure_timeout
             )
-            self._own().send(beside, stop)
+            self._own().send(sender, stop)
             return None
         if self._store is None:  # this node takes over, and a regroup follows
             return None
         called, ended = self._overall_readiness()
         if self._recoveries.decide(failure, can_regroup=called and not ended) is not RecoveryAction.REGROUP:
-            stopped = beside if not self._can_regroup(beside) else None  # that member has stopped its workers already
-            return self._stop_all(failure.reason, beside=stopped)
+            stopped = sender if not self._can_regroup(sender) else None  # that member has stopped its workers already
+            return self._stop_all(failure.reason, skip=stopped)
         if self._hold_timer is None:
             return self._regroup(failure.reason)
         return None  # it is replaced when enough nodes have joined
@@ -844,7 +846,7 @@ class LeaderCoordinator:
                 return self._trouble
             here = f"{len(leader.roster.members)} of at least {self._least} {self._rendezvous.noun}s are here"
             if time.monotonic() >= until:
-                return RunResult(1, f"{here}, and no other has come in {patience:.0f} s (--join-timeout)")
+                return RunResult(1, f"{here}, and no other has joined within {patience:.0f} s (--join-timeout)")
             self.waiting(f"{here}, waiting for others ({until - time.monotonic():.0f} s)")
             self._changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):

@@ -91,7 +91,7 @@ class Recoveries:
         )
         who = ", ".join(failure.reason for failure in failures)
         cost = f"{redone} step{'s' if redone > 1 else ''} done again" if redone else "no step lost"
-        if not redone and any(failure.everybody for failure in failures):  # the lost steps are unknown
+        if not redone and any(failure.all_workers for failure in failures):  # the lost steps are unknown
             cost = f"from step {step - 1} on"
         return f"{who}; regrouped, and step {step} was committed {took:.2f} s later, {cost}"
 
