@@ -545,10 +545,9 @@ class NodeAgent:
         self._early_stop = None
         if self._watchers_start is None:
             self._watchers_start = asyncio.get_running_loop().create_task(self._start_watchers(attempt))
-        if (
-            self._next_regroup is not None and self._next_regroup.generation > start.generation
-        ):  # it came while this attempt began
-            self._regroup(self._next_regroup)
+        regroup = self._next_regroup
+        if regroup is not None and regroup.generation > start.generation:  # it came while this attempt began
+            self._regroup(regroup)
         if not attempt.living and self._replacing is None:
             attempt.over.set()
         await attempt.over.wait()

@@ -100,9 +100,8 @@ class FailoverCoordinator:
             leader.attach(self._agent)
         follower.log_forwarder = None
         self._role = leader
-        dropping = asyncio.get_running_loop().create_task(
-            follower.drop()
-        )  # takes its time: a silent leader does not answer
+        # In the background: a silent leader does not answer.
+        dropping = asyncio.get_running_loop().create_task(follower.drop())
         state = TakeoverState(
             leader=peers.leader,
             why=why,

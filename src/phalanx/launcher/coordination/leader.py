@@ -394,9 +394,7 @@ class LeaderCoordinator:
             check.add_done_callback(self._liveness_checks.discard)
 
     async def _check_liveness(self, member: int, text: str) -> None:
-        """Handle a closed connection. A member that still answers is alive and has given up this node, which may have
-        been stopped for a while.
-        """
+        """Handle a closed connection. A member that still answers is alive, and has dropped this node."""
         address, door = self._own().doors.get(member, ("", 0))
         lives = bool(door) and await answers(Endpoint(address, door), steadily=STEADILY)
         self._member_lost(member, text, silent=lives)
