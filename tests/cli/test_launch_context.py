@@ -131,7 +131,7 @@ def test_one_task_a_rank(tmp_path: Path) -> None:
     assert rendezvous is not None
     assert (rendezvous.expected, rendezvous.member, rendezvous.leads, rendezvous.host) == (3, 2, False, "node1")
     assert rendezvous.port in range(20000, 30000)
-    assert rendezvous.meeting is not None
+    assert rendezvous.leader_file is not None
     assert not rendezvous.echo
 
 
@@ -152,7 +152,7 @@ def test_open_mpi_has_no_names_of_hosts(tmp_path: Path) -> None:
     rendezvous = look("", OPEN_MPI, tmp_path).rendezvous
     assert rendezvous is not None
     assert (rendezvous.expected, rendezvous.member, rendezvous.host, rendezvous.port) == (3, 2, None, 0)
-    assert rendezvous.meeting is not None
+    assert rendezvous.leader_file is not None
 
 
 def test_a_batch_script_waits_for_a_srun(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from phalanx.contract import events
-from phalanx.launcher.chaos import Chaos, InjectedFault, blows
+from phalanx.launcher.chaos import Chaos, InjectedFault, faults
 from tests.e2e.places import script
 from tests.kit.cgroup import cgroup
 from tests.kit.cli import PHALANX, Env, Result, alive, phalanx, run, stage, start, until
@@ -290,17 +290,17 @@ def test_the_budget_fills_up_in_a_healthy_window_and_a_crash_that_repeats_does_n
     ],
 )
 def test_the_plan_of_faults(seed: int, ranks: list[int], kinds: list[str], plan: list[tuple[float, int, str]]) -> None:
-    first = list(itertools.islice(blows(seed, ranks, kinds, 1.0), len(plan)))
-    assert [(round(blow.delay, 2), blow.rank, blow.kind) for blow in first] == plan
-    slower = itertools.islice(blows(seed, ranks, kinds, 10.0), len(plan))
-    assert [round(blow.delay, 1) for blow in slower] == [round(10 * blow.delay, 1) for blow in first]
+    first = list(itertools.islice(faults(seed, ranks, kinds, 1.0), len(plan)))
+    assert [(round(fault.delay, 2), fault.rank, fault.kind) for fault in first] == plan
+    slower = itertools.islice(faults(seed, ranks, kinds, 10.0), len(plan))
+    assert [round(fault.delay, 1) for fault in slower] == [round(10 * fault.delay, 1) for fault in first]
 
 
 def test_every_rank_and_every_kind_has_its_turn_and_no_seed_is_as_another() -> None:
-    hundred = list(itertools.islice(blows(2, range(4), ("kill", "stop"), 2.0), 100))
-    assert {(blow.rank, blow.kind) for blow in hundred} == set(itertools.product(range(4), ("kill", "stop")))
-    assert all(1.0 <= blow.delay <= 3.0 for blow in hundred)
-    assert hundred != list(itertools.islice(blows(3, range(4), ("kill", "stop"), 2.0), 100))
+    hundred = list(itertools.islice(faults(2, range(4), ("kill", "stop"), 2.0), 100))
+    assert {(fault.rank, fault.kind) for fault in hundred} == set(itertools.product(range(4), ("kill", "stop")))
+    assert all(1.0 <= fault.delay <= 3.0 for fault in hundred)
+    assert hundred != list(itertools.islice(faults(3, range(4), ("kill", "stop"), 2.0), 100))
     assert isinstance(hundred[0], InjectedFault)
 
 

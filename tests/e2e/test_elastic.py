@@ -215,7 +215,7 @@ def test_too_few_wait_for_another_with_what_they_have(lab: Lab, tmp_path: Path) 
 def test_a_spare_node_stands_by(lab: Lab, tmp_path: Path) -> None:
     jobs = [node(lab, place, tmp_path, "--spares", "1", nodes="2") for place in range(3)]
     entered(jobs[0], 0, 2)
-    jobs[2].wait_for("this node is a spare, and gets ready", timeout=30)
+    jobs[2].wait_for("this node is a spare", timeout=30)
     jobs[1].signal(signal.SIGTERM)
     jobs[0].wait_for("node 1 (node2) leaves (SIGTERM)", timeout=20)
     entered(jobs[2], "[12]", 2)

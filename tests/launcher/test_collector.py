@@ -59,7 +59,7 @@ def test_the_page_remembers_the_last_looks() -> None:
 def test_looks_are_never_read_half_written() -> None:
     """By another process than the one that writes them."""
     board = StatusBoard()
-    slot = board.take()
+    slot = board.allocate()
     assert slot is not None
     child = os.fork()
     if not child:
@@ -134,9 +134,9 @@ def test_samples_a_second_are_those_of_the_last_seconds() -> None:
 def test_steps_are_as_new_as_the_page() -> None:
     worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), rank_samples._WorkerHistory()
     assert [seen.steps(worker, paged) for paged in (0, 7)] == [-1, 7]
-    worker.step, worker.paged, worker.even = 1000, 100, True
+    worker.step, worker.slot_step, worker.steps_match = 1000, 100, True
     assert seen.steps(worker, 103) == 1003
-    worker.step, worker.paged, worker.even = 0, 103, False  # its group forms anew
+    worker.step, worker.slot_step, worker.steps_match = 0, 103, False  # its group forms anew
     assert seen.steps(worker, 103) == 1003
     worker.step = 1000
     assert seen.steps(worker, 106) == 1000  # it makes two of them for one that it commits
@@ -177,8 +177,8 @@ class Coordinator:
     def members(self) -> dict[int, tuple[int, ...]]:
         return self.ranks
 
-    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
-        self.sent.append(letter)
+    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
+        self.sent.append(frame)
 
     def address(self, member: int) -> str:
         return ""
@@ -193,7 +193,7 @@ class Scene:
         for module in (collector, metrics, node_sampler):
             monkeypatch.setattr(module, "time", clock)
         self.board = StatusBoard()
-        slot = self.board.take()
+        slot = self.board.allocate()
         assert slot is not None
         self.probe = ProbeClient(self.board, slot, lambda *_: None)
         self.page = status_slot.StatusSlot(self.board.memory, slot)

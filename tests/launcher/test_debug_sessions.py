@@ -41,7 +41,7 @@ class Network:
             for _ in range(len(self.letters)):
                 to, who, letter = self.letters.popleft()
                 self.carried += 1
-                self.nodes[to].post.receive(who, letter)
+                self.nodes[to].rpc.receive(who, letter)
         assert not self.letters
 
 
@@ -54,30 +54,30 @@ class Node:
         network.nodes[number] = self
         self.asked: list[str] = []
         self.said: list[str] = []
-        self.post = NodeRpc(self)
+        self.rpc = NodeRpc(self)
         worker = SimpleNamespace(seat=SimpleNamespace(rank=number), spare=False, code=None, probe=self)
         self.attempt: Any = SimpleNamespace(
             workers={"0": worker}, world_size=size, living=[("0", worker)], debugged=frozenset()
         )
-        self.page = SimpleNamespace(looked=1.0)
+        self.status = SimpleNamespace(looked=1.0)
         self.comes = True
         console: Any = SimpleNamespace(say=self.said.append, terminal=lambda _: False)
         folder: Any = SimpleNamespace(name="run")
-        self.debugging = DebugSessions(self, self, self.post, console=console, folder=folder, trusted=trusted)
+        self.debugging = DebugSessions(self, self, self.rpc, console=console, folder=folder, trusted=trusted)
 
     # the coordinator
 
     def members(self) -> dict[int, tuple[int, ...]]:
         return {number: (number,) for number in range(1, self.size)} if self.leads else {}
 
-    def carry(self, letter: RpcFrame, to: int | None) -> None:
-        self.network.letters.append((0 if to is None else to, None if self.leads else self.number, letter))
+    def send_rpc(self, frame: RpcFrame, to: int | None) -> None:
+        self.network.letters.append((0 if to is None else to, None if self.leads else self.number, frame))
 
     # the agent, and the probe of its worker
 
     def note(self, text: str) -> None: ...
 
-    def order(self, what: str) -> None:
+    def send(self, what: str) -> None:
         self.asked.append(what)
 
     async def ask(self, what: str, **_: object) -> wire.Message | None:
@@ -127,7 +127,7 @@ def test_without_a_token_nobody_debugs_from_another_node() -> None:
             await opened(network, nodes[1], 0)
         # One that asks all the same.
         ask = b"o" + json.dumps({"rank": 0, "by": "me"}).encode()
-        nodes[0].post.receive(1, RpcFrame(kind=KIND, number=3, content=ask))
+        nodes[0].rpc.receive(1, RpcFrame(kind=KIND, number=3, content=ask))
         await network.settle()
         assert not nodes[0].asked
         assert (await opened(network, nodes[0], 0)).how == "stopped"  # on its own node
@@ -151,15 +151,15 @@ def test_what_another_node_writes_may_be_anything() -> None:
             b"w{}",
             b"?",
         ):
-            lead.post.receive(1, RpcFrame(kind=KIND, number=3, content=content))
+            lead.rpc.receive(1, RpcFrame(kind=KIND, number=3, content=content))
         for kind, said in (("s", {"ranks": [0, 1, 7]}), ("w", {"rank": 0, "place": "x.py:1"})):
-            lead.post.receive(1, RpcFrame(kind=KIND, number=0, content=kind.encode() + json.dumps(said).encode()))
+            lead.rpc.receive(1, RpcFrame(kind=KIND, number=0, content=kind.encode() + json.dumps(said).encode()))
         assert lead.attempt.debugged == {1}  # of its own ranks
         assert not lead.said
         for number in range(3, 1003, 2):
-            lead.post.receive(1, RpcFrame(kind=KIND, number=number, content=b'o{"rank":1}'))
+            lead.rpc.receive(1, RpcFrame(kind=KIND, number=number, content=b'o{"rank":1}'))
             for data in (b"d" * 200_000, b"a-1", b"ax", b"e", b"c"):
-                lead.post.receive(1, RpcFrame(kind=KIND, number=number, content=data))
+                lead.rpc.receive(1, RpcFrame(kind=KIND, number=number, content=data))
         await asyncio.sleep(0)
         assert len(lead.debugging._proxies) <= 2 * 64
 

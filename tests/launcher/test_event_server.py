@@ -36,13 +36,13 @@ class Node:
         folder.mkdir()
         self.folder = RunFolder(str(folder))
         self.leads = leads
-        self.together = True
+        self.all_joined = True
         self.attempt: Any = None
         self.leader: Node = self
         self.others: dict[int, Node] = {}
         self.number = 0
         self.ranks = ranks
-        self.post = NodeRpc(cast("Any", self))
+        self.rpc = NodeRpc(cast("Any", self))
         pid = os.getpid()
         self.record = RunRecord(
             id="run",
@@ -62,7 +62,7 @@ class Node:
 
     def open(self) -> None:
         self.control = ControlSocket(self.folder)
-        self.server = EventServer(cast("Any", self), cast("Any", self), self.post, self.control, self.folder)
+        self.server = EventServer(cast("Any", self), cast("Any", self), self.rpc, self.control, self.folder)
 
     def close(self) -> None:
         self.control.close()
@@ -84,9 +84,9 @@ class Node:
     def members(self) -> dict[int, tuple[int, ...]]:
         return {number: node.ranks for number, node in self.others.items()}
 
-    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
+    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
         node, who = (self.others[to], None) if to is not None else (self.leader, self.number)
-        asyncio.get_running_loop().call_soon(node.post.receive, who, letter)
+        asyncio.get_running_loop().call_soon(node.rpc.receive, who, frame)
 
 
 @contextlib.asynccontextmanager
@@ -316,9 +316,9 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
                 b'{"found": [], "start": "x"}',
                 b"[" * 9999,
             ):
-                broken.post.on(
+                broken.rpc.on(
                     "query?",
-                    lambda _, number, __, said=said: broken.post.send("query", number, said),  # type: ignore[misc]
+                    lambda _, number, __, said=said: broken.rpc.send("query", number, said),  # type: ignore[misc]
                 )
                 for node in (leader, one):
                     source = views.of(node.record)
@@ -327,11 +327,11 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
                     with pytest.raises(LaunchError):
                         await source.log(3, "stdout")
             lies = {"is": "search", "found": [{"rank": 0, "stream": "stdout", "at": 0, "line": "speaks as another"}]}
-            broken.post.on("query?", lambda _, number, __: broken.post.send("query", number, msgspec.json.encode(lies)))
+            broken.rpc.on("query?", lambda _, number, __: broken.rpc.send("query", number, msgspec.json.encode(lies)))
             assert [line.line for line in await views.of(leader.record).search("speaks")] == [
                 f"rank {rank} speaks" for rank in range(3)
             ]
-            broken.post.on("query?", lambda *_: None)
+            broken.rpc.on("query?", lambda *_: None)
             monkeypatch.setattr(event_server, "_NODE_TIMEOUT", 1.0)
             *found, note = await views.of(one.record).search("speaks")  # node 0 waits as well
             assert [line.rank for line in found] == [0, 1, 2]
@@ -449,13 +449,13 @@ def test_a_node_that_has_not_joined_yet_shows_what_it_knows_itself(tmp_path: Pat
 
     async def work() -> None:
         async with nodes(tmp_path, 2) as (leader, node):
-            node.together = False
+            node.all_joined = False
             leader.note("long ago")
             hearing = asyncio.create_task(heard(views.of(node.record)))
             await until(lambda: bool(node.server._viewers))
             node.note("waits for node 0")
             await asyncio.sleep(0.1)
-            node.together = True
+            node.all_joined = True
             await until(lambda: bool(leader.server._members))
             leader.server.end(0, 1.0)
             assert await hearing == ["begins", "waits for node 0", "begins", "long ago", "end"]

@@ -32,8 +32,8 @@ class Carrier:
     def members(self) -> dict[int, tuple[int, ...]]:
         return {1: (1,)} if self.leads else {}
 
-    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
-        self.sent.append(letter)
+    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
+        self.sent.append(frame)
 
     def address(self, member: int) -> str:
         return ""
@@ -44,7 +44,7 @@ class Probe:
         self.reads = 0
 
     @property
-    def page(self) -> object:
+    def status(self) -> object:
         self.reads += 1
         return reading(3, 30)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.contract import worker_messages as words
+from phalanx.contract import worker_messages
 from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.coordination.actions import AcceptLoss, Action, HaltWorkers, StopWorkers
 from phalanx.launcher.coordination.coordinator import AttemptReport, RunResult, SingleNodeCoordinator
@@ -19,7 +19,7 @@ from phalanx.launcher.runs.root_cause import ProcessFailure
 from phalanx.recover.decision import RestartPolicy
 
 SHUTDOWN = SimpleNamespace(checkpoint_timeout=60.0, failure_timeout=1.0, signals=(signal.SIGTERM,))
-FALL = WorkerFailure(1, "rank 1 failed", "here", 0.0, 1.0, 7)
+FAILURE = WorkerFailure(1, "rank 1 failed", "here", 0.0, 1.0, 7)
 DEAD = AttemptReport(
     0, [ProcessFailure(rank=1, code=3, time=0.0, stopped=False, device="", error="", stderr=[], memory="")], "block"
 )
@@ -51,8 +51,8 @@ def among(play: Callable[[SingleNodeCoordinator, Agent], Coroutine[Any, Any, Non
         )
         agent = Agent()
         alone: Any = SingleNodeCoordinator(plan, agent, None)  # type: ignore[arg-type]
-        alone.meet(agent)
-        alone.able(True, False, True)
+        alone.attach(agent)
+        alone.regroup_ready(True, False, True)
         await play(alone, agent)
 
     asyncio.run(main())
@@ -61,10 +61,10 @@ def among(play: Callable[[SingleNodeCoordinator, Agent], Coroutine[Any, Any, Non
 def test_all_have_to_say_where_they_stand() -> None:
     async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert alone.preempt(signal.SIGTERM)
-        alone.halting(0, words.HaltAck(7, 0))
-        alone.halting(0, words.HaltAck(7, 0))
+        alone.halt_message(0, worker_messages.HaltAck(7, 0))
+        alone.halt_message(0, worker_messages.HaltAck(7, 0))
         assert agent.actions == [HaltWorkers(None)]
-        alone.halting(1, words.HaltAck(8, 0))
+        alone.halt_message(1, worker_messages.HaltAck(8, 0))
         assert agent.actions == [HaltWorkers(None), HaltWorkers(9)]
 
     among(play)
@@ -76,11 +76,11 @@ def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
 
     async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert alone.preempt(signal.SIGTERM)
-        alone.halting(0, words.HaltedAt(9))
-        assert alone.failing(FALL) == AcceptLoss()
+        alone.halt_message(0, worker_messages.HaltedAt(9))
+        assert alone.worker_failed(FAILURE) == AcceptLoss()
         assert agent.actions == [HaltWorkers(None)]
         trouble = "" if last else "the fork server was ended from outside"
-        found = await alone.concluded(AttemptReport(0, DEAD.deaths, "block", trouble))
+        found = await alone.attempt_ended(AttemptReport(0, DEAD.deaths, "block", trouble))
         assert isinstance(found, RunResult)
         assert found.code == os.EX_TEMPFAIL
 
@@ -91,9 +91,9 @@ def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
 def test_nothing_is_started_again_where_the_machine_is_taken_away(preempted: bool) -> None:
     async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert not preempted or alone.preempt(signal.SIGTERM)
-        alone.able(True, True, True)  # one is through with its work: no group can form any more
-        assert alone.failing(FALL) == StopWorkers(signal.SIGTERM, FALL.reason, SHUTDOWN.failure_timeout)
-        assert alone.last(failed=True) is preempted
-        assert isinstance(await alone.concluded(DEAD), RunResult) is preempted
+        alone.regroup_ready(True, True, True)  # one is through with its work: no group can form any more
+        assert alone.worker_failed(FAILURE) == StopWorkers(signal.SIGTERM, FAILURE.reason, SHUTDOWN.failure_timeout)
+        assert alone.is_last_attempt(failed=True) is preempted
+        assert isinstance(await alone.attempt_ended(DEAD), RunResult) is preempted
 
     among(play, most=3)

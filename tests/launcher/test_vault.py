@@ -23,7 +23,7 @@ PLENTY = 1 << 20
 
 def visit(call: Callable[[str], None], room: Callable[[], int] = lambda: PLENTY, *, known: bool = True) -> None:
     async def main() -> None:
-        vault = SnapshotMemory(lambda pid: known and pid == os.getpid(), told=True, room=room)
+        vault = SnapshotMemory(lambda pid: known and pid == os.getpid(), requested=True, room=room)
         try:
             await asyncio.wait_for(asyncio.to_thread(call, vault.name), 20)
         finally:

@@ -157,13 +157,13 @@ async def _ask_around(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", f"{look}w.child('plain')"], check=True, env=clean, timeout=WAIT)
 
     board = StatusBoard()
-    slot = board.take()
+    slot = board.allocate()
     assert slot is not None
     heard: list[Any] = []
     shown = ProbeClient(board, slot, lambda message, fds: heard.append(message))
     process = _hooked(shown, "witnessed.py", folder, "-X", "dev", "-W", "error", stderr=subprocess.PIPE)
     try:
-        await _until(lambda: (folder / "at told").exists() and shown.page.text.get("places", 0) > 0)
+        await _until(lambda: (folder / "at told").exists() and shown.status.text.get("places", 0) > 0)
         told = await shown.ask("report", timeout=WAIT)
         assert told is not None
         main, other = told["threads"]
@@ -174,16 +174,16 @@ async def _ask_around(folder: Path) -> None:
         await _until(lambda: os.pread(shown.stacks, 65536, 0).count(b"wait_for") == 2)
         (folder / "told").touch()
         await _until((folder / "at closed").exists)
-        before = shown.page.looks
-        await _until(lambda: shown.page.looks > before + 2)
+        before = shown.status.looks
+        await _until(lambda: shown.status.looks > before + 2)
         (folder / "closed").touch()
         assert await asyncio.to_thread(process.wait, WAIT) == 0
         assert process.stderr is not None
         assert process.stderr.read() == b""  # no warning is ours
         process.stderr.close()
-        assert shown.page.text["ending"]
+        assert shown.status.text["ending"]
         shown.close()
-        assert board.take() == slot
+        assert board.allocate() == slot
         assert status_slot.read(board.memory, slot).looks == 0
     finally:
         process.kill()
@@ -199,7 +199,7 @@ def test_nothing_that_a_script_does_is_taken_for_a_stall(tmp_path: Path, monkeyp
 
 async def _look_on(folder: Path) -> None:
     board = StatusBoard()
-    slot = board.take()
+    slot = board.allocate()
     assert slot is not None
     shown = ProbeClient(board, slot, lambda message, fds: None)
     process = _hooked(shown, "odd.py", folder, stdin=subprocess.PIPE)
@@ -209,8 +209,8 @@ async def _look_on(folder: Path) -> None:
         os.write(process.stdin.fileno(), b"\n")
 
     async def published(more: int) -> None:
-        before = shown.page.looks
-        await _until(lambda: shown.page.looks >= before + more)
+        before = shown.status.looks
+        await _until(lambda: shown.status.looks >= before + more)
 
     try:
         # A child that ends as scripts do writes nothing on its parent's page.
@@ -219,24 +219,24 @@ async def _look_on(folder: Path) -> None:
         (folder / "end").touch()
         child = int((folder / "child").read_text())
         await _until(lambda: linux.state(child) == "dead")
-        assert "ending" not in shown.page.text
+        assert "ending" not in shown.status.text
         # What cannot be answered is said, and the thread goes on.
         told = await shown.ask("listen", timeout=WAIT)
         assert told is not None
         assert "port" in told["why"]
         # Who forks more often than it is looked at, is looked at.
-        before = shown.page.looks
+        before = shown.status.looks
         go_on()
         await _until((folder / "often").exists)
-        assert shown.page.looks > before + 4
-        assert not shown.page.text.get("signal_taken")
+        assert shown.status.looks > before + 4
+        assert not shown.status.text.get("signal_taken")
         go_on()
-        await _until(lambda: bool(shown.page.text.get("signal_taken")))
+        await _until(lambda: bool(shown.status.text.get("signal_taken")))
         # Another program has no probe, and is not silent.
-        assert shown.page.looked
+        assert shown.status.looked
         go_on()
         await _until((folder / "other").exists)
-        await _until(lambda: not shown.page.looked)
+        await _until(lambda: not shown.status.looked)
         assert await shown.ask("report", timeout=WAIT) is None
         go_on()
         assert await asyncio.to_thread(process.wait, WAIT) == 0

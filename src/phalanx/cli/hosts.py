@@ -254,7 +254,7 @@ class LocalLeader:
 
     async def end(self, code: int) -> None:
         """Wait until the other hosts have ended."""
-        together = self._agent is not None and self._agent.together
+        together = self._agent is not None and self._agent.all_joined
         if self._starter is not None:
             await self._starter.end(together=together, linger=0.0 if code else self._linger)
 
@@ -285,7 +285,7 @@ class LocalLeader:
         if self._agent is None:
             return
         error = ssh.combined({link.host: ssh.explain_end(link, code)})
-        if not self._agent.together:
+        if not self._agent.all_joined:
             self._agent.fail(error)
         elif code:
             self._agent.note(str(error))

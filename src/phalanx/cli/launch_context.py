@@ -120,7 +120,7 @@ def _from_task(options: RunOptions, environ: Mapping[str, str], home: str, task:
         echo=False,
         task=task,
         names=task.hosts if by_node else (),
-        meeting=LeaderFile(os.path.join(shared, "meetings"), task.job) if task.job else None,
+        leader_file=LeaderFile(os.path.join(shared, "meetings"), task.job) if task.job else None,
     )
 
 

@@ -1,6 +1,6 @@
-"""Disturbs the workers of a run on purpose, by a plan that a seed repeats.
+"""Injects faults into a run, in a sequence that depends only on the seed.
 
-The next fault waits until the run has got over the one before, so that a slow machine is not overrun.
+Each fault waits until the run has recovered from the one before, so that a slow machine can keep up.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ SIGNALS = {
     "abrt": signal.SIGABRT,
     "bus": signal.SIGBUS,
     "term": signal.SIGTERM,
-    "stop": signal.SIGSTOP,  # for good: the rank is silent, and replaced after --worker-timeout
+    "stop": signal.SIGSTOP,  # for ever: the rank is replaced after --worker-timeout
 }
-OTHERS = ("store", "forkserver")  # processes beside the workers
+OTHERS = ("store", "forkserver")  # processes other than workers
 KINDS = (*SIGNALS, *OTHERS)
-_LOOK = 0.02  # seconds between two looks at how the run is
-_PATIENCE = 30.0  # seconds for a fault to show any effect
-_FIRST = 60.0  # seconds for a script that may use phalanx.main to come to it
+_POLL_INTERVAL = 0.02  # seconds between two checks of the run
+_EFFECT_TIMEOUT = 30.0  # seconds for a fault to have an effect
+_CONNECT_TIMEOUT = 60.0  # seconds for a script that may use phalanx.main to connect
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """One fault of the plan."""
+    """One fault of the sequence."""
 
-    delay: float  # seconds after the one before
+    delay: float  # seconds after the previous fault
     rank: int
     kind: str
 
 
-def blows(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) -> Iterator[InjectedFault]:
-    """The plan: without an end, and the same for the same seed. Pauses are half of `every` to one and a half."""
+def faults(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) -> Iterator[InjectedFault]:
+    """Yield faults for ever, the same for the same seed. Pauses are 0.5 to 1.5 times `every`."""
     chance = random.Random(seed)  # noqa: S311
     while True:
         delay = every * chance.uniform(0.5, 1.5)
@@ -54,40 +54,42 @@ def blows(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) -
 
 @dataclass
 class Chaos:
-    """Beside an agent, as its `Outside`: begins with its loop, and ends with it."""
+    """Injects faults into a run, as the `RunHook` of its agent."""
 
     seed: int
     every: float = 5.0
     kinds: Sequence[str] = ("kill",)
     times: int | None = None
     ranks: frozenset[int] | None = None  # only these; None: all of this node
-    patient: bool = True  # the script may use phalanx.main: it is not disturbed before it has come to it
-    struck: Counter[str] = field(default_factory=Counter)  # by kind
+    patient: bool = True  # the script may use phalanx.main: wait until it has connected
+    injected: Counter[str] = field(default_factory=Counter)  # by kind
     recovered: int = 0
-    vain: int = 0  # that changed nothing
-    lost: float = 0.0  # seconds from faults until the run was well again
-    well: float = 0.0  # seconds since it was well for the first time
-    plain: bool = False  # nobody has called: the script does not use phalanx.main
+    without_effect: int = 0  # faults that changed nothing
+    lost: float = 0.0  # seconds from faults until the run was healthy again
+    healthy: float = 0.0  # seconds since it was healthy for the first time
+    plain: bool = False  # no worker has connected: the script does not use phalanx.main
     pids: frozenset[int] = frozenset()
     _task: asyncio.Task[None] | None = None
 
     def opened(self, sockets: Sequence[socket.socket]) -> None:
-        pass
+        """Do nothing: chaos needs no sockets."""
 
     def begin(self, agent: NodeAgent) -> None:
+        """Start to inject faults."""
         self._task = asyncio.get_running_loop().create_task(self._disturb(agent))
 
     def hurry(self) -> None:
-        pass
+        """Do nothing: chaos waits for nothing."""
 
     async def end(self, code: int) -> None:  # noqa: ARG002
+        """Stop injecting faults."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
     async def _disturb(self, agent: NodeAgent) -> None:
-        attempt = await self._until_well(agent)
+        attempt = await self._until_healthy(agent)
         last = began = time.monotonic()
         here = sorted(worker.seat.rank for worker in attempt.workers.values() if not worker.spare)
         ranks = [rank for rank in here if self.ranks is None or rank in self.ranks]
@@ -95,77 +97,79 @@ class Chaos:
             agent.note(f"chaos: rank {min(self.ranks or ())} is not on this node, which has {here}")
             return
         try:
-            for blow in itertools.islice(blows(self.seed, ranks, self.kinds, self.every), self.times):
-                await asyncio.sleep(max(0.0, last + blow.delay - time.monotonic()))
-                attempt = await self._until_well(agent)
+            for fault in itertools.islice(faults(self.seed, ranks, self.kinds, self.every), self.times):
+                await asyncio.sleep(max(0.0, last + fault.delay - time.monotonic()))
+                attempt = await self._until_healthy(agent)
                 last = time.monotonic()
                 before = (attempt.number, attempt.generation)
-                self._strike(agent, attempt, blow)
-                if blow.kind != "store" and not await self._felt(agent, before, attempt.silence):
-                    self.vain += 1
+                self._inject(agent, attempt, fault)
+                if fault.kind != "store" and not await self._had_effect(agent, before, attempt.silence):
+                    self.without_effect += 1
                     continue
-                await self._until_well(agent)
+                await self._until_healthy(agent)
                 self.recovered += 1
                 self.lost += time.monotonic() - last
             await asyncio.Event().wait()
         finally:
-            self.well = time.monotonic() - began
+            self.healthy = time.monotonic() - began
 
-    def _strike(self, agent: NodeAgent, attempt: WorkerGroup, blow: InjectedFault) -> None:
-        self.struck[blow.kind] += 1
-        whom = f"the {blow.kind}" if blow.kind in OTHERS else f"rank {blow.rank}"
-        number = SIGNALS.get(blow.kind, signal.SIGKILL)
-        agent.note(f"chaos: fault {self.struck.total()}, {number.name} to {whom}")
-        if blow.kind == "forkserver":
+    def _inject(self, agent: NodeAgent, attempt: WorkerGroup, fault: InjectedFault) -> None:
+        self.injected[fault.kind] += 1
+        whom = f"the {fault.kind}" if fault.kind in OTHERS else f"rank {fault.rank}"
+        number = SIGNALS.get(fault.kind, signal.SIGKILL)
+        agent.note(f"chaos: fault {self.injected.total()}, {number.name} to {whom}")
+        if fault.kind == "forkserver":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(agent.fork_server.pid, number)
         else:
             at = {worker.seat.rank: name for name, worker in attempt.living if not worker.spare}
-            name = "store" if blow.kind == "store" else at.get(blow.rank)
+            name = "store" if fault.kind == "store" else at.get(fault.rank)
             if name is not None:
-                attempt.tell(name, number, alone=True)
+                attempt.send_signal(name, number, alone=True)
 
-    async def _felt(self, agent: NodeAgent, before: tuple[int, int], silence: float) -> bool:
-        """Until somebody does something about it. False: a script may well ignore SIGTERM."""
-        limit = time.monotonic() + silence + _PATIENCE
+    async def _had_effect(self, agent: NodeAgent, before: tuple[int, int], silence: float) -> bool:
+        """Wait until the run reacts to a fault. False: it did not, since a script may ignore SIGTERM."""
+        limit = time.monotonic() + silence + _EFFECT_TIMEOUT
         while time.monotonic() < limit:
             attempt = agent.attempt
             if attempt is not None and (attempt.number, attempt.generation) != before:
                 return True
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_INTERVAL)
         return False
 
-    async def _until_well(self, agent: NodeAgent) -> WorkerGroup:
-        while (attempt := agent.attempt) is None or not self._is_well(attempt):
-            await asyncio.sleep(_LOOK)
+    async def _until_healthy(self, agent: NodeAgent) -> WorkerGroup:
+        while (attempt := agent.attempt) is None or not self._is_healthy(attempt):
+            await asyncio.sleep(_POLL_INTERVAL)
         return attempt
 
-    def _is_well(self, attempt: WorkerGroup) -> bool:
+    def _is_healthy(self, attempt: WorkerGroup) -> bool:
         workers = attempt.workers.values()
         if attempt.stopping or not attempt.full or any(worker.finished or not worker.pid for worker in workers):
             return False
-        if any(worker.heard for worker in workers):
+        if any(worker.last_heartbeat for worker in workers):
             self.plain = False
             return attempt.formed
-        # A script that never calls cannot tell how far it is: it is well when it has been started.
-        if self.patient and time.monotonic() - min(worker.born for worker in workers) < _FIRST:
+        # A plain script does not report its progress: it counts as healthy once it has started.
+        if self.patient and time.monotonic() - min(worker.born for worker in workers) < _CONNECT_TIMEOUT:
             return False
         self.plain = True
         return True
 
     def summary(self, code: int) -> str:
-        count = self.struck.total()
+        """Return the summary of all faults."""
+        count = self.injected.total()
         if not count:
             return f"chaos: no fault; the run ended with exit code {code}"
-        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self.struck.items()))
-        open_ = count - self.recovered - self.vain
-        how = "all recovered" if not open_ and not self.vain else f"{self.recovered} recovered"
+        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self.injected.items()))
+        open_ = count - self.recovered - self.without_effect
+        how = "all recovered" if not open_ and not self.without_effect else f"{self.recovered} recovered"
         how += f", {open_} not" if open_ else ""
-        how += f", {self.vain} without any effect" if self.vain else ""
-        goodput = max(0.0, 1 - self.lost / self.well) if self.well else 0.0
+        how += f", {self.without_effect} without any effect" if self.without_effect else ""
+        goodput = max(0.0, 1 - self.lost / self.healthy) if self.healthy else 0.0
         text = (
             f"chaos: {count} fault{'s' if count > 1 else ''} ({kinds}), seed {self.seed}: {how}; "
-            f"{self.lost:.1f} s of {self.well:.0f} s lost, goodput {goodput:.1%}; the run ended with exit code {code}"
+            f"{self.lost:.1f} s of {self.healthy:.0f} s lost, goodput {goodput:.1%}; "
+            f"the run ended with exit code {code}"
         )
         if self.plain:
             text += (

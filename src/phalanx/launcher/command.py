@@ -1,4 +1,4 @@
-"""What is run: a script, standard input, a module, a path or a program, and its command line for every rank."""
+"""The command of a run: a script, standard input, a module, a path or a program, with its arguments."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run
 
 @dataclass(frozen=True)
 class Command:
+    """What every rank runs."""
+
     kind: Literal["script", "stdin", "module", "path", "program"]
     target: str
     args: tuple[str, ...]
     python: str
-    local_rank_option: str = ""  # "--local-rank" or "--local_rank" for scripts that want the old launcher's way
+    local_rank_option: str = ""  # "--local-rank" or "--local_rank", for scripts of torch.distributed.launch
 
     def arguments(self, local_rank: int) -> list[str]:
-        """The script's arguments. `${local_rank}` in one is replaced, as torchrun does."""
+        """Return the script's arguments, with `${local_rank}` replaced as torchrun does."""
         first = [f"{self.local_rank_option}={local_rank}"] if self.local_rank_option else []
         return first + [Template(arg).safe_substitute(local_rank=local_rank) for arg in self.args]
 
     def line(self, local_rank: int) -> list[str]:
-        """The whole command of one rank, as a fresh process would be started."""
+        """Return the whole command of one rank, as for a new process."""
         rest = self.arguments(local_rank)
         match self.kind:
             case "script":
@@ -42,7 +44,7 @@ class Command:
 
     @property
     def path0(self) -> str | None:
-        """What Python will put first into sys.path."""
+        """Return what Python puts first into sys.path."""
         match self.kind:
             case "script":
                 real = os.path.realpath(self.target)
@@ -55,7 +57,7 @@ class Command:
                 return None
 
     def check(self) -> None:
-        """Say what is wrong with the script before anything is started."""
+        """Check the script before anything is started. Raises ScriptError."""
         if self.kind in ("script", "path"):
             _check_script(self.target)
         elif self.kind == "program":

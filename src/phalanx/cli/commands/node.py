@@ -215,7 +215,7 @@ class NodeStdio:
                 case Fail() as fail if self._agent is not None:
                     refused = NodeRefused(what=fail.what, details=fail.details, fix=fail.fix)
                     error = ssh.combined({fail.host: refused})
-                    if self._agent.together:
+                    if self._agent.all_joined:
                         self._agent.note(str(error))
                     else:
                         self._agent.fail(error)

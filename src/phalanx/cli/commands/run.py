@@ -71,11 +71,11 @@ def begin(
     except UsageError as error:
         _excuse(gathering, str(error))
         raise
-    from phalanx.launcher.coordination.hosting import open_door, open_side_door
+    from phalanx.launcher.coordination.hosting import open_failover_sockets, open_leader_sockets
 
-    leads, sockets = open_door(gathering)
+    leads, sockets = open_leader_sockets(gathering)
     if gathering.elastic and not leads:
-        sockets = open_side_door(gathering)
+        sockets = open_failover_sockets(gathering)
     return _run(replace(plan, rendezvous=replace(gathering, leads=leads)), environ, sockets, outside)
 
 
@@ -268,9 +268,9 @@ async def _supervised(
         folder=folder,
         console=console,
         fork_server=started.fork_server,
-        lesson=started.lesson,
+        preload_hints=started.lesson,
         coordinator=coordinator,
-        outside=outside,
+        hook=outside,
     )
     return await agent.run()
 

@@ -1,1 +1,1 @@
-"""The agent of one node: starts the workers, hears them, stops them."""
+"""The agent of one node: starts, watches and stops its workers."""

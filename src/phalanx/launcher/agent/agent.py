@@ -1,6 +1,6 @@
-"""Holds a node's workers from birth to the end: starts, listens, stops, and tells why.
+"""The agent of a node: it starts, watches and stops the workers, and reports why they ended.
 
-It never imports torch. It waits only for events of the loop: a message from the fork server, output, a signal.
+It never imports torch, and waits only for events of its loop: messages of the fork server, output, signals.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx.contract import error_report, events
-from phalanx.contract import worker_messages as words
+from phalanx.contract import error_report, events, worker_messages
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.control import messages
 from phalanx.diagnose.rules.timeouts import Timeout
@@ -56,41 +55,43 @@ from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.viewers.dashboard import Dashboard
 from phalanx.launcher.viewers.event_server import EventServer
 
-if TYPE_CHECKING:  # they are not needed in the first second, and cost as much as the rest of us
+if TYPE_CHECKING:  # imported later, by _import_watchers: they take as long as all the rest
     from phalanx.launcher.agent.exits import Exits
     from phalanx.launcher.hangs.detector import HangDetector
     from phalanx.launcher.telemetry.collector import Collector
     from phalanx.launcher.telemetry.node_sampler import NodeSampler
     from phalanx.launcher.telemetry.step_timings import StepTimings
 
-_LATER = 0.5  # seconds after the workers are started: then it is looked whether they go on
-_SOON = 3.0  # seconds that need no explanation
-_SIGN_OF_LIFE = 30.0  # seconds between two lines that say what we wait for, where there is no terminal
-_PATIENCE = 15.0  # for a fork server that has been told to end: it gives what it ends a second, and then kills
+_WATCH_DELAY = 0.5  # seconds from the start of the workers to that of the watchers
+_WAITING_DELAY = 3.0  # seconds before the first line about what the run waits for
+_WAITING_INTERVAL = 30.0  # seconds between two such lines, if there is no terminal
+_END_TIMEOUT = 15.0  # seconds for a fork server to end: it kills its processes after one second
 
 
 class RunHook(Protocol):
-    """Who has a say beside the company: the terminal that started this node over ssh, or the hosts that it started."""
+    """Takes part in a run beside the agent: the ssh session that started this node, or chaos, for example."""
 
     @property
     def pids(self) -> frozenset[int]:
-        """Children that are not for us to end."""
+        """Return the children of this process that the agent must not end."""
         ...
 
     def opened(self, sockets: Sequence[socket.socket]) -> None:
-        """Before anything is started: where node 0 listens."""
+        """Called before anything is started, with the sockets on which node 0 listens."""
 
     def begin(self, agent: NodeAgent) -> None:
-        """The loop runs."""
+        """Called when the agent's event loop runs."""
 
     async def end(self, code: int) -> None:
-        """The run is over, and the company closed."""
+        """Called when the run is over and the coordinator closed."""
 
     def hurry(self) -> None:
-        """The user does not want to wait for the end of other nodes."""
+        """Called when the user does not want to wait for other nodes to end."""
 
 
 class NodeAgent:
+    """Runs the workers of one node: `await NodeAgent(plan, ...).run()` returns the exit code."""
+
     def __init__(
         self,
         plan: Plan,
@@ -98,112 +99,121 @@ class NodeAgent:
         folder: RunFolder,
         console: Console,
         fork_server: ForkServerClient,
-        lesson: PreloadHints | None,
+        preload_hints: PreloadHints | None,
         coordinator: Coordinator,
-        outside: RunHook | None = None,
+        hook: RunHook | None = None,
     ) -> None:
         self._plan = plan
         self._folder = folder
         self._console = console
         self._fork_server = fork_server
-        self._lesson = lesson
+        self._preload_hints = preload_hints
         self._coordinator = coordinator
-        self._outside = outside
-        self.together = False  # every node has joined
-        self._failure: PhalanxError | None = None  # what somebody outside has told
+        self._hook = hook
+        self.all_joined = False  # every node has joined
+        self._error: PhalanxError | None = None  # reported by `fail`
         self._joining: asyncio.Task[None] | None = None
-        self._told_waiting = 0.0
-        self._stop: StopWorkers | None = None  # it came before the attempt began
+        self._last_waiting_note = 0.0
+        self._early_stop: StopWorkers | None = None  # a stop that came before the attempt began
         self._attempt: WorkerGroup | None = None
         self._ready: asyncio.Future[wire.Message] | None = None
-        self._imported = False  # the fork server listens
-        self._asked: asyncio.Future[wire.Message] | None = None  # of the fork server
-        self._lingering: LingeringProcesses | None = None  # the run has ended well, and this may be waited for
-        self._leaves = False  # what ranks left running stays, and the run is over
+        self._imported = False  # the fork server has finished its imports
+        self._answer: asyncio.Future[wire.Message] | None = None  # of the fork server to a request
+        self._lingering: LingeringProcesses | None = None  # set once the run has succeeded
+        self._leave_orphans = False  # --linger forever: keep processes that ranks left running
         self._closing = False
-        self._fork_server_ended = False  # as it was told to, with everything below it
-        self._showing_rest = False  # everything is over but for output that the terminal has not taken yet
+        self._fork_server_ended = False  # on request, with all processes below it
+        self._draining_output = False  # only output for a slow terminal is left
         self._signal: signal.Signals | None = None  # the one that ended the run
-        self._preempting: float | None = None  # since when it is ending with a checkpoint, by a signal that came here
-        self._lost_fork_server = ""  # how it ended, if it did so by itself, and no other has taken its place
-        self._renewing: asyncio.Task[None] | None = None  # one that takes the place of a killed one, and its workers
-        self._next: RegroupPlan | None = None  # what these are to form
+        self._preempting: float | None = None  # when a signal to this agent began a preemption
+        self._lost_fork_server = ""  # how it ended, if it was killed and not replaced yet
+        self._replacing: asyncio.Task[None] | None = None  # a killed fork server and its workers
+        self._next_regroup: RegroupPlan | None = None  # the latest regroup
         self._kills = out_of_memory.read()
-        self._leftovers = Orphans()
+        self._orphans = Orphans()
         self._signals = Signals(plan)
-        self._vault: SnapshotMemory | None = None  # what workers leave for those who come after them
-        self._board: StatusBoard | None = None  # where workers publish what they are at
-        self._desk: ControlSocket | None = None  # where others ask about it
-        self._audience: EventServer | None = None  # those who look
-        self._onlookers = Dashboard(plan, folder, console)  # what shows it to them
+        self._snapshot_memory: SnapshotMemory | None = None
+        self._board: StatusBoard | None = None
+        self._control_socket: ControlSocket | None = None
+        self._event_server: EventServer | None = None
+        self._dashboard = Dashboard(plan, folder, console)
         self._debugging: DebugSessions | None = None
-        self._observer: HangDetector | None = None  # looks whether they go on
-        self._observing: asyncio.Task[None] | None = None
-        self._paces: StepTimings | None = None  # how fast each of them is
-        self._sights: Collector | None = None  # what is to be seen of all of them
-        self._sampler: NodeSampler | None = None  # reads the workers, for those three
-        self._exits: Exits | None = None  # looks whether processes end
-        self.post = NodeRpc(coordinator)
+        self._hang_detector: HangDetector | None = None
+        self._watchers_start: asyncio.Task[None] | None = None
+        self._step_timings: StepTimings | None = None
+        self._collector: Collector | None = None
+        self._sampler: NodeSampler | None = None  # reads the status slots for the three above
+        self._exits: Exits | None = None  # watches workers whose script is over
+        self.rpc = NodeRpc(coordinator)
 
     async def run(self) -> int:
-        """Until every process of the run is gone, here and elsewhere. Returns the exit code."""
+        """Run until all processes of the run have ended, on all nodes. Returns the exit code."""
         linux.adopt_orphans()
-        self._coordinator.meet(self)
-        if self._outside is not None:
-            self._outside.begin(self)
+        self._coordinator.attach(self)
+        if self._hook is not None:
+            self._hook.begin(self)
         every = self._plan.environ.get(SNAPSHOT_EVERY, "")
-        if every not in OFF and (every or self._goes_on):
-            self._vault = SnapshotMemory(self._knows, told=bool(every))
-        self._board, self._desk = StatusBoard(checks=self._plan.hang.check_collectives), ControlSocket(self._folder)
-        gathering = self._plan.rendezvous
-        trusted = gathering is None or bool(gathering.token.key)
-        self._debugging = DebugSessions(
-            self, self._coordinator, self.post, console=self._console, folder=self._folder, trusted=trusted
+        if every not in OFF and (every or self._may_recover):
+            self._snapshot_memory = SnapshotMemory(self._is_worker, requested=bool(every))
+        self._board, self._control_socket = (
+            StatusBoard(checks=self._plan.hang.check_collectives),
+            ControlSocket(self._folder),
         )
-        self._desk.on("attach", self._debugging.attach)
-        self._audience = EventServer(self, self._coordinator, self.post, self._desk, self._folder)
+        rendezvous = self._plan.rendezvous
+        trusted = rendezvous is None or bool(rendezvous.token.key)
+        self._debugging = DebugSessions(
+            self, self._coordinator, self.rpc, console=self._console, folder=self._folder, trusted=trusted
+        )
+        self._control_socket.on("attach", self._debugging.attach)
+        self._event_server = EventServer(self, self._coordinator, self.rpc, self._control_socket, self._folder)
         code, text, began = 1, "", time.monotonic()
-        with self._signals.taken(
-            end=self._signalled, preempt=self._preempted, pass_on=self._pass_on, resized=self._resized
+        with self._signals.installed(
+            end=self._signal_received, preempt=self._preempted, forward=self._forward_signal, resized=self._resized
         ):
             try:
-                self._onlookers.start(leads=self._coordinator.leads)
-                await self._onlookers.screen(self.note)
-                self.together = await self._come_together()
-                if self.together:
-                    code, text = await self._attempts()
+                self._dashboard.start(leads=self._coordinator.leads)
+                await self._dashboard.screen(self.note)
+                self.all_joined = await self._wait_until_ready()
+                if self.all_joined:
+                    code, text = await self._run_attempts()
                 else:
                     code = self._never_started()
                 return code
             except PhalanxError as error:
                 code, text = error.exit_code, str(error)
                 raise
-            except OSError as error:  # a disk, a limit: the others are to know why this node goes
-                text = f"this node cannot go on: {error}"
+            except OSError as error:  # a full disk, a limit: tell the other nodes
+                text = f"this node cannot continue: {error}"
                 raise LaunchError(text) from error
             finally:
-                if self._observing is not None:
-                    self._observing.cancel()
-                for watcher in (self._sampler, self._observer, self._sights, self._exits):
+                if self._watchers_start is not None:
+                    self._watchers_start.cancel()
+                for watcher in (self._sampler, self._hang_detector, self._collector, self._exits):
                     if watcher is not None:
                         await watcher.end()
                 await self._close()
-                self._audience.end(code, time.monotonic() - began)
-                await self._onlookers.end()
-                for held in (self._vault, self._debugging, self._desk, self._audience, self._board):
+                self._event_server.end(code, time.monotonic() - began)
+                await self._dashboard.end()
+                for held in (
+                    self._snapshot_memory,
+                    self._debugging,
+                    self._control_socket,
+                    self._event_server,
+                    self._board,
+                ):
                     if held is not None:
                         held.close()
-                self._showing_rest = True
+                self._draining_output = True
                 self._console.waiting(None)
                 await asyncio.to_thread(self._console.close)
-                # Last of all: a scheduler may end every task as soon as one has ended badly, and all is said by now.
+                # Last: a scheduler may kill all tasks as soon as one has failed, and all output is written by now.
                 await self._coordinator.close(code, text)
-                if self._outside is not None:
-                    await self._outside.end(code)
-                self._reap_fork_server(_PATIENCE)
+                if self._hook is not None:
+                    await self._hook.end(code)
+                self._reap_fork_server(_END_TIMEOUT)
 
-    async def _come_together(self) -> bool:
-        """The fork server imports while the nodes gather. False if it never comes to both."""
+    async def _wait_until_ready(self) -> bool:
+        """Wait for the imports of the fork server and for the other nodes. False if one of them never comes."""
         self._joining = asyncio.get_running_loop().create_task(self._coordinator.join())
         imports = asyncio.get_running_loop().create_task(self._fork_server_ready())
         try:
@@ -222,62 +232,66 @@ class NodeAgent:
             self._console.waiting(None)
 
     @property
-    def _goes_on(self) -> bool:
-        """There may be somebody after a death, for whom it is worth to remember anything."""
-        gathering = self._plan.rendezvous
-        return self._plan.recovery.policy.most != 0 or (gathering is not None and gathering.elastic)
+    def _may_recover(self) -> bool:
+        """Return whether workers may be replaced, so that snapshots are worth their memory."""
+        rendezvous = self._plan.rendezvous
+        return self._plan.recovery.policy.most != 0 or (rendezvous is not None and rendezvous.elastic)
 
-    def _knows(self, pid: int) -> bool:
-        return self._attempt is not None and self._attempt.knows(pid)
+    def _is_worker(self, pid: int) -> bool:
+        return self._attempt is not None and self._attempt.is_worker(pid)
 
-    def letter(self, who: int | None, letter: messages.RpcFrame) -> None:
-        self.post.receive(who, letter)
+    def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None:
+        """Take a frame of another node."""
+        self.rpc.receive(sender, frame)
 
     def note(self, text: str, *, repeats: bool = False) -> None:
-        """Something the user may want to know; what ends a run is said even with --quiet. `repeats`: an event has just
-        told it, and only the console needs the line."""
+        """Print a line, unless --quiet, and write it to the run folder.
+
+        `repeats`: an event with the same content is already there, and only the console needs the line.
+        """
         self._folder.event(events.NoteEvent(time=time.time(), text=text, repeats=repeats))
         if not self._plan.output.quiet:
             self._console.say(text)
 
     def waiting(self, text: str | None) -> None:
-        """What we wait for: a line that changes on a terminal, a line now and then elsewhere."""
+        """Show what the run waits for: one line that changes on a terminal, a line from time to time elsewhere."""
         self._console.waiting(text)
         if text is None or self._console.terminal(Std.ERR):
             return
         now = time.monotonic()
-        self._told_waiting = self._told_waiting or now - _SIGN_OF_LIFE + _SOON
-        if now - self._told_waiting > _SIGN_OF_LIFE:
-            self._told_waiting = now
+        self._last_waiting_note = self._last_waiting_note or now - _WAITING_INTERVAL + _WAITING_DELAY
+        if now - self._last_waiting_note > _WAITING_INTERVAL:
+            self._last_waiting_note = now
             self.note(text, repeats=True)
 
     def say(self, text: str) -> None:
-        """The same, of what is an event of its own."""
+        """Print a line, unless --quiet, that is not an event: the run folder has it already."""
         if not self._plan.output.quiet:
             self._console.say(text)
 
     @property
     def plan(self) -> Plan:
-        """As it is now: seats may change."""
+        """Return the current plan: ranks change when nodes join or leave."""
         return self._plan
 
     @property
     def attempt(self) -> WorkerGroup | None:
-        """The one that is under way."""
+        """Return the worker group of the current attempt."""
         return self._attempt
 
     @property
     def fork_server(self) -> ForkServerClient:
+        """Return the current fork server."""
         return self._fork_server
 
     @property
-    def _ends(self) -> bool:
-        return self._signal is not None or self._failure is not None
+    def _ending(self) -> bool:
+        return self._signal is not None or self._error is not None
 
     # -- the fork server
 
     async def _fork_server_ready(self) -> bool:
-        """Wait for its imports. False if it never comes to that."""
+        """Wait for the imports of the fork server. False if it ends before."""
         report = await self._listen()
         if report.get("failed"):
             report = await self._import_failed(report)
@@ -285,7 +299,7 @@ class NodeAgent:
             report = await self._start_fresh(report["unsafe"])
         if self._signal is not None or not report:
             return False
-        if self._attempt is None and not self.together:  # what a later one prints is the same
+        if self._attempt is None and not self.all_joined:  # a later fork server prints the same
             self._show_import_output()
         self._folder.event(
             events.ForkServerReady(
@@ -302,12 +316,12 @@ class NodeAgent:
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         self._imported = self._fork_server.ready is not None
-        loop.add_reader(self._fork_server.sock.fileno(), self._heard)
+        loop.add_reader(self._fork_server.sock.fileno(), self._fork_server_message)
         if self._fork_server.ready is not None:
             self._resolve(self._fork_server.ready)
         return await self._ready
 
-    def _heard(self) -> None:
+    def _fork_server_message(self) -> None:
         message = self._fork_server.receive()
         if message is None:
             self._fork_server_gone()
@@ -317,23 +331,23 @@ class NodeAgent:
                 self._imported = True
                 self._resolve(message)
             case "born" if self._attempt is not None:
-                self._leftovers.note(message["pid"])
-                self._attempt.born(message["name"], message["pid"])
+                self._orphans.note(message["pid"])
+                self._attempt.worker_started(message["name"], message["pid"])
             case "exited" if self._attempt is not None:
-                self._attempt.exited(message)
+                self._attempt.worker_exited(message)
             case "refused" if self._attempt is not None:
-                self._attempt.refused(message["name"], message["why"])
+                self._attempt.start_refused(message["name"], message["why"])
             case "signalled":
-                self._signals.reached_fork_server(message["signal"])
-            case "swept" | "orphans" if self._asked is not None and not self._asked.done():
-                self._asked.set_result(message)
+                self._signals.fork_server_received(message["signal"])
+            case "swept" | "orphans" if self._answer is not None and not self._answer.done():
+                self._answer.set_result(message)
 
     def _resolve(self, message: wire.Message) -> None:
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(message)
 
     def _fork_server_gone(self) -> None:
-        """The connection has ended. Workers die with their fork server; what they had started comes to us."""
+        """Handle the end of the connection: the workers are dead, and this process adopts their children."""
         asyncio.get_running_loop().remove_reader(self._fork_server.sock.fileno())
         code = self._fork_server.gone()
         if not self._closing:
@@ -341,47 +355,51 @@ class NodeAgent:
         self._resolve({})
         if self._joining is not None:
             self._joining.cancel()
-        if self._asked is not None and not self._asked.done():
-            self._asked.set_result({})
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result({})
         if self._attempt is not None:
-            self._attempt.lost()
+            self._attempt.fork_server_lost()
             if self._lost_fork_server and not self._attempt.over.is_set():
-                self._decide(self._attempt.fall("the fork server was ended from outside", place="forkserver"))
+                self._decide(self._attempt.shared_failure("the fork server was ended from outside", place="forkserver"))
 
-    async def _another_fork_server(self) -> bool:
-        """In the place of one that was killed. False if it never comes to listen."""
-        await self._clear()
-        if self._ends:
+    async def _start_another_fork_server(self) -> bool:
+        """Replace a fork server that was killed. False if it never becomes ready."""
+        await self._end_orphans()
+        if self._ending:
             return False
         self._lost_fork_server = ""
         with open(f"{self._folder.path}/forkserver.log", "ab") as log:
-            self._fork_server = fork_servers.make(self._plan, self._lesson, log=log.fileno())
+            self._fork_server = fork_servers.make(self._plan, self._preload_hints, log=log.fileno())
         return await self._fork_server_ready()
 
-    async def _renew(self, attempt: WorkerGroup) -> None:
-        """A new fork server, and from it all workers of this node: they form the group's next generation."""
+    async def _replace_fork_server(self, attempt: WorkerGroup) -> None:
+        """Start a new fork server and all workers of this node. They join the next generation of the group."""
         self.note(f"the fork server was ended from outside: {self._lost_fork_server}; another takes its place")
         try:
-            # Another may be killed too.
-            while self._lost_fork_server and not attempt.over.is_set() and not self._ends:
-                if await self._another_fork_server() and self._next is not None and not attempt.over.is_set():
-                    attempt.transplant(self._fork_server)
-                    attempt.regroup(self._next)
+            # The new one may be killed too.
+            while self._lost_fork_server and not attempt.over.is_set() and not self._ending:
+                if (
+                    await self._start_another_fork_server()
+                    and self._next_regroup is not None
+                    and not attempt.over.is_set()
+                ):
+                    attempt.use_fork_server(self._fork_server)
+                    attempt.regroup(self._next_regroup)
         except PhalanxError as error:
             self.fail(error)
         finally:
-            self._renewing = None
+            self._replacing = None
             if not attempt.living:
                 attempt.over.set()
 
-    async def _clear(self) -> None:
-        """What a killed fork server's workers had started has come to us."""
-        if self._fork_server.process is not None and not self._leaves and not self._fork_server_ended:
-            besides = self._onlookers.pids | (self._outside.pids if self._outside is not None else frozenset())
-            await asyncio.to_thread(self._leftovers.end, besides=besides)
+    async def _end_orphans(self) -> None:
+        """End the processes that workers of a killed fork server had started."""
+        if self._fork_server.process is not None and not self._leave_orphans and not self._fork_server_ended:
+            besides = self._dashboard.pids | (self._hook.pids if self._hook is not None else frozenset())
+            await asyncio.to_thread(self._orphans.end, besides=besides)
 
     async def _import_failed(self, report: wire.Message) -> wire.Message:
-        """A module that the user named must be there; torch itself the script may not need."""
+        """Handle failed imports: a module that the user named must exist; torch may not be needed by the script."""
         for name, why in report["failed"].items():
             if name in self._plan.start.preload:
                 raise LaunchError(
@@ -393,42 +411,42 @@ class NodeAgent:
         return await self._start_fresh(f"{name} cannot be imported there ({why})")
 
     async def _start_fresh(self, reason: str) -> wire.Message:
-        """Forking is not safe after these imports: every rank gets an interpreter of its own."""
+        """Start every rank as a new interpreter, because forking is not safe after these imports."""
         self._folder.event(events.ForkServerRefused(time=time.time(), reason=reason))
-        if self._lesson is not None and self._lesson.modules:
-            self._lesson.refuse()
+        if self._preload_hints is not None and self._preload_hints.modules:
+            self._preload_hints.refuse()
         self.note(f"{reason}, so every rank gets an interpreter of its own (as with --fresh)")
         await self._end_fork_server()
         if self._signal is not None:
             return {}
         self._reap_fork_server(1.0)
-        self._closing, self._fork_server_ended, self._lesson = False, False, None
+        self._closing, self._fork_server_ended, self._preload_hints = False, False, None
         with open(f"{self._folder.path}/forkserver.log", "ab") as log:
             self._fork_server = fork_servers.fresh(self._plan.environ, log=log.fileno())
         return await self._listen()
 
     def _show_import_output(self) -> None:
-        """Warnings of imports, which fresh interpreters would each have printed."""
+        """Print what imports have printed, such as warnings, once for all ranks."""
         with contextlib.suppress(OSError), open(f"{self._folder.path}/forkserver.log", errors="replace") as file:
             text = file.read(4096).strip()
             if text:
                 self.note("while importing:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
 
-    async def _swept(self) -> None:
-        """Everything below the fork server is gone."""
+    async def _sweep(self) -> None:
+        """End all processes below the fork server."""
         await self._ask_fork_server("sweep")
 
     async def _ask_fork_server(self, what: str) -> wire.Message:
-        """Empty if it is gone."""
-        self._asked = asyncio.get_running_loop().create_future()
+        """Send a request and return the answer. Empty if the fork server is gone."""
+        self._answer = asyncio.get_running_loop().create_future()
         try:
             self._fork_server.send({"do": what})
         except OSError:
             return {}
-        return await self._asked
+        return await self._answer
 
     async def _end_fork_server(self) -> None:
-        """It ends everything below itself first. If it does not answer, it is killed, and we end the rest."""
+        """Let the fork server end all its processes and exit. Kill it if it does not answer."""
         fork_server = self._fork_server
         self._closing = True
         if fork_server.sock.fileno() < 0:
@@ -436,12 +454,12 @@ class NodeAgent:
         loop = asyncio.get_running_loop()
         loop.remove_reader(fork_server.sock.fileno())
         if fork_server.process is not None and self._ready is not None and not self._imported:
-            fork_server.process.kill()  # it imports, hears nothing, and has started nothing
+            fork_server.process.kill()  # it still imports: it reads no messages and has started no process
         ended: asyncio.Future[bool] = loop.create_future()
-        loop.add_reader(fork_server.sock.fileno(), _hear_end, fork_server, ended)
+        loop.add_reader(fork_server.sock.fileno(), _read_end, fork_server, ended)
         with contextlib.suppress(OSError):
-            fork_server.send({"do": "end", "leave": self._leaves})
-        await asyncio.wait((ended,), timeout=_PATIENCE)
+            fork_server.send({"do": "end", "leave": self._leave_orphans})
+        await asyncio.wait((ended,), timeout=_END_TIMEOUT)
         loop.remove_reader(fork_server.sock.fileno())
         fork_server.sock.close()
         self._fork_server_ended = ended.done() and ended.result()
@@ -449,7 +467,7 @@ class NodeAgent:
             self._reap_fork_server(1.0)
 
     def _reap_fork_server(self, timeout: float) -> None:
-        """Until its process is gone: that of one that has imported torch takes a while to end."""
+        """Wait for the process of the fork server to exit, and kill it after `timeout` seconds."""
         process = self._fork_server.process
         if process is None or process.poll() is not None:
             return
@@ -461,163 +479,166 @@ class NodeAgent:
         process.wait()
 
     async def _close(self) -> None:
-        """Nothing of the run is alive afterwards."""
+        """End all processes of the run on this node."""
         await self._end_fork_server()
-        await self._clear()
+        await self._end_orphans()
 
     # -- attempts
 
-    async def _attempts(self) -> tuple[int, str]:
-        """One after the other, until the run is over: its exit code, and what there is to say about it."""
-        next_ = await self._coordinator.orders()
+    async def _run_attempts(self) -> tuple[int, str]:
+        """Run attempts until the run is over. Returns its exit code and the message about it."""
+        next_ = await self._coordinator.first_attempt()
         while isinstance(next_, StartAttempt):
-            if self._failure is not None:
-                raise self._failure
+            if self._error is not None:
+                raise self._error
             self._plan = next_.plan
-            if self._lost_fork_server and not await self._another_fork_server():
+            if self._lost_fork_server and not await self._start_another_fork_server():
                 return self._never_started(), ""
-            attempt = await self._live(next_)
-            next_ = await self._conclude(attempt)
-        if self._failure is not None:
-            raise self._failure
-        standing = self._observer.final_report if self._observer is not None else ""
+            attempt = await self._run_attempt(next_)
+            next_ = await self._finish_attempt(attempt)
+        if self._error is not None:
+            raise self._error
+        stall_report = self._hang_detector.final_report if self._hang_detector is not None else ""
         if self._signal is not None:
-            if standing:
-                self._console.say(standing)
+            if stall_report:
+                self._console.say(stall_report)
             return 128 + self._signal, ""
-        paces = self._paces.final_report(succeeded=next_.code == 0) if self._paces is not None else ""
-        if paces:
-            self.say(paces)
+        timings = self._step_timings.final_report(succeeded=next_.code == 0) if self._step_timings is not None else ""
+        if timings:
+            self.say(timings)
         if next_.text:
             self._console.say(next_.text)
             if next_.code:
                 what, *details = next_.text.splitlines()
                 error_report.write(LaunchError(what, details=details), self._plan.environ)
-        if standing and next_.code:
-            self._console.say(standing)
+        if stall_report and next_.code:
+            self._console.say(stall_report)
         return next_.code, next_.text
 
-    async def _live(self, orders: StartAttempt) -> WorkerGroup:
+    async def _run_attempt(self, start: StartAttempt) -> WorkerGroup:
         coordinator = self._coordinator
-        gathering = orders.plan.rendezvous
-        stage = WorkerGroupContext(
-            orders.plan,
+        rendezvous = start.plan.rendezvous
+        context = WorkerGroupContext(
+            start.plan,
             self._folder,
             self._console,
-            orders.listener,
+            start.listener,
             self.note,
-            self._failing,
-            coordinator.able,
-            coordinator.going,
-            coordinator.halting,
-            coordinator.relay,
-            echo=coordinator.relay is None or gathering is None or gathering.echo,
-            memory=self._vault.name if self._vault is not None else "",
+            self._worker_failed,
+            coordinator.regroup_ready,
+            coordinator.first_step,
+            coordinator.halt_message,
+            coordinator.log_forwarder,
+            echo=coordinator.log_forwarder is None or rendezvous is None or rendezvous.echo,
+            memory=self._snapshot_memory.name if self._snapshot_memory is not None else "",
             board=self._board,
-            witnessed=self._debugging.probe_message if self._debugging is not None else None,
+            probe_message=self._debugging.probe_message if self._debugging is not None else None,
             measured=self._measured,
             blame=self._blame,
         )
-        attempt = self._attempt = WorkerGroup(orders.attempt, stage, self._fork_server, self._lesson, orders.generation)
+        attempt = self._attempt = WorkerGroup(
+            start.attempt, context, self._fork_server, self._preload_hints, start.generation
+        )
         attempt.prepare_store()
-        for seat in orders.plan.seats:
-            if self._signal is not None or self._stop is not None or attempt.stopping or attempt.over.is_set():
+        for seat in start.plan.seats:
+            if self._signal is not None or self._early_stop is not None or attempt.stopping or attempt.over.is_set():
                 break
-            attempt.start_worker(seat, spare=orders.plan.spare)
-            await asyncio.sleep(0)  # hear what has been born, and signals
-        self._stop = None
-        if self._observing is None:
-            self._observing = asyncio.get_running_loop().create_task(self._observe(attempt))
-        if self._next is not None and self._next.generation > orders.generation:  # it was told while this one began
-            self._regroup(self._next)
-        if not attempt.living and self._renewing is None:
+            attempt.start_worker(seat, spare=start.plan.spare)
+            await asyncio.sleep(0)  # handle messages of the fork server, and signals
+        self._early_stop = None
+        if self._watchers_start is None:
+            self._watchers_start = asyncio.get_running_loop().create_task(self._start_watchers(attempt))
+        regroup = self._next_regroup
+        if regroup is not None and regroup.generation > start.generation:  # it came while this attempt began
+            self._regroup(regroup)
+        if not attempt.living and self._replacing is None:
             attempt.over.set()
         await attempt.over.wait()
         return attempt
 
-    async def _observe(self, attempt: WorkerGroup) -> None:
-        await asyncio.sleep(_LATER)
-        exits, detector, timings, collector, sampler = await asyncio.to_thread(_watchers)
-        if self._desk is not None:
-            nodes = (self, self._coordinator, self.post)
+    async def _start_watchers(self, attempt: WorkerGroup) -> None:
+        await asyncio.sleep(_WATCH_DELAY)
+        exits, detector, timings, collector, sampler = await asyncio.to_thread(_import_watchers)
+        if self._control_socket is not None:
+            nodes = (self, self._coordinator, self.rpc)
             self._sampler = sampler(*nodes, attempt=attempt)
             stats = self._sampler.stats
             self._exits = exits(self, stats)
-            self._observer = detector(*nodes, self._desk, self._folder, stats=stats, attempt=attempt)
-            self._paces = timings(*nodes, self._desk, self._folder)
-            self._sights = collector(*nodes, self._folder)
-            self._sampler.start(self._observer, self._paces, self._sights)
+            self._hang_detector = detector(*nodes, self._control_socket, self._folder, stats=stats, attempt=attempt)
+            self._step_timings = timings(*nodes, self._control_socket, self._folder)
+            self._collector = collector(*nodes, self._folder)
+            self._sampler.start(self._hang_detector, self._step_timings, self._collector)
 
     async def _blame(self, rank: int, timeout: Timeout) -> list[str]:
-        if self._observer is None and self._observing is not None:
-            await asyncio.wait((self._observing,))
-        return await self._observer.blame(rank, timeout) if self._observer is not None else []
+        if self._hang_detector is None and self._watchers_start is not None:
+            await asyncio.wait((self._watchers_start,))
+        return await self._hang_detector.blame(rank, timeout) if self._hang_detector is not None else []
 
-    def _measured(self, message: words.MeasuredStep) -> None:
-        if self._sights is not None:
-            self._sights.measured(message)
+    def _measured(self, message: worker_messages.MeasuredStep) -> None:
+        if self._collector is not None:
+            self._collector.measured(message)
 
-    async def _conclude(self, attempt: WorkerGroup) -> StartAttempt | RunResult:
-        """The attempt is over here: tell, and hear what comes next."""
-        if self._renewing is not None:
-            await asyncio.wait((self._renewing,))
-        await self._coordinator.settled()
+    async def _finish_attempt(self, attempt: WorkerGroup) -> StartAttempt | RunResult:
+        """Clean up after an attempt, report it, and return what comes next."""
+        if self._replacing is not None:
+            await asyncio.wait((self._replacing,))
+        await self._coordinator.wait_for_others()
         if self._sampler is not None:
             self._sampler.concluded()
-        attempt.concluded()
+        attempt.close()
         if self._may_linger(attempt):
-            return await self._conclude_well(attempt)
-        if self._ends or self._coordinator.last(failed=bool(attempt.failed)):
+            return await self._finish_successful_attempt(attempt)
+        if self._ending or self._coordinator.is_last_attempt(failed=bool(attempt.failed)):
             await self._close()
         elif self._lost_fork_server:
             self._attempt = None
-            await self._clear()
+            await self._end_orphans()
         else:
-            # Also the store: the next attempt gets an empty one on the same port, and reads no key of a dead rank.
+            # Also the store: the next attempt gets an empty one on the same port, without keys of dead ranks.
             self._attempt = None
-            await self._swept()
+            await self._sweep()
         await attempt.output.drained(2.0)
-        self._next = None  # from here on it is about another attempt
+        self._next_regroup = None  # a later one belongs to the next attempt
         try:
-            if self._failure is not None:
-                raise self._failure
-            return await self._coordinator.concluded(self._report(attempt))
+            if self._error is not None:
+                raise self._error
+            return await self._coordinator.attempt_ended(self._report(attempt))
         finally:
             attempt.output.close()
 
     def _may_linger(self, attempt: WorkerGroup) -> bool:
-        """All ranks have succeeded, as far as this node knows; what they left running has nothing to be ended for."""
-        if self._ends or self._lost_fork_server or attempt.failed:
+        """Return whether all ranks here have succeeded and no attempt follows, so that their processes may stay."""
+        if self._ending or self._lost_fork_server or attempt.failed:
             return False
-        last = self._coordinator.last(failed=False)
-        return last if self._coordinator.leads else not last  # who does not lead knows it only when it has lost node 0
+        last = self._coordinator.is_last_attempt(failed=False)
+        return last if self._coordinator.leads else not last  # a follower returns True only if node 0 is lost
 
-    async def _conclude_well(self, attempt: WorkerGroup) -> StartAttempt | RunResult:
-        """Processes that ranks left running stay until the others have ended too, and then for `--linger`."""
-        left = LingeringProcesses(self._orphans, ranks=attempt.ranks, run=self._folder.name)
+    async def _finish_successful_attempt(self, attempt: WorkerGroup) -> StartAttempt | RunResult:
+        """Report success. Processes that ranks left running stay until all nodes have ended, then for `--linger`."""
+        left = LingeringProcesses(self._find_orphans, ranks=attempt.ranks, run=self._folder.name)
         limit = self._plan.shutdown.linger
         await left.settle()
         if left.orphans:
-            attempt.output.catch_up_all()  # somebody may hold the streams open
+            attempt.output.catch_up_all()  # they may keep the pipes open
         else:
             if left.helpers:
-                await self._swept()
+                await self._sweep()
             await attempt.output.drained(2.0)
-        self._next = None  # from here on it is about another attempt
+        self._next_regroup = None  # a later one belongs to the next attempt
         try:
-            if self._failure is not None:
-                raise self._failure
-            next_ = await self._coordinator.concluded(replace(self._report(attempt), left=left.text(limit)))
+            if self._error is not None:
+                raise self._error
+            next_ = await self._coordinator.attempt_ended(replace(self._report(attempt), left=left.text(limit)))
             if isinstance(next_, StartAttempt):
                 self._attempt = None
-                await self._swept()
+                await self._sweep()
                 return next_
-            if next_.code == 0 and not self._ends:
+            if next_.code == 0 and not self._ending:
                 self._lingering = left
                 if left.orphans:
                     await self._linger(left, next_)
             await self._close()
-            if self._leaves:
+            if self._leave_orphans:
                 attempt.output.leave()
             await attempt.output.drained(2.0)
             return next_
@@ -625,15 +646,15 @@ class NodeAgent:
             attempt.output.close()
 
     async def _linger(self, left: LingeringProcesses, verdict: RunResult) -> None:
-        """The other nodes need not wait for what runs here."""
+        """Wait for processes that ranks left running. The other nodes need not wait."""
         limit = self._plan.shutdown.linger
-        self._coordinator.announce(verdict.code, verdict.text)
+        self._coordinator.announce_result(verdict.code, verdict.text)
         self.note(left.text(limit))
-        self._leaves = limit is None
+        self._leave_orphans = limit is None
         if limit and not await left.wait(limit):
             self.note(left.text(limit, expired=True))
 
-    async def _orphans(self) -> Sequence[int]:
+    async def _find_orphans(self) -> Sequence[int]:
         return tuple((await self._ask_fork_server("orphans")).get("pids", ()))
 
     def _report(self, attempt: WorkerGroup) -> AttemptReport:
@@ -644,12 +665,12 @@ class NodeAgent:
             return AttemptReport(attempt.number, trouble=how)
         if not attempt.failed:
             return AttemptReport(attempt.number)
-        deaths, block = attempt.autopsy(out_of_memory.read().since(self._kills))
+        deaths, block = attempt.explain_failures(out_of_memory.read().since(self._kills))
         return AttemptReport(attempt.number, deaths, block, failed=root_cause.count(deaths))
 
     def _never_started(self) -> int:
-        if self._failure is not None:
-            raise self._failure
+        if self._error is not None:
+            raise self._error
         if self._signal is not None:
             return 128 + self._signal
         raise LaunchError(
@@ -660,23 +681,23 @@ class NodeAgent:
 
     # -- signals
 
-    def _signalled(self, number: signal.Signals) -> None:
-        """From the user or a scheduler: for the whole run."""
+    def _signal_received(self, number: signal.Signals) -> None:
+        """End the run because of a signal of the user or a scheduler."""
         if self._stop_lingering():
             return
         ends = self._signal is not None or self._preempting is not None
         if number == signal.SIGINT and not ends and self._debugging is not None and self._debugging.interrupted():
             return
         if self._preempting is not None and self._signal is None and number == signal.SIGINT:
-            self._signalled(signal.SIGTERM)  # it was told to end before, so that this one says: at once
-        if not self._showing_rest and self._signal is None:
-            self._coordinator.signalled(number)
-        elif number == signal.SIGINT and not self._showing_rest:
-            self._coordinator.signalled(signal.SIGKILL)
-        self._obey(number, ours=True)
+            self._signal_received(signal.SIGTERM)  # the second request: end at once
+        if not self._draining_output and self._signal is None:
+            self._coordinator.signal_received(number)
+        elif number == signal.SIGINT and not self._draining_output:
+            self._coordinator.signal_received(signal.SIGKILL)
+        self._handle_signal(number, ours=True)
 
     def _preempted(self, number: signal.Signals) -> None:
-        """A scheduler takes the machine away: where that can be, there is time for a checkpoint. Not a second time."""
+        """Handle a signal that announces preemption: write a checkpoint if possible. A second signal ends the run."""
         if self._stop_lingering():
             return
         now = time.monotonic()
@@ -686,23 +707,23 @@ class NodeAgent:
         if first and self._coordinator.preempt(number):
             self._preempting = now
         elif number in self._plan.shutdown.signals:
-            self._signalled(number)
+            self._signal_received(number)
         else:
-            self._pass_on(number)
+            self._forward_signal(number)
 
-    # -- what the coordinator has decided
+    # -- actions of the coordinator
 
-    def _failing(self, failure: WorkerFailure) -> None:
-        """Decide about a failure when the worker group, which reports it, is done with it."""
+    def _worker_failed(self, failure: WorkerFailure) -> None:
+        """Decide about a failure after the worker group, which reports it, has handled the exit."""
         asyncio.get_running_loop().call_soon(self._decide, failure)
 
     def _decide(self, failure: WorkerFailure) -> None:
-        action = self._coordinator.failing(failure)
+        action = self._coordinator.worker_failed(failure)
         if action is not None:
             self.perform(action)
 
     def perform(self, action: Action) -> None:
-        """Execute what the coordinator has decided."""
+        """Execute an action of the coordinator."""
         match action:
             case RegroupPlan():
                 self._regroup(action)
@@ -720,84 +741,84 @@ class NodeAgent:
                 self._end_run(action.signal, action.reason)
 
     def _end_run(self, number: signal.Signals, reason: str) -> None:
-        """The run ends for all nodes: another one was told to, or there is no more time for a checkpoint."""
+        """End the run because of a signal to another node, or because the time for a checkpoint is over."""
         if self._stop_lingering():
             return
         self._folder.event(events.NoteEvent(time=time.time(), text=reason))
         if number == signal.SIGKILL and self._attempt is not None:
             self._attempt.kill()
-        elif self._signal is None:  # else we were told before, by the same user or scheduler
-            self._obey(number)
+        elif self._signal is None:  # else this agent received the signal too
+            self._handle_signal(number)
 
     def fail(self, error: PhalanxError) -> None:
-        """The run cannot go on, for a reason that neither a worker nor the company knows."""
-        if self._failure is not None or self._signal is not None or self._stop_lingering():
+        """End the run with this error, which comes neither from a worker nor from the coordinator."""
+        if self._error is not None or self._signal is not None or self._stop_lingering():
             return
-        self._failure = error
+        self._error = error
         self._resolve({})
         if self._joining is not None:
             self._joining.cancel()
-        if self.together and self._plan.rendezvous is not None and self._plan.rendezvous.leads:
-            self._coordinator.signalled(signal.SIGTERM)
+        if self.all_joined and self._plan.rendezvous is not None and self._plan.rendezvous.leads:
+            self._coordinator.signal_received(signal.SIGTERM)
         self._stop_attempt(StopWorkers(signal.SIGTERM, error.what, self._plan.shutdown.failure_timeout))
 
     def _stop_lingering(self) -> bool:
-        """The run has ended well, which no signal changes any more: somebody does not want to wait for the rest."""
-        if self._lingering is None or self._showing_rest:
+        """End the wait for lingering processes. False if there is none: the run has not succeeded yet."""
+        if self._lingering is None or self._draining_output:
             return False
         self._lingering.stop()
-        if self._outside is not None:
-            self._outside.hurry()
+        if self._hook is not None:
+            self._hook.hurry()
         return True
 
     def _stop_attempt(self, stop: StopWorkers) -> None:
-        """This attempt is over."""
+        """Stop the workers of the current attempt, or of the next one before it begins."""
         if self._attempt is None:
-            self._stop = stop
+            self._early_stop = stop
         elif not self._attempt.living:
-            self._resolve({})  # of a fork server that imports, in the place of a killed one
+            self._resolve({})  # ends the wait for a replacement of the fork server
             self._attempt.over.set()
         elif not self._attempt.stopping:
             self._attempt.stop(stop.signal, stop.reason, stop.grace)
 
     def _regroup(self, to: RegroupPlan) -> None:
-        """A worker has died, here or elsewhere: the others form a new group, with whoever takes its place."""
-        attempt, self._next = self._attempt, to
+        """Form a new group: replace workers that have died, here or elsewhere."""
+        attempt, self._next_regroup = self._attempt, to
         if attempt is None or attempt.over.is_set():
             return
         self._plan = to.plan
         if self._signal is not None or attempt.stopping:
             if not attempt.living:
                 attempt.over.set()
-        elif self._lost_fork_server or self._renewing is not None:
-            if self._renewing is None:
-                self._renewing = asyncio.get_running_loop().create_task(self._renew(attempt))
+        elif self._lost_fork_server or self._replacing is not None:
+            if self._replacing is None:
+                self._replacing = asyncio.get_running_loop().create_task(self._replace_fork_server(attempt))
         else:
             attempt.regroup(to)
 
     def _hold(self, why: str) -> None:
-        """Too few nodes are left: workers wait for others."""
+        """Let workers wait for other nodes."""
         if self._attempt is not None and self._signal is None and not self._attempt.stopping:
             self._attempt.hold(why)
 
     def _accept_loss(self) -> None:
-        """A worker has died, and nobody takes its place: it may have been the last."""
+        """Do not replace a worker that died. If it was the last, the attempt is over."""
         if self._attempt is not None and not self._attempt.living:
             self._attempt.over.set()
 
     def _halt(self, step: int | None) -> None:
-        """Workers say which step they have committed; later, at which one they end."""
+        """Have workers report their committed step, or halt at `step`."""
         if self._attempt is not None and self._signal is None and not self._attempt.stopping:
             self._attempt.halt(step)
 
-    def _obey(self, number: signal.Signals, *, ours: bool = False) -> None:
+    def _handle_signal(self, number: signal.Signals, *, ours: bool = False) -> None:
         again = self._signal is not None
         self._signal = self._signal or number
         attempt = self._attempt
-        if self._showing_rest:
+        if self._draining_output:
             self._console.abandon()
-            if self._outside is not None:
-                self._outside.hurry()
+            if self._hook is not None:
+                self._hook.hurry()
         elif attempt is None:
             self._resolve({})
             if self._joining is not None:
@@ -809,12 +830,12 @@ class NodeAgent:
         elif not again:
             if number == signal.SIGINT and ours:
                 self.note("stopping; Ctrl-C again ends at once")
-            self._signals.presently(self._stop_workers, number)
+            self._signals.when_attributed(self._stop_workers, number)
 
-    def _pass_on(self, number: signal.Signals) -> None:
-        """A scheduler's warning that time is running out. A worker that does not handle it would die of it."""
-        self._coordinator.passed(number)
-        self._signals.presently(self._signal_workers, number)
+    def _forward_signal(self, number: signal.Signals) -> None:
+        """Forward a signal to the workers that handle it. Others would die of it."""
+        self._coordinator.forward_signal(number)
+        self._signals.when_attributed(self._signal_workers, number)
 
     def _stop_workers(self, number: signal.Signals) -> None:
         if self._attempt is not None and not self._attempt.living:
@@ -822,19 +843,23 @@ class NodeAgent:
             self._attempt.over.set()
         elif self._attempt is not None:
             reason = f"{number.name} received"
-            self._attempt.stop(number, reason, self._plan.shutdown.stop_timeout, told=self._signals.everybodys(number))
+            self._attempt.stop(
+                number, reason, self._plan.shutdown.stop_timeout, already_sent=self._signals.workers_received(number)
+            )
 
     def _signal_workers(self, number: signal.Signals) -> None:
-        if self._signals.everybodys(number):
+        if self._signals.workers_received(number):
             self.note(f"{number.name} received, by every process of this job")
             return
-        heard = []
+        received = []
         for name, worker in self._attempt.living if self._attempt is not None else ():
             if linux.handles(worker.pid, number) and self._attempt is not None:
-                self._attempt.tell(name, number, alone=True)
-                heard.append(worker.seat.rank)
-        if heard:
-            self.note(f"{number.name} received, and given to rank{'s' if len(heard) > 1 else ''} {_few(heard)}")
+                self._attempt.send_signal(name, number, alone=True)
+                received.append(worker.seat.rank)
+        if received:
+            self.note(
+                f"{number.name} received, and given to rank{'s' if len(received) > 1 else ''} {_rank_list(received)}"
+            )
         else:
             self.note(f"{number.name} received; no rank handles it, so none was given it")
 
@@ -843,10 +868,11 @@ class NodeAgent:
             ranks = self._attempt.output.resized()
             for name, worker in self._attempt.living:
                 if worker.seat.rank in ranks:
-                    self._attempt.tell(name, signal.SIGWINCH)
+                    self._attempt.send_signal(name, signal.SIGWINCH)
 
 
-def _watchers() -> tuple[type[Exits], type[HangDetector], type[StepTimings], type[Collector], type[NodeSampler]]:
+def _import_watchers() -> tuple[type[Exits], type[HangDetector], type[StepTimings], type[Collector], type[NodeSampler]]:
+    """Import what watches the workers, in a thread."""
     from phalanx.launcher.agent.exits import Exits
     from phalanx.launcher.hangs.detector import HangDetector
     from phalanx.launcher.telemetry.collector import Collector
@@ -856,12 +882,12 @@ def _watchers() -> tuple[type[Exits], type[HangDetector], type[StepTimings], typ
     return Exits, HangDetector, StepTimings, Collector, NodeSampler
 
 
-def _few(ranks: list[int]) -> str:
+def _rank_list(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _hear_end(fork_server: ForkServerClient, ended: asyncio.Future[bool]) -> None:
-    """True: it has ended all that was below it, and is about to exit."""
+def _read_end(fork_server: ForkServerClient, ended: asyncio.Future[bool]) -> None:
+    """Resolve `ended` when the fork server is done. True: it has ended all its processes, and exits."""
     try:
         message = fork_server.receive()
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Ranks that have run their last line and whose process is still there: what each waits for, and when one is ended.
+"""Workers whose script is over and whose process has not exited: reports what each waits for, and ends those that hang.
 
-A process may take its time to end: Python waits for its threads, then calls its atexit functions, which may wait for
-child processes. It is named once, and not touched. Only one that is past all that, in the teardown of the interpreter,
-and that uses no CPU there, can never end by itself.
+A process may take long to exit: Python waits for its threads, then calls its atexit functions, which may wait for child
+processes. Such a process is reported once and not ended. One that is past all that, in the teardown of the interpreter,
+and uses no CPU there, never exits by itself.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
 
 EVERY = 0.5  # seconds between two looks
-NAMED = 8.0  # seconds after its last line; with the next look and its stacks, that is within 10
+NAMED = 8.0  # seconds after its last line; the report follows within 10
 LIMIT = 10.0  # seconds in the teardown of the interpreter
-IDLE = 8.0  # seconds of them, at least, without CPU time
-_MOST = 3  # threads or processes that are named
+IDLE = 8.0  # seconds without CPU time, at least
+_MOST = 3  # threads or processes in a report
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,28 @@ class Exit:
     over: float  # since its last line
     teardown: float = 0.0  # since its last atexit function returned; 0: it has not
     idle: float = 0.0  # without CPU time
-    children: bool = False  # it has child processes, which it may wait for
+    children: bool = False  # it has child processes that it may wait for
 
 
 def decide(seen: Exit, *, named: bool) -> Literal["wait", "name", "end"]:
+    """Return what to do about a process whose script is over."""
     if seen.teardown >= LIMIT and seen.idle >= IDLE and not seen.children:
         return "end"
     return "name" if seen.over >= NAMED and not named else "wait"
 
 
 class Exits:
-    """Of this node."""
+    """Watches the workers of this node whose script is over."""
 
-    def __init__(self, agent: WatchedAgent, looks: ProcessStatsReader) -> None:
+    def __init__(self, agent: WatchedAgent, stats: ProcessStatsReader) -> None:
         self._agent = agent
-        self._vitals = looks
+        self._stats = stats
         self._named: set[int] = set()
         self._cpu: dict[int, tuple[float, float]] = {}  # pid -> seconds of CPU, and when they were last seen to grow
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     async def end(self) -> None:
+        """Stop watching."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -71,11 +73,11 @@ class Exits:
             if attempt is None or attempt.stopping:
                 continue
             for name, worker in attempt.living:
-                with contextlib.suppress(OSError, ValueError, KeyError):  # it ends while it is looked at
+                with contextlib.suppress(OSError, ValueError, KeyError):  # it exits meanwhile
                     await self._look(attempt, name, worker)
 
     async def _look(self, attempt: WorkerGroup, name: str, worker: Worker) -> None:
-        text = worker.probe.page.text if worker.probe is not None else {}
+        text = worker.probe.status.text if worker.probe is not None else {}
         if "over" not in text or worker.seat.rank in attempt.debugged:
             return
         now, pid = time.monotonic(), worker.pid
@@ -86,13 +88,13 @@ class Exits:
         match decide(seen, named=pid in self._named):
             case "name":
                 self._named.add(pid)
-                rank = await node_evidence.rank(attempt, name, worker, self._vitals)
+                rank = await node_evidence.rank(attempt, name, worker, self._stats)
                 if worker.code is None:
                     self._agent.note(
                         f"rank {worker.seat.rank} ran its last line {seen.over:.0f} s ago and has not ended: "
                         f"{waits_for(rank, text)}"
                     )
-                if pid in self._cpu:  # to write its stacks takes some
+                if pid in self._cpu:  # writing its stacks has used some
                     self._cpu[pid] = (process_stats.cpu(pid), self._cpu[pid][1])
             case "end":
                 code = int(text.get("code", 0))
@@ -103,7 +105,7 @@ class Exits:
                 attempt.end_as(name, code)
 
     def _idle(self, pid: int, now: float) -> float:
-        """Seconds that it has slept for. One that is stopped, traced or waits for a device is not idle."""
+        """Return for how many seconds it has slept. If it is stopped, traced or waits for a device: 0."""
         cpu = process_stats.cpu(pid)
         before, since = self._cpu.get(pid, (-1.0, now))
         if cpu != before or linux.state(pid) != "sleeps":
@@ -113,12 +115,12 @@ class Exits:
 
 
 def _children(pid: int) -> list[linger.Orphan]:
-    """That are more than helpers, which end after their parent."""
+    """Return its child processes, without helpers that end after their parent."""
     return linger.find(linux.descendants(pid), ranks={}, run="")
 
 
 def waits_for(rank: Rank, text: dict[str, Any]) -> str:
-    """What keeps a process whose script is over. `text`: of its page."""
+    """Return in words what keeps a process whose script is over. `text`: of its status slot."""
     threads = [thread for thread in rank.threads if thread.name in text.get("threads", ())]
     main = frames.main_frames(rank)
     if threads:
@@ -137,7 +139,7 @@ def waits_for(rank: Rank, text: dict[str, Any]) -> str:
 
 
 def _at(stack: tuple[Frame, ...]) -> str:
-    """The innermost line of the user's own, else of anybody."""
+    """Return the innermost line of the user's code, else of any code."""
     frame = frames.own(stack) or next(iter(stack), None)
     return f" ({os.path.basename(frame.file)}:{frame.line} in {frame.function})" if frame is not None else ""
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-SETTLE = 0.5  # seconds for helpers to notice that their parent has ended; nothing is named before
+SETTLE = 0.5  # seconds for helpers to notice that their parent has ended
 _LONGEST = 100  # characters of a command line
-_MOST = 8  # processes that are named
+_MOST = 8  # processes in a message
 
-# They end by themselves when their parent is gone, some of them late.
+# They exit by themselves after their parent, some of them late.
 _HELPER_NAMES = ("pt_data_worker", "torch_shm_manag")
 _HELPER_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 
@@ -31,36 +31,39 @@ class Orphan:
 
 
 class LingeringProcesses:
-    """What the ranks of an attempt left running. `ask`: for the pids of all processes below the fork server."""
+    """The processes that the ranks of an attempt left running.
+
+    `ask` returns the pids of all processes below the fork server.
+    """
 
     def __init__(self, ask: Callable[[], Awaitable[Sequence[int]]], *, ranks: Mapping[int, int], run: str) -> None:
         self.orphans: list[Orphan] = []
-        self.helpers = False  # there is any process, a helper at least
+        self.helpers = False  # there are processes, at least helpers
         self._ask = ask
         self._ranks = ranks
         self._run = run
         self._stop = asyncio.Event()
 
     async def settle(self) -> None:
-        """Look, once helpers had the time to end."""
+        """Look for processes, once helpers have had time to end."""
         await self._look()
         if self.orphans:
             await _ended(self.orphans, SETTLE, self._stop)
             await self._look()
 
     async def wait(self, limit: float) -> bool:
-        """Until all have ended, and what they have started meanwhile. False: it took longer."""
+        """Wait until all have ended, with what they have started meanwhile. False if that takes longer than `limit`."""
         end = time.monotonic() + limit
         while self.orphans and await _ended(self.orphans, end - time.monotonic(), self._stop):
             await self._look()
         return not self.orphans or self._stop.is_set()
 
     def stop(self) -> None:
-        """The user does not want to wait."""
+        """Stop waiting."""
         self._stop.set()
 
     def text(self, limit: float | None, *, expired: bool = False) -> str:
-        """What is done about them, now or after the limit; empty: there are none."""
+        """Return what happens to them, now or after the limit. Empty if there are none."""
         return text(self.orphans, limit, expired=expired)
 
     async def _look(self) -> None:
@@ -69,7 +72,7 @@ class LingeringProcesses:
 
 
 def find(pids: Iterable[int], *, ranks: Mapping[int, int], run: str) -> list[Orphan]:
-    """Those of `pids` that may have work to do: alive, and no helper. What they have started themselves is left out.
+    """Return those of `pids` that may still do work: alive, not a helper, and not started by another one of them.
 
     `ranks`: pid of a worker -> its rank.
     """
@@ -82,7 +85,7 @@ def find(pids: Iterable[int], *, ranks: Mapping[int, int], run: str) -> list[Orp
 
 
 def _read(pid: int) -> tuple[int, int, str] | None:
-    """Parent, session and command; None: it has ended, or is a helper."""
+    """Return parent, session and command. None: it has ended, or is a helper."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             head, _, rest = file.read().rpartition(")")
@@ -98,12 +101,12 @@ def _read(pid: int) -> tuple[int, int, str] | None:
 
 
 def is_helper(name: str, words: list[str]) -> bool:
-    """Of multiprocessing or torch, by its name and its command line."""
+    """Return whether a process is a helper of multiprocessing or torch, by its name and command line."""
     return name in _HELPER_NAMES or any(known in word for word in words for known in _HELPER_COMMANDS)
 
 
 def _started_by(pid: int, run: str) -> int | None:
-    """The rank in the environment that a process was executed with."""
+    """Return the rank in the environment of a process."""
     with contextlib.suppress(OSError, ValueError):
         with open(f"/proc/{pid}/environ", "rb") as file:
             pairs = (entry.partition(b"=") for entry in file.read().split(b"\0"))
@@ -145,6 +148,7 @@ async def _ended(orphans: Iterable[Orphan], timeout: float, stop: asyncio.Event)
 
 
 def text(orphans: Sequence[Orphan], limit: float | None, *, expired: bool = False) -> str:
+    """Return what happens to these processes, now or after the limit. Empty if there are none."""
     if not orphans:
         return ""
     if limit is None:

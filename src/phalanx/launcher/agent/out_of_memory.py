@@ -1,4 +1,4 @@
-"""Did the kernel kill for memory? How much is free? Counters of the cgroup and of the machine."""
+"""Whether the kernel has killed processes for memory, and how much memory is free, by cgroup and machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MemoryKills:
-    """How often the out-of-memory killer has struck, as far as can be seen from here."""
+    """How often the out-of-memory killer has acted, as far as visible to this process."""
 
     group: int
     machine: int
     limit: int | None = None  # bytes that the cgroup may use
 
     def since(self, before: MemoryKills) -> str:
-        """In words, what happened since; empty if nothing did."""
+        """Return in words what happened since `before`. Empty if nothing did."""
         if self.group > before.group:
             limit = f" (limit {self.limit / 2**30:.1f} GiB)" if self.limit else ""
             return f"the kernel killed a process of this cgroup for using too much memory{limit}"
@@ -26,6 +26,7 @@ class MemoryKills:
 
 
 def read(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> MemoryKills:
+    """Read the counters of the out-of-memory killer."""
     group, limit = 0, None
     with contextlib.suppress(OSError):
         with open(f"{proc}/self/cgroup") as file:
@@ -43,7 +44,7 @@ def read(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> MemoryKills:
 
 
 def room(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
-    """Bytes that may still be used: by the machine, and by every cgroup that this process is in."""
+    """Return how many bytes may still be used: by the machine, and by each cgroup of this process."""
     rooms = [_field(f"{proc}/meminfo", "MemAvailable:") * 1024]
     with contextlib.suppress(OSError), open(f"{proc}/self/cgroup") as file:
         for line in file.read().splitlines():
@@ -58,20 +59,20 @@ def room(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
 
 
 def _rooms(root: str, path: str, limit: str, usage: str, cache: str) -> list[int]:
-    """Of a cgroup and all above it; in a container the path may be one that is not seen from inside."""
+    """Return the free bytes of a cgroup and all above it. In a container the path may not be visible."""
     found = []
     while True:
         folder = os.path.normpath(f"{root}/{path}")
         most, used = _number(f"{folder}/{limit}"), _number(f"{folder}/{usage}")
         if most is not None and used is not None:
-            found.append(most - used + _field(f"{folder}/memory.stat", cache))  # files that can be read again
+            found.append(most - used + _field(f"{folder}/memory.stat", cache))  # the page cache can be reclaimed
         if path in ("/", ""):
             return found
         path = os.path.dirname(path)
 
 
 def _version2(root: str, path: str) -> tuple[int, int | None]:
-    """Counts processes of this cgroup, whoever's limit it was that killed them: its own or an ancestor's."""
+    """Return the kills in this cgroup, by its own limit or that of an ancestor, and its limit."""
     for base in (root, os.path.join(root, "unified")):
         folder = os.path.normpath(base + path)
         if os.path.exists(os.path.join(folder, "memory.events")):

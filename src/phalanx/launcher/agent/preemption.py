@@ -1,6 +1,6 @@
-"""A run that is preempted: it ends at a step that all ranks agree on, with a checkpoint of it, and can go on later.
+"""Preemption: the run ends at a step that all ranks agree on, with a checkpoint of that step.
 
-Of the node that decides: the only one, or node 0. How the ranks agree: train/elastic/halting.py.
+It runs on the node that decides: the only one, or node 0. How the ranks agree: train/elastic/halting.py.
 """
 
 from __future__ import annotations
@@ -10,135 +10,147 @@ import signal
 import time
 from typing import Protocol
 
-from phalanx.contract import events
-from phalanx.contract import worker_messages as words
+from phalanx.contract import events, worker_messages
 from phalanx.contract.variables import CHECKPOINTS
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
 
-_NEVER = 1 << 62  # a step that no training gets to
-_TRIES = 3  # a script that fails wherever it is entered would be entered for ever
+_NEVER = 1 << 62  # more steps than any training has
+_TRIES = 3  # regroups at most: a script that always fails would regroup for ever
 
 
-class Acts(Protocol):
-    """For all nodes of the run."""
+class PreemptionActions(Protocol):
+    """What a preemption does, on all nodes of the run."""
 
-    def note(self, text: str) -> None: ...
-    def halt(self, step: int | None) -> None: ...
+    def note(self, text: str) -> None:
+        """Print a line."""
 
-    def form_anew(self, why: str) -> None:
-        """Whoever waits stops waiting, and the group that forms saves what there is."""
+    def halt(self, step: int | None) -> None:
+        """Have all ranks report their step (None), or halt at `step`."""
+
+    def regroup_and_halt(self, why: str) -> None:
+        """Regroup, so that ranks stop waiting; the new group writes a checkpoint."""
 
     def stop(self, reason: str) -> None:
-        """Whoever has not ended yet."""
+        """Stop all workers that have not ended."""
 
-    def give_up(self, number: signal.Signals, reason: str) -> None:
-        """It ends as by any signal."""
+    def end_run(self, number: signal.Signals, reason: str) -> None:
+        """End the run as by any signal."""
 
 
 class Preemption:
-    def __init__(self, plan: Plan, folder: RunFolder, acts: Acts) -> None:
+    """Halts a run at a step that all ranks agree on, with a checkpoint."""
+
+    def __init__(self, plan: Plan, folder: RunFolder, actions: PreemptionActions) -> None:
         self.begun = False
         self._shutdown = plan.shutdown
         self._run_folder = folder
-        self._acts = acts
-        self._able = (False, False)  # ranks have called that can halt; some are through with their work
-        self._checkpoints = plan.environ.get(CHECKPOINTS, "")  # their folder, unless the script names another
+        self._actions = actions
+        self._readiness = (False, False)  # called, ended
+        self._checkpoints = plan.environ.get(CHECKPOINTS, "")  # their folder; the script may name another
         self._signal = signal.SIGTERM
         self._began = 0.0
         self._ranks = 0
-        self._standing: dict[int, int] = {}  # rank -> step
+        self._committed: dict[int, int] = {}  # rank -> committed step
         self._goal: int | None = None
         self._timers: list[asyncio.TimerHandle] = []
-        self._formed = 0  # how often the group was formed anew for it
+        self._regroups = 0  # how often this has made the group regroup
         self._step: int | None = None  # of the checkpoint
 
     @property
     def halted(self) -> bool:
-        """The checkpoint is there: whatever happens now, nothing is lost."""
+        """Return whether the checkpoint is on disk: later failures lose nothing."""
         return self._step is not None
 
-    def able(self, called: bool, ended: bool) -> None:
-        self._able = (called, ended)
+    def regroup_ready(self, called: bool, ended: bool) -> None:
+        """Take whether ranks can regroup, and whether some have finished."""
+        self._readiness = (called, ended)
         if self.begun and ended:
-            self._come_to_the_end()
+            self._halt_at_end()
 
     def begin(self, number: signal.Signals, ranks: int) -> bool:
-        """False: it is a plain script, or one that keeps nothing."""
+        """Begin. False: the script cannot halt, or has no folder for checkpoints."""
         if self.begun:
             return True
-        if not self._able[0]:
+        if not self._readiness[0]:
             return False
         if not self._checkpoints:
-            self._acts.note(
+            self._actions.note(
                 f"{number.name} received; no folder for checkpoints is known (--checkpoints DIR, or "
                 "run.keep(folder=…)), so what was trained since the start is lost"
             )
             return False
         self.begun, self._signal, self._ranks, self._began = True, number, ranks, time.time()
         grace = self._shutdown.checkpoint_timeout
-        self._acts.note(
+        self._actions.note(
             f"{number.name} received; a checkpoint at the next step, and then the end, in {grace:g} s at most"
         )
         loop = asyncio.get_running_loop()
-        self._timers = [loop.call_later(grace / 2, self._press), loop.call_later(grace, self._time_is_up)]
-        self._acts.halt(None)
-        self.able(*self._able)
+        self._timers = [loop.call_later(grace / 2, self._half_time), loop.call_later(grace, self._timed_out)]
+        self._actions.halt(None)
+        self.regroup_ready(*self._readiness)
         return True
 
-    def heard(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt, generation: int) -> None:
+    def receive(
+        self,
+        rank: int,
+        message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt,
+        generation: int,
+    ) -> None:
+        """Take what a rank reports about the halt."""
         match message:
-            case words.Keeping():
+            case worker_messages.Keeping():
                 self._checkpoints = message.folder
-            case words.HaltAck() if self.begun:
-                self._standing[rank] = message.step
+            case worker_messages.HaltAck() if self.begun:
+                self._committed[rank] = message.step
                 if message.stuck and message.generation == generation:
-                    self._form_anew(f"rank {rank} cannot go on")
-                elif self._goal is None and len(self._standing) >= self._ranks:
-                    self._settle(max(self._standing.values()) + 1)
-            case words.HaltedAt() if self.begun and not self.halted:
+                    self._regroup(f"rank {rank} cannot go on")
+                elif self._goal is None and len(self._committed) >= self._ranks:
+                    self._set_goal(max(self._committed.values()) + 1)
+            case worker_messages.HaltedAt() if self.begun and not self.halted:
                 self._step = message.step
                 took = round(time.time() - self._began, 4)
                 self._run_folder.event(events.Preempted(time=time.time(), step=message.step, seconds=took))
 
-    def _settle(self, step: int) -> None:
+    def _set_goal(self, step: int) -> None:
         self._goal = step
-        self._acts.halt(step)
+        self._actions.halt(step)
 
-    def _come_to_the_end(self) -> None:
-        """The training of a rank has ended by itself; so do those of the others, unless they are held."""
+    def _halt_at_end(self) -> None:
+        """Let the others finish too, because one rank has finished its training."""
         if self._goal is None:
-            self._settle(_NEVER)
+            self._set_goal(_NEVER)
 
-    def _form_anew(self, why: str) -> None:
-        if not self.halted and self._formed < _TRIES:
-            self._formed += 1
-            self._acts.form_anew(why)
+    def _regroup(self, why: str) -> None:
+        if not self.halted and self._regroups < _TRIES:
+            self._regroups += 1
+            self._actions.regroup_and_halt(why)
 
-    def _press(self) -> None:
-        """Half of the time is over. A rank may wait for another for long, or do something else than steps."""
+    def _half_time(self) -> None:
+        """Regroup once if half of the time is over: a rank may wait for another, or do something else than steps."""
         goal = self._goal
-        saving = goal is not None and sum(step >= goal for step in self._standing.values()) >= self._ranks
-        if not self._formed and not saving:
-            self._form_anew("no step was committed in half of the time")
+        saving = goal is not None and sum(step >= goal for step in self._committed.values()) >= self._ranks
+        if not self._regroups and not saving:
+            self._regroup("no step was committed in half of the time")
 
-    def _time_is_up(self) -> None:
+    def _timed_out(self) -> None:
         if self.halted:
-            self._acts.stop("the checkpoint is made")
+            self._actions.stop("the checkpoint is made")
             return
         grace = self._shutdown.checkpoint_timeout
         number = self._signal if self._signal in self._shutdown.signals else signal.SIGTERM
-        self._acts.note(f"no checkpoint was made in {grace:g} s (--grace): what {self._checkpoints} has remains")
-        self._acts.give_up(number, f"{number.name}: the time for a checkpoint is over")
+        self._actions.note(f"no checkpoint was made in {grace:g} s (--grace): what {self._checkpoints} has remains")
+        self._actions.end_run(number, f"{number.name}: the time for a checkpoint is over")
 
-    def over(self) -> None:
-        """Every process has ended."""
+    def close(self) -> None:
+        """Cancel the timers: all processes have ended."""
         for timer in self._timers:
             timer.cancel()
 
-    def last_words(self, summary: str) -> str:
-        said = (
+    def final_text(self, summary: str) -> str:
+        """Return the last message of a preempted run."""
+        text = (
             f"preempted by {self._signal.name}: step {self._step} is in {self._checkpoints}; "
             "the same command goes on from there (exit code 75: run me again)"
         )
-        return "\n".join(filter(None, (said, summary)))
+        return "\n".join(filter(None, (text, summary)))

@@ -1,6 +1,6 @@
-"""The agent's side of probes: the memory that the workers of a node publish in, and a channel to each.
+"""The agent's side of the probes: the status board of a node, and a channel to each worker.
 
-A worker that is no Python of ours (--no-python, or one that has not come to it yet) has a page that stays empty.
+The slot of a worker without a probe stays empty: with --no-python, or before its interpreter has started.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from phalanx.forkserver.collective_check import ledger
 from phalanx.forkserver.probe import status_slot
 from phalanx.forkserver.probe.status_slot import SlotLook
 
-_SLOTS = 256  # more workers than a node has; pages that nobody writes cost nothing
-_GONE = 2.0  # seconds without a look, where the channel is closed: nobody looks any more
+_SLOTS = 256  # more than a node has workers; unused slots use no memory
+_GONE = 2.0  # seconds without a look after which a probe with a closed channel is gone
 
 
 class StatusBoard:
-    """Memory without a name (memfd): gone with the last process that uses it."""
+    """The status slots of all workers of a node, in shared memory without a name (memfd)."""
 
     def __init__(self, *, checks: bool = False) -> None:
-        self.checks = checks  # whether ranks compare their collectives in it
+        self.checks = checks  # --check-collectives uses it too
         size = ledger.size(_SLOTS) if checks else _SLOTS * status_slot.SIZE
         self.fd = os.memfd_create("phalanx-board", os.MFD_CLOEXEC)
         os.truncate(self.fd, size)
         self.memory = mmap.mmap(self.fd, size)
         self._taken: set[int] = set()
 
-    def take(self) -> int | None:
-        """A slot; None: there is none left."""
+    def allocate(self) -> int | None:
+        """Return a free slot. None: all are in use."""
         slot = next((slot for slot in range(_SLOTS) if slot not in self._taken), None)
         if slot is not None:
             self._taken.add(slot)
@@ -45,51 +45,54 @@ class StatusBoard:
                 ledger.clear(self.memory, slot)
         return slot
 
-    def seat(self, slot: int, rank: int | None) -> None:
-        """Who sits there; None: nobody that others could wait for."""
+    def set_rank(self, slot: int, rank: int | None) -> None:
+        """Set the rank of a slot. None: no other rank waits for it."""
         if self.checks:
             ledger.set_rank(self.memory, slot, rank)
 
-    def leave(self, slot: int) -> None:
-        self.seat(slot, None)
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        self.set_rank(slot, None)
         self._taken.discard(slot)
 
     def close(self) -> None:
+        """Unmap the memory."""
         self.memory.close()
         os.close(self.fd)
 
 
 class ProbeClient:
-    """Of one worker."""
+    """The connection to the probe of one worker, and its status slot."""
 
-    def __init__(self, board: StatusBoard, slot: int, heard: Callable[[wire.Message, list[int]], None]) -> None:
+    def __init__(self, board: StatusBoard, slot: int, on_message: Callable[[wire.Message, list[int]], None]) -> None:
         self._board = board
         self.slot = slot
-        self._heard = heard  # what it says unasked
-        self._channel, self._theirs = socket.socketpair()
+        self._on_message = on_message  # called with messages that are no answer
+        self._channel, self._worker_end = socket.socketpair()
         self._channel.setblocking(False)
-        self._parcel = wire.MessageReader()
+        self._reader = wire.MessageReader()
         self.stacks = os.memfd_create("phalanx-stacks", os.MFD_CLOEXEC)
-        self._questions: dict[int, asyncio.Future[wire.Message]] = {}
+        self._requests: dict[int, asyncio.Future[wire.Message]] = {}
         self._numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel.fileno(), self._read)
 
     @property
     def fds(self) -> list[int]:
-        """What the worker gets: board, channel, stacks."""
-        return [self._board.fd, self._theirs.fileno(), self.stacks]
+        """Return the file descriptors for the worker: board, channel, stacks."""
+        return [self._board.fd, self._worker_end.fileno(), self.stacks]
 
-    def seat(self, rank: int | None) -> None:
-        self._board.seat(self.slot, rank)
+    def set_rank(self, rank: int | None) -> None:
+        """Set the rank of this worker. None: it is a spare, or has ended."""
+        self._board.set_rank(self.slot, rank)
 
     def handed_over(self) -> None:
-        """The worker has them, or nobody will."""
-        self._theirs.close()
+        """Close the worker's end of the channel here: the worker has it."""
+        self._worker_end.close()
 
     @property
-    def page(self) -> status_slot.StatusReading:
-        """A worker that has become another program has no probe any more: what it has shown is of no use."""
+    def status(self) -> status_slot.StatusReading:
+        """Return what the probe has published. Empty if the worker has become another program, without a probe."""
         found = status_slot.read(self._board.memory, self.slot)
         if self._channel.fileno() < 0 and not found.text.get("ending") and time.monotonic() - found.looked > _GONE:
             return found._replace(looked=0.0, text={})
@@ -97,57 +100,62 @@ class ProbeClient:
 
     @property
     def step(self) -> int:
-        """Of its page, and nothing else."""
+        """Return the optimizer steps of the status slot, without reading the rest."""
         return status_slot.step(self._board.memory, self.slot)
 
     def looks(self, since: float) -> list[SlotLook]:
+        """Return the looks at the main thread since this time."""
         return status_slot.looks(self._board.memory, self.slot, since)
 
     async def ask(self, what: str, *, timeout: float, fds: Sequence[int] = (), **more: Any) -> wire.Message | None:
-        """None: it does not answer, for Python's lock is held, it is stopped, or it is gone."""
+        """Send a request and return the answer.
+
+        None: the interpreter lock is held, the worker is stopped, or it is gone.
+        """
         number = next(self._numbers)
-        answer = self._questions[number] = self._loop.create_future()
+        reply = self._requests[number] = self._loop.create_future()
         try:
             wire.send(self._channel, {"do": what, "id": number, **more}, list(fds))
-            return await asyncio.wait_for(answer, timeout)
+            return await asyncio.wait_for(reply, timeout)
         except (OSError, TimeoutError):
             return None
         finally:
-            del self._questions[number]
+            del self._requests[number]
 
-    def order(self, what: str) -> None:
-        """What needs no answer."""
+    def send(self, what: str) -> None:
+        """Send a request that has no answer."""
         with contextlib.suppress(OSError):
             wire.send(self._channel, {"do": what, "id": 0})
 
     def _read(self) -> None:
-        """What there is: a worker that is stopped in the middle of a sentence must not keep us."""
+        """Read what has arrived, without waiting for the rest of a message."""
         try:
-            while (received := self._parcel.receive(self._channel)) is not None:
+            while (received := self._reader.receive(self._channel)) is not None:
                 message, fds = received
-                question = self._questions.get(message.get("id", 0))
-                if question is None:
-                    self._heard(message, fds)
-                elif not question.done():
-                    question.set_result(message)
+                request = self._requests.get(message.get("id", 0))
+                if request is None:
+                    self._on_message(message, fds)
+                elif not request.done():
+                    request.set_result(message)
         except BlockingIOError:
             return
         except (OSError, ValueError):
             pass
-        self._hang_up()
+        self._disconnect()
 
-    def _hang_up(self) -> None:
-        """It is gone: nobody waits for its answers any more."""
+    def _disconnect(self) -> None:
+        """Close the channel and fail all open requests."""
         self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
-        for question in self._questions.values():
-            if not question.done():
-                question.set_exception(BrokenPipeError())
+        for request in self._requests.values():
+            if not request.done():
+                request.set_exception(BrokenPipeError())
 
     def close(self) -> None:
+        """Close the channel and free the slot."""
         if self._channel.fileno() >= 0:
-            self._hang_up()
-        self._theirs.close()
+            self._disconnect()
+        self._worker_end.close()
         os.close(self.stacks)
-        self.stacks = -1  # somebody may be about to empty it, and the number is another file's soon
-        self._board.leave(self.slot)
+        self.stacks = -1  # a late caller must not use a number that is reused
+        self._board.release(self.slot)

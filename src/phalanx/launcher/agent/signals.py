@@ -1,7 +1,7 @@
-"""The signals that an agent takes, and whether its workers have got them as well.
+"""The signals that an agent handles, and whether its workers have received them too.
 
-A terminal signals the agent alone. Slurm signals every process of a job, the workers too, or the agent alone,
-as it was asked. The fork server, which nobody signals by itself, tells which it was: what it gets, workers have got.
+A terminal signals only the agent. Slurm signals all processes of a job or only the agent, depending on its options. The
+fork server reports which it was: a signal that it receives, the workers have received too.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from collections.abc import Callable, Iterator
 
 from phalanx.launcher.plan import Plan
 
-_MOMENT = 0.2  # seconds in which a scheduler has signalled all that it is going to
-SAME = 2.0  # seconds within which it is the same signal
+_DELAY = 0.2  # seconds in which a scheduler signals all processes
+SAME = 2.0  # seconds within which a repeated signal counts as one
 
 Act = Callable[[signal.Signals], None]
 
 
 class Signals:
+    """The signal handlers of an agent."""
+
     def __init__(self, plan: Plan) -> None:
         self._shutdown = plan.shutdown
-        self._moment = _MOMENT if "SLURM_JOB_ID" in plan.environ else 0.0
-        self._fork_server: dict[int, float] = {}  # what it got, and when
+        self._delay = _DELAY if "SLURM_JOB_ID" in plan.environ else 0.0
+        self._fork_server: dict[int, float] = {}  # signal -> when it received it
 
     @contextlib.contextmanager
-    def taken(self, *, end: Act, preempt: Act, pass_on: Act, resized: Callable[[], None]) -> Iterator[None]:
-        """`end` the run by those that end one, or `preempt` it; `pass_on` those that are meant for the workers."""
+    def installed(self, *, end: Act, preempt: Act, forward: Act, resized: Callable[[], None]) -> Iterator[None]:
+        """Install handlers: `end` and `preempt` the run, `forward` signals that are meant for the workers."""
         loop = asyncio.get_running_loop()
         handled = {*self._shutdown.signals, signal.SIGINT}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-            handled.discard(signal.SIGHUP)  # nohup: the user has said that a lost terminal is no reason to stop
+            handled.discard(signal.SIGHUP)  # nohup: keep running without a terminal
         passed = {signal.SIGUSR1, signal.SIGUSR2} - handled - {*self._shutdown.preempt_signals}
         preempting = {*self._shutdown.preempt_signals}
         for number in handled - preempting:
@@ -40,28 +42,29 @@ class Signals:
         for number in preempting:
             loop.add_signal_handler(number, preempt, number)
         for number in passed:
-            loop.add_signal_handler(number, pass_on, number)
+            loop.add_signal_handler(number, forward, number)
         loop.add_signal_handler(signal.SIGWINCH, resized)
         try:
             yield
         finally:
             for number in (*handled, *preempting, *passed, signal.SIGWINCH):
                 loop.remove_signal_handler(number)
-            if self._moment:
-                # srun ends all tasks when the first of them has ended badly: that would be the code of the others.
+            if self._delay:
+                # srun signals all tasks when one has failed: that must not change the exit code of this one.
                 for number in handled - {signal.SIGINT}:
                     signal.signal(number, signal.SIG_IGN)
 
-    def reached_fork_server(self, number: int) -> None:
+    def fork_server_received(self, number: int) -> None:
+        """Record that the fork server has received a signal."""
         self._fork_server[number] = time.monotonic()
 
-    def presently(self, act: Act, number: signal.Signals) -> None:
-        """Once it can be known who has got it: at once, but where a scheduler is."""
-        if self._moment:
-            asyncio.get_running_loop().call_later(self._moment, act, number)
+    def when_attributed(self, act: Act, number: signal.Signals) -> None:
+        """Call `act` when it is known who has received the signal: at once, unless a scheduler sent it."""
+        if self._delay:
+            asyncio.get_running_loop().call_later(self._delay, act, number)
         else:
             act(number)
 
-    def everybodys(self, number: signal.Signals) -> bool:
-        """Whether the workers have got it as we have."""
+    def workers_received(self, number: signal.Signals) -> bool:
+        """Return whether the workers have received the signal too."""
         return time.monotonic() - self._fork_server.get(number, float("-inf")) < SAME

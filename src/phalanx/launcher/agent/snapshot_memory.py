@@ -1,6 +1,6 @@
-"""Memory that outlives the workers of a node: they write snapshots of their state into it, and find them there again.
+"""Memory that outlives the workers of a node: they write snapshots of their state to it, and read them after a restart.
 
-Files without a name (memfd): held by this process and by workers that use them, gone with the last of these.
+Each memory is a memfd: it has no name, and is freed when this process and all workers that use it have ended.
 """
 
 from __future__ import annotations
@@ -15,89 +15,95 @@ from collections.abc import Callable
 
 import msgspec
 
-from phalanx.contract import snapshot_messages as words
+from phalanx.contract import snapshot_messages
 from phalanx.launcher.agent import out_of_memory
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_TOLD = 0.9  # of the memory that is free, if the user has asked for snapshots
-_UNTOLD = 0.25  # if not: nobody is to notice them
-_MOST = 4096  # memories
+_REQUESTED_SHARE = 0.9  # of the free memory, if the user asked for snapshots
+_DEFAULT_SHARE = 0.25  # otherwise
+_MOST = 4096  # memories at most
 
 
 class SnapshotMemory:
-    """An address that is no file. Lends as much as there is room for."""
+    """Lends memory to workers over an abstract Unix socket, as much as there is room for.
+
+    `requested`: the user asked for snapshots, so they may use most of the free memory.
+    """
 
     def __init__(
-        self, knows: Callable[[int], bool], *, told: bool, room: Callable[[], int] = out_of_memory.room
+        self, is_worker: Callable[[int], bool], *, requested: bool, room: Callable[[], int] = out_of_memory.room
     ) -> None:
-        self._knows = knows  # whether a process is a worker of ours
+        self._is_worker = is_worker  # whether a pid is a worker of this node
         self._room = room
-        self._share = _TOLD if told else _UNTOLD
+        self._share = _REQUESTED_SHARE if requested else _DEFAULT_SHARE
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, int] = {}  # name -> descriptor
-        self._visitors: set[socket.socket] = set()
+        self._clients: set[socket.socket] = set()
         self.name = f"phalanx-memory-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(64)
-        self._loop.add_reader(self._listener.fileno(), self._called)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        for visitor in list(self._visitors):
-            self._left(visitor)
+        """Close all connections and free the memory."""
+        for client in list(self._clients):
+            self._disconnect(client)
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
         for name in list(self._held):
             self._drop(name)
 
-    def _called(self) -> None:
+    def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            visitor, _ = self._listener.accept()
+            client, _ = self._listener.accept()
             pid, uid, _ = _CREDENTIALS.unpack(
-                visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
-            if uid != os.getuid() or not self._knows(pid):
-                visitor.close()
+            if uid != os.getuid() or not self._is_worker(pid):
+                client.close()
                 return
-            visitor.setblocking(False)
-            self._visitors.add(visitor)
-            self._loop.add_reader(visitor.fileno(), self._heard, visitor)
+            client.setblocking(False)
+            self._clients.add(client)
+            self._loop.add_reader(client.fileno(), self._receive, client)
 
-    def _heard(self, visitor: socket.socket) -> None:
+    def _receive(self, client: socket.socket) -> None:
         try:
-            packet = visitor.recv(words.LARGEST)
+            packet = client.recv(snapshot_messages.LARGEST)
             if not packet:
-                self._left(visitor)
+                self._disconnect(client)
                 return
-            answer, fds = self._answer(words.question(packet))
-            socket.send_fds(visitor, [words.encode(answer)], fds)
+            answer, fds = self._answer(snapshot_messages.question(packet))
+            socket.send_fds(client, [snapshot_messages.encode(answer)], fds)
         except BlockingIOError:
             return
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # gone, or not one of ours after all
-            self._left(visitor)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # gone, or not a worker of phalanx
+            self._disconnect(client)
 
-    def _left(self, visitor: socket.socket) -> None:
-        self._visitors.discard(visitor)
-        self._loop.remove_reader(visitor.fileno())
-        visitor.close()
+    def _disconnect(self, client: socket.socket) -> None:
+        self._clients.discard(client)
+        self._loop.remove_reader(client.fileno())
+        client.close()
 
-    def _answer(self, question: words.Question) -> tuple[words.Answer, list[int]]:
+    def _answer(self, question: snapshot_messages.Question) -> tuple[snapshot_messages.Answer, list[int]]:
         match question:
-            case words.Lend():
+            case snapshot_messages.Lend():
                 why = self._lend(question.name, question.size)
-                return words.Answer(refused=why), [] if why else [self._held[question.name]]
-            case words.Show():
+                return snapshot_messages.Answer(refused=why), [] if why else [self._held[question.name]]
+            case snapshot_messages.Show():
                 held = self._held.get(question.name)
-                return words.Answer(refused="there is none" if held is None else ""), [] if held is None else [held]
-            case words.Drop():
+                return snapshot_messages.Answer(
+                    refused="there is none" if held is None else ""
+                ), [] if held is None else [held]
+            case snapshot_messages.Drop():
                 self._drop(question.name)
-            case words.Count():
-                return words.Answer(names=list(self._held)), []
-        return words.Answer(), []
+            case snapshot_messages.Count():
+                return snapshot_messages.Answer(names=list(self._held)), []
+        return snapshot_messages.Answer(), []
 
     def _lend(self, name: str, size: int) -> str:
-        """Why not, if not. Larger than it is: it is made so, if there is room for what is not in use yet."""
+        """Allocate or grow a memory. Returns why not, or an empty string."""
         sizes = {held: os.fstat(fd) for held, fd in self._held.items()}
         here = sizes[name].st_size if name in sizes else 0
         if size > here:

@@ -1,9 +1,9 @@
-"""Workers that timed out waiting for another rank: before the others are stopped, they are asked where they are."""
+"""Workers that timed out waiting for another rank: asks the other ranks where they are, before they are stopped."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -13,52 +13,61 @@ from phalanx.launcher.runs import root_cause
 if TYPE_CHECKING:
     from phalanx.launcher.agent.worker import Worker, Workers
 
-Blame = Callable[[int, Timeout], Awaitable[list[str]]]  # of a rank that timed out: who made it, in lines
+Blame = Callable[[int, Timeout], Awaitable[list[str]]]  # rank that timed out -> lines about the cause
 
-_LIMIT = 5.0  # seconds to find that out
+logger = logging.getLogger(__name__)
+
+_LIMIT = 5.0  # seconds to find the cause
 
 
 class TimeoutVictims:
-    """Of one attempt. `told` is called with all of them, once it is known who is to blame or that nobody can tell."""
+    """The workers of one attempt that timed out.
 
-    def __init__(self, attempt: Workers, ask: Blame | None, told: Callable[[list[Worker]], None]) -> None:
+    `on_explained` is called with all of them, once the cause is known or cannot be found.
+    """
+
+    def __init__(self, attempt: Workers, ask: Blame | None, on_explained: Callable[[list[Worker]], None]) -> None:
         self._attempt = attempt
         self._ask = ask
-        self._told = told
+        self._on_explained = on_explained
         self._workers: list[Worker] = []
         self._asking: asyncio.Task[None] | None = None
 
     @property
     def asking(self) -> bool:
+        """Return whether the cause is being looked for."""
         return self._asking is not None
 
     def take(self, worker: Worker) -> bool:
-        """Whether it is one: then `told` hears of it later."""
-        late = self._late(self._attempt.death(worker))
-        if late is None or self._ask is None:
+        """Take a worker that has failed. False: it did not time out. Else `on_explained` gets it later."""
+        victim = self._timed_out(self._attempt.process_failure(worker))
+        if victim is None or self._ask is None:
             return False
         self._workers.append(worker)
         if self._asking is None:
-            self._asking = asyncio.get_running_loop().create_task(self._blame(late, self._ask))
+            self._asking = asyncio.get_running_loop().create_task(self._blame(victim, self._ask))
         return True
 
     def cancel(self) -> None:
+        """Stop looking for the cause."""
         if self._asking is not None:
             self._asking.cancel()
 
-    def _late(self, death: root_cause.ProcessFailure) -> root_cause.ProcessFailure | None:
-        """The one that timed out: this one, or another, whose timeout has closed the connections of this one."""
+    def _timed_out(self, death: root_cause.ProcessFailure) -> root_cause.ProcessFailure | None:
+        """Return the failure that is a timeout: this one, or another that has closed the connections of this worker."""
         deaths = [death]
         if root_cause.lost_a_peer(death):
             workers = self._attempt.workers.values()
-            deaths += [self._attempt.death(worker) for worker in workers if worker.raised is not None]
+            deaths += [self._attempt.process_failure(worker) for worker in workers if worker.raised is not None]
         return next((each for each in deaths if root_cause.timeout(each) is not None), None)
 
-    async def _blame(self, late: root_cause.ProcessFailure, ask: Blame) -> None:
-        timeout, blame = root_cause.timeout(late), list[str]()
-        with contextlib.suppress(Exception):  # what only explains a failure must not hide it
-            blame = await asyncio.wait_for(ask(late.rank, timeout), _LIMIT) if timeout is not None else blame
+    async def _blame(self, victim: root_cause.ProcessFailure, ask: Blame) -> None:
+        timeout, blame = root_cause.timeout(victim), list[str]()
+        try:
+            blame = await asyncio.wait_for(ask(victim.rank, timeout), _LIMIT) if timeout is not None else blame
+        except Exception:  # an explanation must not hide the failure
+            logger.debug("the cause of a timeout of rank %d is unknown", victim.rank, exc_info=True)
         for worker in self._attempt.workers.values():
-            worker.blame = blame if root_cause.timeout(self._attempt.death(worker)) is not None else ()
+            worker.blame = blame if root_cause.timeout(self._attempt.process_failure(worker)) is not None else ()
         found, self._workers, self._asking = self._workers, [], None
-        self._told(found)
+        self._on_explained(found)

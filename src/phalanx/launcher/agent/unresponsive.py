@@ -1,8 +1,7 @@
-"""Survivors that do not come to the new group: gloo may wait for ever in an operation whose connections are cut.
+"""Survivors that do not join the new group: gloo may wait for ever in an operation whose connections are cut.
 
-What it sends to a rank that has died may stand in a queue of its own, and whoever waits for that is never told that it
-is in vain. Such a process cannot be woken. Another in its place loses nothing, if somebody else has what it has; where
-nobody has, a thread of it that does not wait puts it into memory first.
+A send to a dead rank may stay in a queue, and its waiter is never woken. Such a process can only be replaced. That
+loses nothing if another rank has the same state; otherwise another thread of the process copies the state to memory.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from dataclasses import dataclass
 
 from phalanx.forkserver import linux
 
-PATIENCE = 0.4  # seconds without a sign of work
+PATIENCE = 0.4  # seconds without CPU use
 ON_GPU = 3.0  # the same for a rank on a GPU, which waits there until NCCL's abort has ended its kernels
-LAST = 15.0  # the same where nobody else has the state: what is lost then is what was done since the last snapshot
-SAVING = 120.0  # the same while it saves that: tens of gigabytes may have to be copied
+LAST = 15.0  # the same if no other rank has the state: all since the last snapshot is lost
+SAVING = 120.0  # the same while it saves the state: that may be tens of gigabytes
 
 
 @dataclass
@@ -26,18 +25,18 @@ class _Look:
 
 
 class Unresponsive:
-    """Of the workers of one node, since the group began to form anew."""
+    """Finds workers of one node that do not respond, since the regroup began."""
 
     def __init__(self) -> None:
         self._looks: dict[int, _Look] = {}
 
     def among(self, missing: Iterable[int], patience: float) -> list[int]:
-        """Those of these processes that have given no sign of work for so long: they are not coming."""
+        """Return those of these processes that have not computed for `patience` seconds."""
         now = time.monotonic()
         return [pid for pid in missing if self._still(pid, now) > patience]
 
     def _still(self, pid: int, now: float) -> float:
-        """Seconds for which its main thread has neither computed nor been ready to."""
+        """Return for how many seconds its main thread has neither computed nor been runnable."""
         seen = linux.thread(pid)
         if seen is None:
             return 0.0

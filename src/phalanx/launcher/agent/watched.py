@@ -1,4 +1,4 @@
-"""The agent, as far as those need it who watch its workers."""
+"""The interface of the agent for what watches its workers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,25 @@ if TYPE_CHECKING:
 
 
 class WatchedAgent(Protocol):
-    together: bool  # every node has joined
+    """The agent, as far as those that watch its workers need it."""
+
+    all_joined: bool  # every node has joined
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """Return the current plan."""
+        ...
 
     @property
-    def attempt(self) -> WorkerGroup | None: ...
+    def attempt(self) -> WorkerGroup | None:
+        """Return the worker group of the current attempt."""
+        ...
 
-    def note(self, text: str, *, repeats: bool = False) -> None: ...
+    def note(self, text: str, *, repeats: bool = False) -> None:
+        """Print a line and write it to the run folder."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str) -> None:
+        """Print a line."""
 
-    def fail(self, error: PhalanxError) -> None: ...
+    def fail(self, error: PhalanxError) -> None:
+        """End the run with this error."""

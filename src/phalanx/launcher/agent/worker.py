@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Protocol
 
 from phalanx.cluster.placement import Seat
-from phalanx.contract import worker_messages as words
+from phalanx.contract import worker_messages
 from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import wire
 from phalanx.launcher.agent.probes import ProbeClient
@@ -16,12 +16,12 @@ from phalanx.launcher.runs import root_cause
 
 
 class WorkerState(Enum):
-    """Where a worker is in its life."""
+    """The states of a worker."""
 
     STARTING = "starting"  # ordered from the fork server
     RUNNING = "running"  # it has a process
-    CONNECTED = "connected"  # it has called the agent: it can regroup
-    FINISHED = "finished"  # its training is over, and its process is not
+    CONNECTED = "connected"  # to the agent: it can regroup
+    FINISHED = "finished"  # its training has ended, its process has not
     STOPPING = "stopping"  # it was told to stop
     EXITED = "exited"
 
@@ -38,37 +38,37 @@ _FOLLOWS = {
 
 @dataclass
 class Worker:
-    """A worker, as its agent knows it. `enter` moves it from one state to the next."""
+    """A worker, as its agent knows it. `enter` moves it to the next state."""
 
     seat: Seat
     folder: str
     pid: int = 0
-    born: float = 0.0  # by a clock that nobody sets
+    born: float = 0.0  # monotonic clock
     code: int | None = None  # exit code, or minus the signal
-    ended: float = 0.0  # by the clock on the wall, which error files go by
-    hung: bool = False  # it was killed because it stood still
+    ended: float = 0.0  # wall clock, as in error files
+    hung: bool = False  # it was killed because of a stall
     ends_as: int | None = None  # the exit code of one that was killed after its script was over
-    step: int | None = None  # committed, as far as it has told
-    paged: int = 0  # optimizer steps that its page showed by then
-    even: bool = False  # each of those was one that it committed
-    heard: float = 0.0  # when it last gave a sign of life; 0: it is none that does
-    spare: bool = False  # it waits for a place
-    entered: int = -1  # the last generation that it has come to
-    holds: bool = False  # with what was trained before
-    formed: int = -1  # the last generation that it has committed a step of, as far as it has told
-    samples: int = -1  # of its own, as far as it has told
-    sampled: float = 0.0  # when it did
+    step: int | None = None  # newest committed step that it reported
+    slot_step: int = 0  # optimizer steps of its status slot at that time
+    steps_match: bool = False  # each optimizer step is one committed step
+    last_heartbeat: float = 0.0  # 0: it has never connected
+    spare: bool = False  # it waits to replace another worker
+    entered: int = -1  # the newest generation that it has joined
+    holds: bool = False  # it joined with all trained state
+    formed: int = -1  # the newest generation of which it reported a committed step
+    samples: int = -1  # training samples that it reported; -1: unknown
+    sampled: float = 0.0  # when it reported them
     probe: ProbeClient | None = None
-    differs: wire.Message | None = None  # what it has called, told when others called something else
-    raised: wire.Message | None = None  # where it was in its groups when it lost the others: its script has ended
-    ending: float = 0.0  # until when it is expected to end of that
-    told: float = 0.0  # when it was told to stop
-    blame: Sequence[str] = ()  # who did not come, of one that timed out
+    mismatch: wire.Message | None = None  # its collective, if the ranks called different ones
+    raised: wire.Message | None = None  # the state of its groups when an exception about other ranks ended its script
+    ending: float = 0.0  # until when it should exit after that
+    stop_sent: float = 0.0  # when it was told to stop
+    blame: Sequence[str] = ()  # who caused its timeout
     state: WorkerState = WorkerState.STARTING
-    _passed: set[WorkerState] = field(default_factory=set)  # states that it has been in
+    _passed: set[WorkerState] = field(default_factory=set)  # states that it was in
 
     def enter(self, state: WorkerState) -> bool:
-        """Move to `state`. False: that does not follow the state that it is in, and it stays."""
+        """Move to `state`. False: that state does not follow the current one, which stays."""
         if state not in _FOLLOWS[self.state]:
             return False
         self.state = state
@@ -77,51 +77,60 @@ class Worker:
 
     @property
     def connected(self) -> bool:
-        """It has called the agent: it can regroup, or could."""
+        """Return whether it has connected to the agent, and so can regroup."""
         return WorkerState.CONNECTED in self._passed
 
     @property
     def finished(self) -> bool:
-        """Its training has come to its end."""
+        """Return whether its training has ended."""
         return WorkerState.FINISHED in self._passed
 
     @property
     def stopped(self) -> bool:
-        """It was told to stop before it ended."""
+        """Return whether it was told to stop before it ended."""
         return WorkerState.STOPPING in self._passed
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A worker has failed: what is known at that moment."""
+    """What is known about a failure when it is noticed."""
 
     rank: int
     reason: str
     place: str  # what crashed, and where; empty: it was killed from outside
     time: float
     lived: float
-    step: int | None  # the newest that any worker here has committed
-    everybody: bool = False  # nobody is left who could hand anything over
-    generation: int = -1  # that it was of; -1: it had not come to any yet
+    step: int | None  # newest committed step of any worker here
+    all_workers: bool = False  # no worker is left that has the state
+    generation: int = -1  # of the worker; -1: it had not joined any
 
 
-def cuda_device(before: words.Hello | None, environ: Mapping[str, str]) -> int | None:
-    """The device on which a replacement may open a CUDA context at birth: that of the worker before it, unless its
-    script has changed what CUDA reads. None: it must not."""
+def cuda_device(before: worker_messages.Hello | None, environ: Mapping[str, str]) -> int | None:
+    """Return the device on which a replacement may open a CUDA context early: that of the worker before it.
+
+    None: the script of that worker has changed variables that CUDA reads, or used no device.
+    """
     if before is None or before.cuda < 0 or before.variables != for_cuda(environ):
         return None
     return before.cuda
 
 
 class Workers(Protocol):
-    """The workers of a node: what evidence is taken from."""
+    """The workers of a node, as far as evidence needs them."""
 
     @property
-    def workers(self) -> Mapping[str, Worker]: ...
+    def workers(self) -> Mapping[str, Worker]:
+        """Return all workers by name."""
+        ...
 
     @property
-    def debugged(self) -> frozenset[int]: ...
+    def debugged(self) -> frozenset[int]:
+        """Return the ranks that are in a debugger."""
+        ...
 
-    def death(self, worker: Worker) -> root_cause.ProcessFailure: ...
+    def process_failure(self, worker: Worker) -> root_cause.ProcessFailure:
+        """Return what is known of a worker that has ended."""
+        ...
 
-    def tell(self, name: str, number: int, *, alone: bool = False) -> None: ...
+    def send_signal(self, name: str, number: int, *, alone: bool = False) -> None:
+        """Send a signal to a worker and its children, or to it alone."""

@@ -1,4 +1,4 @@
-"""Where the workers of a node that can regroup are reached. They call; a plain script never does."""
+"""The channels between the agent and its workers that can regroup. Workers connect; a plain script never does."""
 
 from __future__ import annotations
 
@@ -12,87 +12,92 @@ from typing import Protocol
 
 import msgspec
 
-from phalanx.contract import worker_messages as words
+from phalanx.contract import worker_messages
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class WorkerChannelEvents(Protocol):
-    def knows(self, pid: int) -> bool:
-        """Whether it is a worker of ours."""
+    """What happens on the channels."""
+
+    def is_worker(self, pid: int) -> bool:
+        """Return whether a process is a worker of this group."""
         ...
 
-    def said(self, pid: int, message: words.FromWorker) -> None: ...
+    def received(self, pid: int, message: worker_messages.FromWorker) -> None:
+        """Handle a message of a worker."""
 
 
 class WorkerChannels:
-    """An address that is no file: it is gone with this process, however that ends."""
+    """Accepts the connections of workers on an abstract Unix socket, which vanishes with this process."""
 
-    def __init__(self, ears: WorkerChannelEvents) -> None:
-        self._ears = ears
+    def __init__(self, events: WorkerChannelEvents) -> None:
+        self._events = events
         self._loop = asyncio.get_running_loop()
-        self._callers: dict[int, socket.socket] = {}
+        self._connections: dict[int, socket.socket] = {}
         self.name = f"phalanx-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(64)
-        self._loop.add_reader(self._listener.fileno(), self._called)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     @property
-    def callers(self) -> frozenset[int]:
-        return frozenset(self._callers)
+    def connections(self) -> frozenset[int]:
+        """Return the pids of connected workers."""
+        return frozenset(self._connections)
 
-    def send(self, pid: int, message: words.FromAgent) -> None:
-        """To one that does not listen any more nothing can be told; that it has died is told by others."""
-        caller = self._callers.get(pid)
-        if caller is not None:
+    def send(self, pid: int, message: worker_messages.FromAgent) -> None:
+        """Send a message to a worker, if it is still connected."""
+        connection = self._connections.get(pid)
+        if connection is not None:
             with contextlib.suppress(OSError):
-                caller.send(words.encode(message))
+                connection.send(worker_messages.encode(message))
 
-    def _called(self) -> None:
+    def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            caller, _ = self._listener.accept()
+            connection, _ = self._listener.accept()
             pid, uid, _ = _CREDENTIALS.unpack(
-                caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
-            if uid != os.getuid() or not self._ears.knows(pid) or pid in self._callers:
-                caller.close()
+            if uid != os.getuid() or not self._events.is_worker(pid) or pid in self._connections:
+                connection.close()
                 return
-            caller.setblocking(False)
-            self._callers[pid] = caller
-            self._loop.add_reader(caller.fileno(), self._heard, pid, caller)
+            connection.setblocking(False)
+            self._connections[pid] = connection
+            self._loop.add_reader(connection.fileno(), self._receive, pid, connection)
 
     def drain(self, pid: int) -> None:
-        """It has ended: what it had said before is heard first."""
-        while (caller := self._callers.get(pid)) is not None and self._heard(pid, caller):
+        """Handle all that a worker sent before it ended."""
+        while (connection := self._connections.get(pid)) is not None and self._receive(pid, connection):
             pass
 
-    def _heard(self, pid: int, caller: socket.socket) -> bool:
-        """Whether there was anything."""
+    def _receive(self, pid: int, connection: socket.socket) -> bool:
+        """Handle one message. Returns whether there was one."""
         try:
-            packet = caller.recv(words.LARGEST)
+            packet = connection.recv(worker_messages.LARGEST)
         except BlockingIOError:
             return False
         except OSError:
             packet = b""
-        message: words.FromWorker | None = None
+        message: worker_messages.FromWorker | None = None
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            message = words.from_worker(packet) if packet else None
-        if message is None:  # gone, or not one of ours after all
-            self._hang_up(pid)
+            message = worker_messages.from_worker(packet) if packet else None
+        if message is None:  # gone, or not a worker of phalanx
+            self._disconnect(pid)
         else:
-            self._ears.said(pid, message)
+            self._events.received(pid, message)
         return message is not None
 
-    def _hang_up(self, pid: int) -> None:
-        caller = self._callers.pop(pid, None)
-        if caller is not None:
-            self._loop.remove_reader(caller.fileno())
-            caller.close()
+    def _disconnect(self, pid: int) -> None:
+        connection = self._connections.pop(pid, None)
+        if connection is not None:
+            self._loop.remove_reader(connection.fileno())
+            connection.close()
 
     def close(self) -> None:
-        for pid in list(self._callers):
-            self._hang_up(pid)
+        """Close all connections."""
+        for pid in list(self._connections):
+            self._disconnect(pid)
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()

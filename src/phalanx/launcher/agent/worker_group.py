@@ -1,4 +1,4 @@
-"""One life of the group, from the first fork to the last exit: its workers, its store, its output."""
+"""The workers of a node during one attempt, from the first fork to the last exit, with their store and output."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from itertools import count
 
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
-from phalanx.contract import events
-from phalanx.contract import worker_messages as words
+from phalanx.contract import events, worker_messages
 from phalanx.forkserver import linux, wire
 from phalanx.launcher.agent import spares
 from phalanx.launcher.agent.probes import ProbeClient, StatusBoard
@@ -35,13 +34,13 @@ from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 
-_MOST_STORES = 3  # that are replaced in one attempt: one that cannot start would be replaced for ever
-_MOST_SPARES = 3  # likewise
-_TAIL = 60  # last lines of stderr that may say why a worker failed
-_DUMP = 400  # likewise, of one that crashed: faulthandler writes the stacks of all threads
-_LOOK = 0.1  # seconds between two looks at who has come
-_ENDS = 10.0  # seconds for a worker to end when an exception has ended its script
-_SLACK = 5.0  # seconds for a loss to be told everywhere, once it is known
+_MOST_STORES = 3  # replacements per attempt: a store that cannot start would be replaced for ever
+_MOST_SPARES = 3  # the same for spares
+_TAIL = 60  # lines of stderr that are searched for the cause of a failure
+_DUMP = 400  # the same after a crash: faulthandler writes the stacks of all threads
+_LOOK = 0.1  # seconds between two checks of who has joined
+_ENDS = 10.0  # seconds for a worker to exit after an exception has ended its script
+_SLACK = 5.0  # seconds for the loss of a node to reach all nodes
 
 
 @dataclass(frozen=True)
@@ -51,124 +50,136 @@ class WorkerGroupContext:
     plan: Plan
     folder: RunFolder
     console: Console
-    listener: socket.socket | None  # the store's, bound once: an attempt's store is new, its address is not
+    listener: socket.socket | None  # of the store, bound once: each attempt has a new store at the same address
     note: Callable[[str], None]
-    failing: Callable[[WorkerFailure], None]  # called when a worker has failed; what is decided comes in a later call
-    able: Callable[[bool, bool, bool], None]  # workers that can regroup have called; some are through; all have called
-    going: Callable[[words.FirstStep], None]  # the first step of a group that has formed anew is committed
-    halting: Callable[[int, words.Keeping | words.HaltAck | words.HaltedAt], None]  # what a rank says about a halt
-    relay: LogForwarder | None = None  # who else reads what workers write
-    echo: bool = True  # it is shown here
-    memory: str = ""  # where workers get memory that outlives them; empty: nowhere
-    board: StatusBoard | None = None  # where workers publish what they are at
-    witnessed: Callable[[str, wire.Message, list[int]], None] | None = None  # what a probe says unasked
-    measured: Callable[[words.MeasuredStep], None] | None = None  # what rank 0 says of its steps
-    blame: Blame | None = None  # who made a rank time out
+    # Called when a worker has failed. The decision comes later, in another call.
+    worker_failed: Callable[[WorkerFailure], None]
+    # Called when the readiness changes: a worker has connected; one has finished; all have connected.
+    regroup_ready: Callable[[bool, bool, bool], None]
+    # Called when a generation has committed its first step.
+    first_step: Callable[[worker_messages.FirstStep], None]
+    # Called with what a rank reports about a halt.
+    halt_message: Callable[[int, worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt], None]
+    log_forwarder: LogForwarder | None = None  # sends output to the leader
+    echo: bool = True  # print output on this node
+    memory: str = ""  # address of the snapshot memory; empty: none
+    board: StatusBoard | None = None
+    probe_message: Callable[[str, wire.Message, list[int]], None] | None = None  # for messages that are no answer
+    measured: Callable[[worker_messages.MeasuredStep], None] | None = None  # for metrics of rank 0
+    blame: Blame | None = None  # explains the timeout of a rank
 
 
 class WorkerGroup:
+    """Starts the workers of one attempt, follows their messages and exits, regroups and stops them."""
+
     def __init__(
         self,
         number: int,
-        stage: WorkerGroupContext,
+        context: WorkerGroupContext,
         fork_server: ForkServerClient,
-        lesson: PreloadHints | None,
+        preload_hints: PreloadHints | None,
         generation: int = 0,
     ) -> None:
         self.number = number
-        self.workers: dict[str, Worker] = {}  # by names that are given once: ranks may change
-        self.output = OutputCapture(asyncio.get_running_loop(), stage.console, forwarder=stage.relay, echo=stage.echo)
+        self.workers: dict[str, Worker] = {}  # by a name that is used once: ranks may change
+        self.output = OutputCapture(
+            asyncio.get_running_loop(), context.console, forwarder=context.log_forwarder, echo=context.echo
+        )
         self.over = asyncio.Event()
-        self.debugged: frozenset[int] = frozenset()  # ranks at a debugger, on any node: others wait for them
+        self.debugged: frozenset[int] = frozenset()  # ranks in a debugger, on any node
         self.generation = generation
-        self.measured: words.MeasuredStep | None = None  # what rank 0 has said last
-        self._why = ""  # this generation is not the first
-        self._held = ""  # why they wait: too few are left
+        self.measured: worker_messages.MeasuredStep | None = None  # the latest of rank 0
+        self._why = ""  # why this generation was formed
+        self._held = ""  # why the workers wait: too few nodes are left
         self._names = map(str, count())
         self._spares_lost = 0
-        self._called: dict[int, words.Hello] = {}  # by local rank, what the last worker said of itself
-        self._halts = False  # it saves what there is, and ends
-        self._halt: words.Halt | None = None  # what was said of halting last
-        self._line = WorkerChannels(self)
-        self._listening: asyncio.Task[None] | None = None
-        self._missing: asyncio.Task[None] | None = None  # looks for survivors that do not come to a new group
-        self._saving: set[int] = set()  # processes that save what they hold, as far as they have not said otherwise
-        self._able = (False, False, False)  # as it was told
-        self._stage = stage
+        self._hellos: dict[int, worker_messages.Hello] = {}  # by local rank, of its latest worker
+        self._halts = False  # this generation writes a checkpoint and ends
+        self._halt: worker_messages.Halt | None = None  # the latest halt message
+        self._channels = WorkerChannels(self)
+        self._heartbeat_watch: asyncio.Task[None] | None = None
+        self._missing: asyncio.Task[None] | None = None  # watches survivors that do not join the new group
+        self._saving: set[int] = set()  # processes that copy their state to memory
+        self._readiness = (False, False, False)  # as last reported
+        self._context = context
         self._fork_server = fork_server
-        self._lesson = lesson
-        self._set: list[dict[str, str | None]] = []  # variables that ranks set before they imported torch
+        self._preload_hints = preload_hints
+        self._variables_set: list[dict[str, str | None]] = []  # variables that ranks set before they imported torch
         self._store_started = False
-        self._store_stops = False  # it is no longer needed
+        self._store_stops = False  # it was stopped on purpose
         self._stores_lost = 0
         self._escalation: asyncio.Task[None] | None = None
-        self._victims = TimeoutVictims(self, stage.blame, self._timed_out)
-        stage.folder.event(events.AttemptStarted(time=time.time(), attempt=number))
-        self._duplicate()
+        self._timeout_victims = TimeoutVictims(self, context.blame, self._timed_out)
+        context.folder.event(events.AttemptStarted(time=time.time(), attempt=number))
+        self._open_duplicates()
 
     @property
     def living(self) -> list[tuple[str, Worker]]:
+        """Return the workers that have not exited, with their names."""
         return [(name, worker) for name, worker in self.workers.items() if worker.code is None]
 
     @property
     def ranks(self) -> dict[int, int]:
-        """pid -> rank, of the dead too."""
+        """Return pid -> rank of all workers, also of those that exited."""
         return {worker.pid: worker.seat.rank for worker in self.workers.values()}
 
     @property
     def full(self) -> bool:
-        """Every seat is taken, by a worker that is alive."""
-        return sum(not worker.spare for _, worker in self.living) == len(self._stage.plan.seats)
+        """Return whether every rank of this node has a living worker."""
+        return sum(not worker.spare for _, worker in self.living) == len(self._context.plan.seats)
 
     @property
     def world_size(self) -> int:
-        return self._stage.plan.placement.world_size
+        """Return the number of ranks on all nodes."""
+        return self._context.plan.placement.world_size
 
     @property
     def silence(self) -> float:
-        """Seconds after which a rank that is silent is lost."""
-        return self._stage.plan.recovery.worker_timeout
+        """Return after how many seconds without a heartbeat a worker is lost."""
+        return self._context.plan.recovery.worker_timeout
 
     @property
     def formed(self) -> bool:
-        """Every rank of this node has committed a step of this generation."""
+        """Return whether all ranks of this node have committed a step of this generation."""
         return all(worker.formed == self.generation for worker in self.workers.values() if not worker.spare)
 
     @property
     def stopping(self) -> bool:
+        """Return whether the workers are being stopped."""
         return self._escalation is not None
 
     @property
     def ending(self) -> bool:
-        """A rank has raised an exception about others, and is about to end: what moves now is no progress."""
+        """Return whether a rank is about to exit after an exception about others: the rest makes no progress."""
         return any(worker.ending > time.monotonic() for worker in self.workers.values())
 
     @property
     def held(self) -> str:
-        """Why its ranks wait, and are meant to; empty: they are not."""
+        """Return why the workers wait for other nodes. Empty: they do not."""
         return self._held
 
     @property
     def failed(self) -> list[Worker]:
+        """Return the workers that exited with an error."""
         return [worker for worker in self.workers.values() if worker.code and not worker.spare]
 
-    def _tell_able(self) -> None:
-        """One that has not called yet is told where it stands when it does; a plain script never calls."""
-        workers = [worker for worker in self.workers.values() if not worker.spare or self._stage.plan.spare]
+    def _report_readiness(self) -> None:
+        """Report the readiness if it has changed. A plain script never connects."""
+        workers = [worker for worker in self.workers.values() if not worker.spare or self._context.plan.spare]
         ended = any(worker.finished or worker.code == 0 for worker in workers if not worker.spare)
-        called = self._able[0] or any(worker.connected for worker in workers)
-        able = (called, ended, all(worker.connected for worker in workers))
-        if able != self._able:
-            self._able = able
-            self._stage.able(*able)
+        called = self._readiness[0] or any(worker.connected for worker in workers)
+        readiness = (called, ended, all(worker.connected for worker in workers))
+        if readiness != self._readiness:
+            self._readiness = readiness
+            self._context.regroup_ready(*readiness)
 
-    def _duplicate(self) -> None:
-        """torchrun's --duplicate-stdout-filters: chosen lines of all ranks once more, in one file."""
-        plan = self._stage.plan
+    def _open_duplicates(self) -> None:
+        """Copy selected lines of all ranks to one file: torchrun's --duplicate-stdout-filters."""
+        plan = self._context.plan
         output = plan.output
         if not output.stdout_filters and not output.stderr_filters:
             return
-        folder = self._stage.folder.attempt_folder(self.number)
+        folder = self._context.folder.attempt_folder(self.number)
         os.makedirs(folder, exist_ok=True)
         self.output.duplicate(
             folder,
@@ -181,12 +192,15 @@ class WorkerGroup:
             },
         )
 
-    # -- birth
+    # -- starting
 
     def prepare_store(self) -> None:
-        """Where torch is imported already a store costs a fork, so it is there before anybody asks. Elsewhere it
-        costs an import, so it is started by the first connection: many programs never make one."""
-        listener = self._stage.listener
+        """Start the store, or let the first connection start it.
+
+        Where torch is imported already, a store costs a fork. Elsewhere it costs an import, and many scripts never
+        use it.
+        """
+        listener = self._context.listener
         if listener is None:  # another node hosts it
             return
         if self._fork_server.forks:
@@ -195,14 +209,14 @@ class WorkerGroup:
             asyncio.get_running_loop().add_reader(listener.fileno(), self._start_store)
 
     def _start_store(self) -> None:
-        listener = self._stage.listener
+        listener = self._context.listener
         if listener is None:
             return
         asyncio.get_running_loop().remove_reader(listener.fileno())
         if self._store_started or self.over.is_set():
             return
         self._store_started, self._store_stops = True, False
-        plan, path = self._stage.plan, self._stage.folder.path
+        plan, path = self._context.plan, self._context.folder.path
         order = fork_servers.store_order(self._fork_server, plan, plan.master_port)
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         log = os.open(f"{path}/store.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -212,13 +226,14 @@ class WorkerGroup:
         os.close(log)
 
     def start_worker(self, seat: Seat, *, spare: bool = False) -> None:
-        plan, run_folder = self._stage.plan, self._stage.folder
+        """Order a worker for this rank from the fork server."""
+        plan, run_folder = self._context.plan, self._context.folder
         name = next(self._names)
         label = f"spare.{name}" if spare else str(seat.rank)
         folder = run_folder.rank_folder(self.number, label)
-        if any(worker.folder == folder for _, worker in self.living):  # of one that had this rank before
+        if any(worker.folder == folder for _, worker in self.living):  # in use by a worker that had this rank before
             folder = run_folder.rank_folder(self.number, f"{label}.{self.generation}")
-        with contextlib.suppress(OSError):  # of the one before
+        with contextlib.suppress(OSError):  # of an earlier worker
             os.unlink(f"{folder}/error.json")
         environ = plan.environment(
             seat,
@@ -227,15 +242,15 @@ class WorkerGroup:
             folder=run_folder.path,
             rank_folder=folder,
             port=plan.master_port,
-            line=self._line.name,
-            memory=self._stage.memory,
+            line=self._channels.name,
+            memory=self._context.memory,
         )
         order = fork_servers.worker_order(self._fork_server, name, plan.command, seat, environ)
-        if self._lesson is not None:
-            order["assumed"] = list(self._lesson.variables)
+        if self._preload_hints is not None:
+            order["assumed"] = list(self._preload_hints.variables)
             if seat.rank == 0 and self._fork_server.way == "cold":
-                order["hints"] = self._lesson.path
-        if (device := cuda_device(self._called.get(seat.local_rank), environ)) is not None:
+                order["hints"] = self._preload_hints.path
+        if (device := cuda_device(self._hellos.get(seat.local_rank), environ)) is not None:
             order["cuda"] = device
         output = plan.output
         out, err = self.output.open(
@@ -245,12 +260,12 @@ class WorkerGroup:
         probe = self._probe(name)
         if probe is not None:
             order["probe"] = probe.slot
-            probe.seat(None if spare else seat.rank)
+            probe.set_rank(None if spare else seat.rank)
         self.workers[name] = Worker(seat, folder, born=time.monotonic(), spare=spare, probe=probe)
         try:
             self._fork_server.send(order, [stdin, out, err, *(probe.fds if probe is not None else ())])
         except OSError:
-            self._forget(name)  # the fork server is gone: its reader says so
+            self._forget(name)  # the fork server is gone: its reader reports it
         else:
             if probe is not None:
                 probe.handed_over()
@@ -263,61 +278,62 @@ class WorkerGroup:
             probe.close()
 
     def _probe(self, name: str) -> ProbeClient | None:
-        board = self._stage.board
-        slot = board.take() if board is not None else None
+        board = self._context.board
+        slot = board.allocate() if board is not None else None
         if board is None or slot is None:
             return None
-        return ProbeClient(board, slot, lambda message, fds: self._witnessed(name, message, fds))
+        return ProbeClient(board, slot, lambda message, fds: self._probe_message(name, message, fds))
 
-    def _witnessed(self, name: str, message: wire.Message, fds: list[int]) -> None:
-        """What a worker's probe says unasked."""
+    def _probe_message(self, name: str, message: wire.Message, fds: list[int]) -> None:
+        """Handle a message of a probe that is no answer."""
         if message.get("is") == "mismatch" and name in self.workers:
-            self.workers[name].differs = message
+            self.workers[name].mismatch = message
         elif message.get("is") == "stale" and name in self.workers:
             self._imported_too_early(self.workers[name], message)
         elif message.get("is") == "raised" and name in self.workers:
             self.workers[name].raised, self.workers[name].ending = message, time.monotonic() + _ENDS
-        elif self._stage.witnessed is not None:
-            self._stage.witnessed(name, message, fds)
+        elif self._context.probe_message is not None:
+            self._context.probe_message(name, message, fds)
         else:
             for fd in fds:
                 os.close(fd)
 
     def _imported_too_early(self, worker: Worker, message: wire.Message) -> None:
-        """Its script has set variables that the fork server's imports have read before: the next run knows."""
+        """Handle a script that set variables which the fork server's imports had read: the next run knows them."""
         if not message["late"]:
             self.output.repeats(worker.seat.rank)
-        if self._lesson is None:
+        if self._preload_hints is None:
             return
-        if not self._set:
+        if not self._variables_set:
             does = "ignored there" if message["late"] else "starting it again as a fresh interpreter"
             names = ", ".join(message["variables"])
-            self._stage.note(f"rank {worker.seat.rank} set {names} before an import that reads it: {does}")
-        self._set.append(message["variables"])
-        self._lesson.learned(self._set).save()
+            self._context.note(f"rank {worker.seat.rank} set {names} before an import that reads it: {does}")
+        self._variables_set.append(message["variables"])
+        self._preload_hints.learned(self._variables_set).save()
         if message["late"]:
-            self._lesson.refuse()
+            self._preload_hints.refuse()
 
     def _stdin(self, rank: int) -> int:
-        """Ours for one rank, and only while the terminal is ours to read from; nothing for the others.
+        """Return the agent's stdin for one rank, if the terminal is its own to read; /dev/null for the others.
 
-        A script that came by standard input (`phalanx run -`) is for every rank, which reads it from its beginning.
+        A script from stdin (`phalanx run -`) is for all ranks, and each reads it from the start.
         """
-        if self._stage.plan.command.kind == "stdin":
+        if self._context.plan.command.kind == "stdin":
             return os.open("/proc/self/fd/0", os.O_RDONLY | os.O_CLOEXEC)
-        if rank == self._stage.plan.stdin_rank and not self._stage.console.hidden:
+        if rank == self._context.plan.stdin_rank and not self._context.console.hidden:
             with contextlib.suppress(OSError):
                 if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
                     return os.dup(0)
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
-    def born(self, name: str, pid: int) -> None:
+    def worker_started(self, name: str, pid: int) -> None:
+        """Record the pid of a worker."""
         if name not in self.workers:
             return
         worker = self.workers[name]
         worker.pid = pid
         worker.enter(WorkerState.RUNNING)
-        self._stage.folder.event(
+        self._context.folder.event(
             events.WorkerStarted(
                 time=time.time(),
                 rank=worker.seat.rank,
@@ -328,9 +344,10 @@ class WorkerGroup:
             )
         )
 
-    # -- death
+    # -- exits
 
-    def exited(self, message: wire.Message) -> None:
+    def worker_exited(self, message: wire.Message) -> None:
+        """Handle the exit of a worker or of the store."""
         code = os.waitstatus_to_exitcode(message["status"])
         if message["name"] == "store":
             self._store_exited(code)
@@ -338,12 +355,12 @@ class WorkerGroup:
         worker = self.workers[message["name"]]
         if code == -signal.SIGKILL and worker.ends_as is not None:
             code = worker.ends_as
-        self._line.drain(worker.pid)
-        self._ended(worker, code)
+        self._channels.drain(worker.pid)
+        self._set_exited(worker, code)
         if worker.probe is not None:
-            worker.probe.seat(None)
-        self._witnessed(message["name"], {"is": "gone"}, [])
-        self._stage.folder.event(
+            worker.probe.set_rank(None)
+        self._probe_message(message["name"], {"is": "gone"}, [])
+        self._context.folder.event(
             events.WorkerExited(
                 time=worker.ended,
                 rank=worker.seat.rank,
@@ -357,166 +374,175 @@ class WorkerGroup:
         if worker.spare:
             self._spare_exited(message["name"], worker, code)
         elif code == 0:
-            self._tell_able()
+            self._report_readiness()
         elif not worker.stopped:
-            if self.stopping or not self._victims.take(worker):
-                self._failed(worker)
+            if self.stopping or not self._timeout_victims.take(worker):
+                self._report_failure(worker)
             if not self.stopping:
-                return  # whoever decides about it has them regroup, or stops what is left
-        self._look_for_the_end()
+                return  # the decision follows: regroup, or stop the rest
+        self._check_end()
 
-    def _ended(self, worker: Worker, code: int) -> None:
+    def _set_exited(self, worker: Worker, code: int) -> None:
         worker.enter(WorkerState.EXITED)
         worker.code, worker.ended = code, time.time()
 
-    def _failed(self, worker: Worker) -> None:
-        death = self.death(worker)
-        self._stage.failing(self._failure(root_cause.summary(death), [worker], root_cause.place(death), worker.entered))
+    def _report_failure(self, worker: Worker) -> None:
+        death = self.process_failure(worker)
+        self._context.worker_failed(
+            self._make_failure(root_cause.summary(death), [worker], root_cause.place(death), worker.entered)
+        )
 
     def _timed_out(self, victims: list[Worker]) -> None:
-        """It is known who made them, as far as that can be known. Others may have failed meanwhile."""
+        """Report the failure of workers that timed out, now that the cause is known if it can be."""
         for worker in victims:
             if not self.stopping:
-                self._failed(worker)
+                self._report_failure(worker)
         if self.stopping:
-            self._look_for_the_end()
+            self._check_end()
 
-    def _look_for_the_end(self) -> None:
-        """Spares of this node have nobody left to stand in for."""
-        if self._victims.asking:  # it is looked again when they have told
+    def _check_end(self) -> None:
+        """End the attempt if all ranks have exited. Spares of this node are ended with it."""
+        if self._timeout_victims.asking:  # it is called again when the cause is known
             return
         if not self.living:
             self.over.set()
-        elif not self._stage.plan.spare and all(worker.spare for _, worker in self.living):
+        elif not self._context.plan.spare and all(worker.spare for _, worker in self.living):
             for name, worker in self.living:
                 worker.enter(WorkerState.STOPPING)
-                self.tell(name, signal.SIGKILL)
+                self.send_signal(name, signal.SIGKILL)
 
     def _spare_exited(self, name: str, worker: Worker, code: int) -> None:
         if worker.stopped or self.stopping:
             return
         self._spares_lost += 1
         self._forget(name)
-        told = f"a spare worker ended ({root_cause.in_words(code)}); see {worker.folder}"
+        text = f"a spare worker ended ({root_cause.in_words(code)}); see {worker.folder}"
         if self._spares_lost >= _MOST_SPARES:
-            self._stage.note(f"{told}. It is the third, so that there are no more")
+            self._context.note(f"{text}. It is the third: no more spares are started")
         else:
-            self._stage.note(told)
+            self._context.note(text)
             self.start_worker(worker.seat, spare=True)
 
-    def fall(self, reason: str, place: str) -> WorkerFailure:
-        """Describe the failure of something that all workers depend on."""
-        return self._failure(reason, list(self.workers.values()), place, everybody=not self.living)
+    def shared_failure(self, reason: str, place: str) -> WorkerFailure:
+        """Return the failure of something that all workers depend on."""
+        return self._make_failure(reason, list(self.workers.values()), place, all_workers=not self.living)
 
-    def _failure(
-        self, reason: str, workers: list[Worker], place: str, generation: int = -1, *, everybody: bool = False
+    def _make_failure(
+        self, reason: str, workers: list[Worker], place: str, generation: int = -1, *, all_workers: bool = False
     ) -> WorkerFailure:
         steps = [other.step for other in self.workers.values() if other.step is not None]
         return WorkerFailure(
-            rank=min((fallen.seat.rank for fallen in workers), default=0),
+            rank=min((worker.seat.rank for worker in workers), default=0),
             reason=reason,
             place=place,
             time=time.time(),
-            lived=time.monotonic() - min((fallen.born for fallen in workers), default=time.monotonic()),
+            lived=time.monotonic() - min((worker.born for worker in workers), default=time.monotonic()),
             step=max(steps, default=None),
-            everybody=everybody,
+            all_workers=all_workers,
             generation=generation,
         )
 
-    def refused(self, name: str, why: str) -> None:
-        """A process that the kernel would not make."""
+    def start_refused(self, name: str, why: str) -> None:
+        """Handle a process that the kernel refused to start."""
         who = f"rank {self.workers[name].seat.rank}" if name in self.workers else "the store"
-        self._stage.console.say(f"{who} could not be started: {why}")
+        self._context.console.say(f"{who} could not be started: {why}")
         if name in self.workers:
-            self.exited({"name": name, "pid": 0, "status": 1 << 8, "peak": 0})
+            self.worker_exited({"name": name, "pid": 0, "status": 1 << 8, "peak": 0})
 
     def _store_exited(self, code: int) -> None:
-        """Without its store a group cannot form, nor grow; what has formed goes on by itself."""
+        """Replace the store. Without it no group can form, but an existing group continues."""
         if self.over.is_set() or not self.living or self._store_stops:
             return
-        self._stage.folder.event(events.StoreLost(time=time.time(), code=code))
+        self._context.folder.event(events.StoreLost(time=time.time(), code=code))
         self._stores_lost += 1
         if self._stores_lost > _MOST_STORES:
-            self._stage.note(f"the store process ends again and again; see {self._stage.folder.path}/store.log")
+            self._context.note(f"the store process ends again and again; see {self._context.folder.path}/store.log")
             return
-        self._stage.note(f"the store process ended ({root_cause.in_words(code)}); a new one takes its place, empty")
+        self._context.note(f"the store process ended ({root_cause.in_words(code)}); a new one takes its place, empty")
         self._store_started = False
         self._start_store()
-        if self._able[:2] == (True, False) and not self.formed:  # who had told the old one waits for ever
-            self._stage.failing(self.fall("the store was ended while the group formed", place="store"))
+        if self._readiness[:2] == (True, False) and not self.formed:  # ranks would wait for the old store
+            self._context.worker_failed(
+                self.shared_failure("the store was ended while the group formed", place="store")
+            )
 
-    def lost(self) -> None:
-        """The fork server is gone, and its workers with it."""
+    def fork_server_lost(self) -> None:
+        """Mark all workers as exited: they die with the fork server."""
         for name, worker in self.living:
-            worker.enter(WorkerState.STOPPING)  # it has not failed by itself
-            self._ended(worker, -signal.SIGKILL)
-            self._witnessed(name, {"is": "gone"}, [])
+            worker.enter(WorkerState.STOPPING)  # it is not the cause
+            self._set_exited(worker, -signal.SIGKILL)
+            self._probe_message(name, {"is": "gone"}, [])
         self._store_started = False
 
-    def transplant(self, fork_server: ForkServerClient) -> None:
-        """To another fork server: the old one is gone, and so are its store and its workers."""
+    def use_fork_server(self, fork_server: ForkServerClient) -> None:
+        """Use another fork server, in place of one that was killed with its store and workers."""
         self._fork_server = fork_server
         self.prepare_store()
 
-    def tell(self, name: str, number: int, *, alone: bool = False) -> None:
-        """To a worker and all it has started, or to it alone."""
+    def send_signal(self, name: str, number: int, *, alone: bool = False) -> None:
+        """Send a signal to a worker and all its processes, or to it alone."""
         with contextlib.suppress(OSError):
             self._fork_server.send({"do": "signal", "name": name, "signal": int(number), "alone": alone})
 
     def end_as(self, name: str, code: int) -> None:
-        """End a worker whose script is over and whose process hangs: it counts as one that has ended with `code`."""
+        """Kill a worker whose script is over and whose process hangs. It counts as ended with `code`."""
         self.workers[name].ends_as = code
-        self.tell(name, signal.SIGKILL, alone=True)
+        self.send_signal(name, signal.SIGKILL, alone=True)
 
-    def stop(self, number: signal.Signals, reason: str, grace: float, *, told: bool = False) -> None:
-        """Tell the living to stop, unless they were told; those that do not, are stopped."""
-        self._stage.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
+    def stop(self, number: signal.Signals, reason: str, grace: float, *, already_sent: bool = False) -> None:
+        """Stop all workers, and kill those that do not stop within `grace` seconds.
+
+        `already_sent`: they have received the signal.
+        """
+        self._context.folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self.living:
             worker.enter(WorkerState.STOPPING)
-            worker.told = time.time()
-            if worker.seat.rank in self.debugged and number == signal.SIGINT:  # which a debugger takes for itself
-                self.tell(name, signal.SIGTERM)
-            elif not told:
-                self.tell(name, number)
-            self._line.send(worker.pid, words.EndWorker(number))
+            worker.stop_sent = time.time()
+            if worker.seat.rank in self.debugged and number == signal.SIGINT:  # a debugger would handle it
+                self.send_signal(name, signal.SIGTERM)
+            elif not already_sent:
+                self.send_signal(name, number)
+            self._channels.send(worker.pid, worker_messages.EndWorker(number))
         if self._escalation is None:
             self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace))
 
     async def _escalate(self, number: signal.Signals, grace: float) -> None:
-        """A worker inside native code never gets to its handler for SIGINT; one may ignore SIGTERM; none SIGKILL."""
+        """Send stronger signals. A worker in native code does not handle SIGINT, and one may ignore SIGTERM."""
         steps = [(signal.SIGKILL, grace)]
         if number != signal.SIGTERM:
             steps = [(signal.SIGTERM, grace / 3), (signal.SIGKILL, grace * 2 / 3)]
         for next_signal, wait in steps:
             await asyncio.sleep(wait)
             for name, worker in self.living:
-                self._stage.note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
-                self.tell(name, next_signal)
-                self._line.send(worker.pid, words.EndWorker(next_signal))
+                self._context.note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
+                self.send_signal(name, next_signal)
+                self._channels.send(worker.pid, worker_messages.EndWorker(next_signal))
 
     def kill(self) -> None:
+        """Kill all workers."""
         for name, _ in self.living:
-            self.tell(name, signal.SIGKILL)
+            self.send_signal(name, signal.SIGKILL)
 
-    def concluded(self) -> None:
-        if self._stage.listener is not None:
-            asyncio.get_running_loop().remove_reader(self._stage.listener.fileno())
+    def close(self) -> None:
+        """Close channels, probes and tasks after the attempt."""
+        if self._context.listener is not None:
+            asyncio.get_running_loop().remove_reader(self._context.listener.fileno())
         if self._escalation is not None:
             self._escalation.cancel()
-        self._line.close()
+        self._channels.close()
         for worker in self.workers.values():
             if worker.probe is not None:
                 worker.probe.close()
-        self._victims.cancel()
-        for task in (self._listening, self._missing):
+        self._timeout_victims.cancel()
+        for task in (self._heartbeat_watch, self._missing):
             if task is not None:
                 task.cancel()
 
-    # -- a group that forms anew
+    # -- regroup
 
     def regroup(self, to: RegroupPlan) -> None:
-        """The dead are replaced, by a spare if there is one, and the living told."""
-        before, self._stage = self._stage, replace(self._stage, plan=to.plan, listener=to.listener)
+        """Start a generation: replace dead workers, by spares if possible, and send all workers their assignment."""
+        before, self._context = self._context, replace(self._context, plan=to.plan, listener=to.listener)
         self.generation, self._why, self._held, self._halts = to.generation, to.why, "", to.halt
         if to.listener is not before.listener:
             self._move_store(before.listener)
@@ -525,49 +551,49 @@ class WorkerGroup:
         for seat in to.plan.seats:
             name = at.get(seat.local_rank)
             if name is not None:
-                ranks |= self._seat(self.workers[name], seat, spare=to.plan.spare)
+                ranks |= self._assign(self.workers[name], seat, spare=to.plan.spare)
         self.output.renumber(ranks)
         for seat in to.plan.seats:
             self._fill(seat, at.get(seat.local_rank))
         self._keep_spares()
-        self._tell_able()
+        self._report_readiness()
         if self._missing is not None:
             self._missing.cancel()
-        self._missing = asyncio.get_running_loop().create_task(self._look_for_missing())
+        self._missing = asyncio.get_running_loop().create_task(self._watch_missing())
 
-    async def _look_for_missing(self) -> None:
-        """One that cannot leave the old group keeps all from forming the next."""
-        stuck, asked = Unresponsive(), set[int]()
+    async def _watch_missing(self) -> None:
+        """Kill workers that cannot leave the old group and so block the new one. Save their state first if needed."""
+        unresponsive, asked = Unresponsive(), set[int]()
         while missing := {worker.pid: name for name, worker in self.living if self._is_missing(worker)}:
             safe = any(worker.holds and worker.entered == self.generation for _, worker in self.living)
             patience = ON_GPU if any(worker.seat.slot.device is not None for _, worker in self.living) else PATIENCE
-            for pid in stuck.among(missing.keys() - asked, patience) if not safe else ():
+            for pid in unresponsive.among(missing.keys() - asked, patience) if not safe else ():
                 asked.add(pid)
                 self._saving.add(pid)
-                self._line.send(pid, words.Rescue())
-            for pid in stuck.among(missing, patience if safe else LAST):
-                if not safe and pid in self._saving and not stuck.among([pid], SAVING):
+                self._channels.send(pid, worker_messages.Rescue())
+            for pid in unresponsive.among(missing, patience if safe else LAST):
+                if not safe and pid in self._saving and not unresponsive.among([pid], SAVING):
                     continue
-                self._stage.note(f"rank {self.workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
-                self.tell(missing[pid], signal.SIGKILL)
-                stuck = Unresponsive()
+                self._context.note(f"rank {self.workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
+                self.send_signal(missing[pid], signal.SIGKILL)
+                unresponsive = Unresponsive()
             await asyncio.sleep(_LOOK)
 
-    def _rescued(self, worker: Worker, told: words.Rescued) -> None:
-        """It may have come loose meanwhile; then it has no need of that."""
+    def _rescued(self, worker: Worker, answer: worker_messages.Rescued) -> None:
+        """Kill a worker that cannot leave the group, now that its state is saved, unless it has left it meanwhile."""
         self._saving.discard(worker.pid)
         if not self._is_missing(worker):
             return
         who = f"rank {worker.seat.rank} cannot leave the group"
-        if told.step is None:
-            if worker.formed >= 0:  # else it has nothing that could be lost
-                self._stage.note(f"{who}, nobody else has the state, and it cannot save that: {told.why}")
+        if answer.step is None:
+            if worker.formed >= 0:  # else it has no state to lose
+                self._context.note(f"{who}, no other rank has its state, and it cannot save it: {answer.why}")
             return
-        self._stage.note(f"{who}; step {told.step} is saved in memory: SIGKILL")
-        self.tell(next(name for name, one in self.living if one is worker), signal.SIGKILL)
+        self._context.note(f"{who}; step {answer.step} is saved in memory: SIGKILL")
+        self.send_signal(next(name for name, one in self.living if one is worker), signal.SIGKILL)
 
     def _is_missing(self, worker: Worker) -> bool:
-        if self._held or self.stopping or worker.seat.rank in self.debugged:  # nobody is to come, or not yet
+        if self._held or self.stopping or worker.seat.rank in self.debugged:  # no regroup is due yet
             return False
         return worker.connected and not worker.spare and not worker.finished and worker.entered < self.generation
 
@@ -580,44 +606,45 @@ class WorkerGroup:
                 if self.workers[gone].seat.local_rank == seat.local_rank:
                     self._forget(gone)
             if name is None:
-                self.start_worker(seat, spare=self._stage.plan.spare)
+                self.start_worker(seat, spare=self._context.plan.spare)
                 return
-            self.output.renumber(self._seat(self.workers[name], seat, spare=False))
+            self.output.renumber(self._assign(self.workers[name], seat, spare=False))
         worker = self.workers[name]
         if worker.connected:
-            self._line.send(worker.pid, self._place(worker))
+            self._channels.send(worker.pid, self._assignment(worker))
 
-    def _seat(self, worker: Worker, seat: Seat, *, spare: bool) -> dict[int, int]:
-        """Its rank before, and now."""
+    def _assign(self, worker: Worker, seat: Seat, *, spare: bool) -> dict[int, int]:
+        """Give a worker a rank. Returns {old rank: new rank}."""
         own = worker.seat.slot
-        # A process keeps the device that it has.
+        # A process cannot change its device.
         was, worker.seat = worker.seat.rank, seat if own.device is None else replace(seat, slot=own)
         if was != seat.rank or worker.spare != spare:
             worker.spare = spare
             if worker.probe is not None:
-                worker.probe.seat(None if spare else seat.rank)
-            self._stage.folder.event(
+                worker.probe.set_rank(None if spare else seat.rank)
+            self._context.folder.event(
                 events.RankChanged(time=time.time(), rank=seat.rank, pid=worker.pid, previous_rank=was)
             )
         return {was: seat.rank}
 
     def hold(self, why: str) -> None:
-        """Nobody can go on: the living leave their group, and keep what they have."""
+        """Let the workers leave their group and wait with their state in memory."""
         self._held = why
         for _, worker in self.living:
             if worker.connected:
-                self._line.send(worker.pid, self._place(worker))
+                self._channels.send(worker.pid, self._assignment(worker))
 
     def halt(self, step: int | None) -> None:
-        self._halt = words.Halt(step)
+        """Have the ranks report their committed step (None), or halt at `step`."""
+        self._halt = worker_messages.Halt(step)
         for _, worker in self.living:
             if not worker.spare:
-                self._line.send(worker.pid, self._halt)
+                self._channels.send(worker.pid, self._halt)
 
     def _keep_spares(self) -> None:
-        """As soon as it is known that the script can regroup: any other would begin to train."""
-        plan = self._stage.plan
-        if not self._able[0] or self.stopping or plan.spare or self._spares_lost >= _MOST_SPARES:
+        """Start missing spares, once it is known that the script can regroup. Others would begin to train."""
+        plan = self._context.plan
+        if not self._readiness[0] or self.stopping or plan.spare or self._spares_lost >= _MOST_SPARES:
             return
         taken = {worker.seat.local_rank for _, worker in self.living}
         free = (place for place in count(len(plan.seats)) if place not in taken)
@@ -634,23 +661,23 @@ class WorkerGroup:
         return [worker.seat.slot for _, worker in self.living if worker.spare == spare]
 
     def _move_store(self, before: socket.socket | None) -> None:
-        """To another node, or from it."""
+        """Stop or start the store, because another node hosts it from now on or hosted it before."""
         if before is not None:
             asyncio.get_running_loop().remove_reader(before.fileno())
             if self._store_started:
                 self._store_stops = True
-                self.tell("store", signal.SIGTERM)
+                self.send_signal("store", signal.SIGTERM)
         self._store_started = False
         self.prepare_store()
 
-    def _place(self, worker: Worker) -> words.FromAgent:
-        """What a worker is told about where it stands."""
-        plan, seat = self._stage.plan, worker.seat
+    def _assignment(self, worker: Worker) -> worker_messages.FromAgent:
+        """Return the assignment of a worker, or Wait if it has no rank."""
+        plan, seat = self._context.plan, worker.seat
         preempt = tuple(map(int, plan.shutdown.preempt_signals))
         if worker.spare or self._held:
-            return words.Wait(self._held, preempt)
-        gathering = plan.rendezvous
-        return words.Assignment(
+            return worker_messages.Wait(self._held, preempt)
+        rendezvous = plan.rendezvous
+        return worker_messages.Assignment(
             generation=self.generation,
             rank=seat.rank,
             world_size=plan.placement.world_size,
@@ -663,83 +690,85 @@ class WorkerGroup:
             port=plan.master_port,
             why=self._why,
             devices=plan.devices(seat),
-            **({} if gathering is None else {"patience": gathering.node_timeout + _SLACK}),
+            **({} if rendezvous is None else {"patience": rendezvous.node_timeout + _SLACK}),
             halt=self._halts,
             preempt=preempt,
         )
 
-    def knows(self, pid: int) -> bool:
-        return self._with(pid) is not None
+    def is_worker(self, pid: int) -> bool:
+        """Return whether a process is a living worker of this group."""
+        return self._by_pid(pid) is not None
 
-    def said(self, pid: int, message: words.FromWorker) -> None:
-        worker = self._with(pid)
+    def received(self, pid: int, message: worker_messages.FromWorker) -> None:
+        """Handle a message of a worker."""
+        worker = self._by_pid(pid)
         if worker is None:
             return
-        worker.heard = time.monotonic()
+        worker.last_heartbeat = time.monotonic()
         match message:
-            case words.Hello():
+            case worker_messages.Hello():
                 worker.enter(WorkerState.CONNECTED)
-                self._called[worker.seat.local_rank] = message
+                self._hellos[worker.seat.local_rank] = message
                 self.output.regroups(worker.seat.rank)
-                self._line.send(pid, self._place(worker))
+                self._channels.send(pid, self._assignment(worker))
                 if self._halt is not None and not worker.spare:
-                    self._line.send(pid, self._halt)
-                self._tell_able()
+                    self._channels.send(pid, self._halt)
+                self._report_readiness()
                 self._keep_spares()
-                if self._listening is None:
-                    self._listening = asyncio.get_running_loop().create_task(self._listen())
-            case words.Heartbeat():
-                self._reached(worker, message.step)
-                worker.samples, worker.sampled = message.samples, worker.heard
-            case words.MeasuredStep() if worker.seat.rank == 0 and not worker.spare:
+                if self._heartbeat_watch is None:
+                    self._heartbeat_watch = asyncio.get_running_loop().create_task(self._watch_heartbeats())
+            case worker_messages.Heartbeat():
+                self._set_step(worker, message.step)
+                worker.samples, worker.sampled = message.samples, worker.last_heartbeat
+            case worker_messages.MeasuredStep() if worker.seat.rank == 0 and not worker.spare:
                 self.measured = message
-                if self._stage.measured is not None:
-                    self._stage.measured(message)
-            case words.Entering():
+                if self._context.measured is not None:
+                    self._context.measured(message)
+            case worker_messages.Entering():
                 worker.entered, worker.holds = message.generation, message.holds
-            case words.FirstStep():
-                self._reached(worker, message.step)
+            case worker_messages.FirstStep():
+                self._set_step(worker, message.step)
                 worker.formed = message.generation
-                self._stage.going(message)
-            case words.Done():
+                self._context.first_step(message)
+            case worker_messages.Done():
                 worker.enter(WorkerState.FINISHED)
-                self._tell_able()
-            case words.HaltAck():
-                self._reached(worker, message.step)
-                self._stage.halting(worker.seat.rank, message)
-            case words.Rescued():
+                self._report_readiness()
+            case worker_messages.HaltAck():
+                self._set_step(worker, message.step)
+                self._context.halt_message(worker.seat.rank, message)
+            case worker_messages.Rescued():
                 self._rescued(worker, message)
-            case words.Keeping() | words.HaltedAt():
-                self._stage.halting(worker.seat.rank, message)
+            case worker_messages.Keeping() | worker_messages.HaltedAt():
+                self._context.halt_message(worker.seat.rank, message)
 
-    def _reached(self, worker: Worker, step: int) -> None:
-        paged = worker.probe.step if worker.probe is not None else 0
-        worker.even = abs(paged - worker.paged - step + (worker.step or 0)) <= 1
-        worker.step, worker.paged = step, paged
+    def _set_step(self, worker: Worker, step: int) -> None:
+        slot_step = worker.probe.step if worker.probe is not None else 0
+        worker.steps_match = abs(slot_step - worker.slot_step - step + (worker.step or 0)) <= 1
+        worker.step, worker.slot_step = step, slot_step
 
-    async def _listen(self) -> None:
-        """A rank that gives no sign of life is stopped, or holds Python's lock for good: the others wait for it."""
+    async def _watch_heartbeats(self) -> None:
+        """Kill workers without a heartbeat: they are stopped or hold the interpreter lock, and others wait for them."""
         while True:
             await asyncio.sleep(1.0)
-            limit = self._stage.plan.recovery.worker_timeout
+            limit = self._context.plan.recovery.worker_timeout
             for name, worker in self.living:
                 if worker.seat.rank in self.debugged:
-                    worker.heard = worker.heard and time.monotonic()
-                silent = time.monotonic() - worker.heard
-                if worker.heard and not worker.finished and silent > limit:
-                    worker.heard = 0.0
+                    worker.last_heartbeat = worker.last_heartbeat and time.monotonic()
+                silent = time.monotonic() - worker.last_heartbeat
+                if worker.last_heartbeat and not worker.finished and silent > limit:
+                    worker.last_heartbeat = 0.0
                     how = f"{linux.state(worker.pid)}{_last_seen(worker)}"
-                    self._stage.note(f"rank {worker.seat.rank} is silent for {silent:.0f} s ({how}): SIGKILL")
-                    self.tell(name, signal.SIGKILL)
+                    self._context.note(f"rank {worker.seat.rank} is silent for {silent:.0f} s ({how}): SIGKILL")
+                    self.send_signal(name, signal.SIGKILL)
 
-    def _with(self, pid: int) -> Worker | None:
+    def _by_pid(self, pid: int) -> Worker | None:
         return next((worker for _, worker in self.living if worker.pid == pid), None)
 
-    # -- afterwards
+    # -- failures
 
-    def autopsy(self, kills: str) -> tuple[list[root_cause.ProcessFailure], str]:
-        """All who failed, and what to tell about the first. `kills`: what the kernel says about memory."""
-        deaths = [self.death(worker, kills) for worker in self.failed]
+    def explain_failures(self, kills: str) -> tuple[list[root_cause.ProcessFailure], str]:
+        """Return all failures and the message about the first. `kills`: what the kernel reports about memory."""
+        deaths = [self.process_failure(worker, kills) for worker in self.failed]
         death = root_cause.first_cause(deaths)
         if death is None:
             return deaths, ""
@@ -748,12 +777,12 @@ class WorkerGroup:
         here = {one.seat.rank for one in self.workers.values()}
         well = {one.seat.rank for one in self.workers.values() if one.code == 0 and one.ended <= death.time}
         left = sorted(well | (here & root_cause.lost(death)))
-        told = {one.seat.rank: one.differs for one in self.workers.values() if one.differs is not None}
-        means = mismatch.words(told) if root_cause.differs(death) else ()
+        mismatches = {one.seat.rank: one.mismatch for one in self.workers.values() if one.mismatch is not None}
+        means = mismatch.words(mismatches) if root_cause.differs(death) else ()
         return deaths, root_cause.block(death, tail=tail, folder=worker.folder, left=left, means=means)
 
-    def death(self, worker: Worker, kills: str = "") -> root_cause.ProcessFailure:
-        """What is known of a worker that has ended."""
+    def process_failure(self, worker: Worker, kills: str = "") -> root_cause.ProcessFailure:
+        """Return what is known of a worker that has ended."""
         error = ""
         with contextlib.suppress(OSError), open(f"{worker.folder}/error.json", errors="replace") as file:
             error = file.read(1 << 20)
@@ -768,12 +797,12 @@ class WorkerGroup:
             error=error,
             stderr=self.output.tail(worker.seat.rank, "stderr", _DUMP if code < 0 else _TAIL),
             memory=kills if code == -signal.SIGKILL else "",
-            stop_sent=worker.told,
+            stop_sent=worker.stop_sent,
             blame=worker.blame,
         )
 
 
 def _last_seen(worker: Worker) -> str:
-    """Where its main thread was, as far as it has shown."""
-    place = worker.probe.page.text.get("place") if worker.probe is not None else None
+    """Return where its main thread was, if known."""
+    place = worker.probe.status.text.get("place") if worker.probe is not None else None
     return f", last seen at {os.path.basename(place[0])}:{place[1]} in {place[2]}" if place else ""

@@ -1,6 +1,6 @@
-"""What a coordinator tells the agent of its node to do. The coordinator decides, the agent executes.
+"""The actions that a coordinator returns: the coordinator decides, the agent executes.
 
-action = coordinator.failing(failure)
+action = coordinator.worker_failed(failure)
 agent.perform(action)
 """
 
@@ -15,7 +15,7 @@ from phalanx.launcher.plan import Plan
 
 @dataclass(frozen=True)
 class RegroupPlan:
-    """Form a new group: survivors stay, and the dead are replaced."""
+    """Form a new group: survivors keep their processes, dead workers are replaced."""
 
     generation: int
     why: str
@@ -35,14 +35,14 @@ class StopWorkers:
 
 @dataclass(frozen=True)
 class HoldWorkers:
-    """Too few nodes are left: workers leave their group, keep their state, and wait."""
+    """Too few nodes are left: workers leave their group and wait with their state in memory."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class HaltWorkers:
-    """Workers report the step they have committed (None), or end at `step` with a checkpoint."""
+    """Workers report their committed step (`step` None), or write a checkpoint at `step` and end."""
 
     step: int | None
 
@@ -54,7 +54,7 @@ class AcceptLoss:
 
 @dataclass(frozen=True)
 class SignalWorkers:
-    """Forward a signal that ends nothing to the workers that handle it."""
+    """Forward a signal that does not end the run to the workers that handle it."""
 
     signal: signal.Signals
 

@@ -1,4 +1,4 @@
-"""Every node but the first: joins, starts when it is told, tells how it went, and ends as everybody ends."""
+"""The coordinator of every node but node 0: it joins the leader, obeys it, and reports to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from phalanx.contract import worker_messages as words
+from phalanx.contract import worker_messages
 from phalanx.control import interfaces, messages
 from phalanx.control.member import Endpoint, Member
 from phalanx.errors import LaunchError
@@ -26,7 +26,7 @@ from phalanx.launcher.coordination.actions import (
     StopWorkers,
 )
 from phalanx.launcher.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
-from phalanx.launcher.coordination.rank_assignment import arrival_of, seats_of
+from phalanx.launcher.coordination.rank_assignment import assign_seats, node_info
 from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.output.console import Console
 from phalanx.launcher.output.log_forwarder import LogForwarder
@@ -34,18 +34,18 @@ from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 
-_LONGEST = 1 << 14  # of a text that the leader is told
-_DRAIN = 10.0  # seconds for output that is still to be relayed
+_LONGEST = 1 << 14  # characters of a text for the leader
+_DRAIN = 10.0  # seconds to forward the rest of the output
 
 
-def places(gathering: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
-    """Where the leader may be, the likeliest first; asked again at each try."""
+def leader_endpoints(rendezvous: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
+    """Return a function that lists where the leader may be, the most likely first. Call it before each try."""
 
     def where() -> list[Endpoint]:
-        found = [Endpoint(address, gathering.port) for address in gathering.addresses]
-        if gathering.host is not None and gathering.port:
-            found.append(Endpoint(gathering.host, gathering.port))
-        place = gathering.meeting.read() if gathering.meeting is not None else None
+        found = [Endpoint(address, rendezvous.port) for address in rendezvous.addresses]
+        if rendezvous.host is not None and rendezvous.port:
+            found.append(Endpoint(rendezvous.host, rendezvous.port))
+        place = rendezvous.leader_file.read() if rendezvous.leader_file is not None else None
         if place is not None:
             found += [Endpoint(address, place.port) for address in place.addresses]
         return list(dict.fromkeys(found))
@@ -53,60 +53,70 @@ def places(gathering: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
     return where
 
 
-async def excuse(gathering: RendezvousConfig, why: str) -> None:
-    """This node cannot take part: let the leader say so, if there is one."""
-    member = Member(gathering.token, arrival_of(None, gathering, why[: 1 << 14]), places(gathering), events=_Deaf())
+async def excuse(rendezvous: RendezvousConfig, why: str) -> None:
+    """Tell the leader, if there is one, why this node cannot take part."""
+    member = Member(
+        rendezvous.token,
+        node_info(None, rendezvous, why[: 1 << 14]),
+        leader_endpoints(rendezvous),
+        events=_IgnoredEvents(),
+    )
     await member.excuse()
 
 
-class _Deaf:
+class _IgnoredEvents:
     def heard(self, message: messages.FromLeader) -> None: ...
     def lost(self, why: str, *, silent: bool) -> None: ...
     def note(self, text: str) -> None: ...
     def waiting(self, text: str) -> None: ...
 
 
-class Heir(Protocol):
-    """Who takes over when node 0 is lost: launcher/coordination/failover.py."""
+class LeaderLossHandler(Protocol):
+    """What replaces a lost leader (failover.py)."""
 
-    def leader_lost(self, why: str, *, silent: bool) -> None: ...
+    def leader_lost(self, why: str, *, silent: bool) -> None:
+        """Join the next leader, or become it. `silent`: the leader may still be alive."""
 
 
 class FollowerCoordinator:
+    """Joins the leader, performs what it orders, and reports to it."""
+
     leads = False
 
     def __init__(
-        self, plan: Plan, gathering: RendezvousConfig, folder: RunFolder, console: Console, *, door: int = 0
+        self, plan: Plan, rendezvous: RendezvousConfig, folder: RunFolder, console: Console, *, port: int = 0
     ) -> None:
-        self.roll: messages.PeerList | None = None  # who else is here, where nodes may come and go
-        self.heir: Heir | None = None
+        self.peer_list: messages.PeerList | None = None  # the other nodes of an elastic run
+        self.failover: LeaderLossHandler | None = None
         self.attempt = 0
-        self.ordered = 0  # the one that was started last: this node may not have got to it yet
+        self.ordered = 0  # the latest attempt that the leader ordered: this node may not have started it yet
         self.generation = 0
-        self.ability = (False, False, False)  # of our workers: called, ended, all have called
+        self.readiness = (False, False, False)  # of the workers here: called, ended, ready
         self._plan = plan
-        self._gathering = gathering
+        self._rendezvous = rendezvous
         self._folder = folder
         self._console = console
-        self._supervised: AgentView | None = None
-        self._arrival = arrival_of(plan, gathering, door=door)
-        self._member = Member(gathering.token, self._arrival, places(gathering), events=self)
+        self._agent: AgentView | None = None
+        self._node_info = node_info(plan, rendezvous, door=port)
+        self._member = Member(rendezvous.token, self._node_info, leader_endpoints(rendezvous), events=self)
         self._inbox: asyncio.Queue[messages.Start | messages.EndMessage] = asyncio.Queue()
         self._lost = ""
         self._started = False
-        self._running = False  # an attempt, from when it is ordered to its end here
-        self._going = False  # this node leaves, and the others go on
-        self.relay: LogForwarder | None = LogForwarder(self._send, lambda: self._member.waiting)
+        self._running = False  # an attempt is ordered and has not ended here
+        self._leaving = False  # this node leaves an elastic run
+        self.log_forwarder: LogForwarder | None = LogForwarder(self._send, lambda: self._member.waiting)
 
-    def meet(self, supervised: AgentView) -> None:
-        self._supervised = supervised
+    def attach(self, agent: AgentView) -> None:
+        """Set the agent."""
+        self._agent = agent
 
     def _send(self, message: messages.Message) -> None:
-        """To whoever leads at the time."""
+        """Send a message to the current leader."""
         self._member.send(message)
 
     async def join(self) -> None:
-        welcome = await self._member.join(self._gathering.join_timeout)
+        """Join the leader, and name the run folder as it says. Raises JoinError."""
+        welcome = await self._member.join(self._rendezvous.join_timeout)
         try:
             self._folder.join(welcome.run, welcome.member)
         except OSError as error:
@@ -115,28 +125,31 @@ class FollowerCoordinator:
             ) from error
         for text in welcome.notes:
             self.note(text)
-        self._arrival = msgspec.structs.replace(self._arrival, member=welcome.member)
+        self._node_info = msgspec.structs.replace(self._node_info, member=welcome.member)
         at = f"{welcome.leader} at {self._member.leader_address}"
-        self.note(f"joined {at} as {self._gathering.noun} {welcome.member}, output in {self._folder.path}")
+        self.note(f"joined {at} as {self._rendezvous.noun} {welcome.member}, output in {self._folder.path}")
 
-    async def orders(self) -> StartAttempt | RunResult:
-        """Begin, or end: whichever the leader says."""
+    async def first_attempt(self) -> StartAttempt | RunResult:
+        """Wait for the leader to start the first attempt or to end the run."""
+        return await self._next_order()
+
+    async def _next_order(self) -> StartAttempt | RunResult:
         next_ = await self._inbox.get()
         if isinstance(next_, messages.EndMessage):
-            # What everybody hears at node 0 is not told again by each of them on the same terminal.
-            return RunResult(next_.code, next_.text if self._gathering.echo or self._lost else "")
+            # If all nodes share a terminal, only node 0 prints the result.
+            return RunResult(next_.code, next_.text if self._rendezvous.echo or self._lost else "")
         if self._started and next_.attempt > self.attempt:
             self.note(f"starting all ranks again: restart {next_.attempt}", repeats=True)
         if not next_.place.ranks:
-            self.note("every place is taken: this node is a spare, and gets ready")
+            self.note("all ranks are assigned: this node is a spare")
         self._started = True
-        self.attempt, self.ability = next_.attempt, (False, False, False)
+        self.attempt, self.readiness = next_.attempt, (False, False, False)
         self.generation = max(self.generation, next_.generation)
-        return StartAttempt(next_.attempt, self._seated(next_.place), None, next_.generation)
+        return StartAttempt(next_.attempt, self._assigned_plan(next_.place), None, next_.generation)
 
-    def _seated(self, place: messages.StartRanks) -> Plan:
+    def _assigned_plan(self, place: messages.StartRanks) -> Plan:
         member = self._member
-        seats = seats_of(self._plan, place)
+        seats = assign_seats(self._plan, place)
         plan = self._plan.seated(
             seats,
             world_size=place.world_size,
@@ -150,15 +163,16 @@ class FollowerCoordinator:
         self._console.settle(place.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
         return plan
 
-    # -- what the leader says
+    # -- messages of the leader
 
     def heard(self, message: messages.FromLeader) -> None:
+        """Handle a message of the leader."""
         match message:
             case messages.Waiting():
                 self.waiting(message.text)
             case messages.Start() | messages.EndMessage():
                 if self._running and isinstance(message, messages.EndMessage):
-                    self._act(self._stopped("the run has ended at node 0"))
+                    self._act(self._stop_workers("the run has ended at node 0"))
                 if isinstance(message, messages.Start):
                     self._running, self.ordered = True, message.attempt
                 self.waiting(None)
@@ -166,13 +180,13 @@ class FollowerCoordinator:
             case messages.Regroup():
                 if self._running and message.attempt == self.ordered:
                     self.generation = message.generation
-                    plan = self._seated(message.place)
+                    plan = self._assigned_plan(message.place)
                     self._act(RegroupPlan(message.generation, message.why, plan, None, message.halt))
             case messages.Hold():
                 if self._running and message.attempt == self.attempt:
                     self._act(HoldWorkers(message.why))
             case messages.PeerList():
-                self.roll = message
+                self.peer_list = message
             case messages.HaltAll():
                 if self._running:
                     self._act(HaltWorkers(message.step))
@@ -181,158 +195,178 @@ class FollowerCoordinator:
             case messages.ForwardSignal():
                 self._act(SignalWorkers(signal.Signals(message.signal)))
             case messages.RpcFrame():
-                if self._supervised is not None:
-                    self._supervised.letter(None, message)
+                if self._agent is not None:
+                    self._agent.receive_rpc(None, message)
             case messages.NoteMessage():
                 self.note(message.text)
 
     def members(self) -> dict[int, tuple[int, ...]]:
+        """Return nothing: a follower has no members."""
         return {}
 
     @property
     def skew(self) -> float:
+        """Return the clock of this node minus the leader's, in seconds."""
         return self._member.skew
 
-    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
+    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
+        """Send a frame to the leader. One to another member is dropped."""
         if to is None:
-            self._member.send(letter)
+            self._member.send(frame)
 
     def address(self, member: int) -> str:  # noqa: ARG002
+        """Return an empty address: a follower knows only its leader."""
         return ""
 
     def _stop(self, stop: messages.Stop) -> None:
         number = signal.Signals(stop.signal)
         if stop.ends:
             self._act(EndRun(number, stop.reason))
-        elif self._running:  # else it is about an attempt that has ended here already
+        elif self._running:  # else the attempt has already ended here
             self._act(StopWorkers(number, stop.reason, stop.grace))
 
-    def _stopped(self, reason: str) -> StopWorkers:
+    def _stop_workers(self, reason: str) -> StopWorkers:
         return StopWorkers(signal.SIGTERM, reason, self._plan.shutdown.failure_timeout)
 
     def _act(self, action: Action) -> None:
-        if self._supervised is not None:
-            self._supervised.perform(action)
+        if self._agent is not None:
+            self._agent.perform(action)
 
     def lost(self, why: str, *, silent: bool) -> None:
-        if self.heir is not None and self.roll is not None and not self._going:
-            self.heir.leader_lost(why, silent=silent)
+        """Handle the loss of the leader: fail over in an elastic run, else end."""
+        if self.failover is not None and self.peer_list is not None and not self._leaving:
+            self.failover.leader_lost(why, silent=silent)
         else:
             self.give_up(why)
 
     def give_up(self, why: str) -> None:
+        """End the run on this node, because there is no leader."""
         self._lost = why
         self._inbox.put_nowait(messages.EndMessage(code=1, text=f"node 0 is lost: {why}"))
-        self._act(self._stopped("node 0 is lost"))
+        self._act(self._stop_workers("node 0 is lost"))
 
     @property
     def id(self) -> int:
-        return self._arrival.member or 0
+        """Return the number of this member."""
+        return self._node_info.member or 0
 
     @property
     def running(self) -> bool:
+        """Return whether an attempt is ordered and has not ended here."""
         return self._running
 
     @property
-    def door(self) -> Endpoint | None:
-        """The leader's."""
+    def leader_endpoint(self) -> Endpoint | None:
+        """Return where the leader listens."""
         return self._member.door
 
     async def follow(self, where: Endpoint, timeout: float) -> None:
-        """Another leader, in the place of the one that was lost. Raises JoinError."""
-        arrival = msgspec.structs.replace(self._arrival, engaged=self._engaged())
-        before, member = self._member, Member(self._gathering.token, arrival, lambda: [where], events=self)
-        self._member = member  # what it says may be heard before join returns
+        """Join another leader in place of the lost one. Raises JoinError."""
+        info = msgspec.structs.replace(self._node_info, engaged=self._engaged())
+        before, member = self._member, Member(self._rendezvous.token, info, lambda: [where], events=self)
+        self._member = member  # its messages may arrive before join returns
         await before.drop()
         await member.join(timeout)
 
     def _engaged(self) -> messages.Engaged | None:
         if not self._running:
             return None
-        called, ended, ready = self.ability
+        called, ended, ready = self.readiness
         return messages.Engaged(
             attempt=self.ordered, generation=self.generation, called=called, ended=ended, ready=ready
         )
 
     async def drop(self) -> None:
-        """The leader is lost, and this node takes its place."""
+        """Close the connection to a lost leader: this node takes its place."""
         await self._member.drop()
 
     def note(self, text: str, *, repeats: bool = False) -> None:
-        if self._supervised is not None:
-            self._supervised.note(text, repeats=repeats)
+        """Print a line through the agent."""
+        if self._agent is not None:
+            self._agent.note(text, repeats=repeats)
 
     def waiting(self, text: str | None) -> None:
-        if self._supervised is not None:
-            self._supervised.waiting(text)
+        """Show what this node waits for."""
+        if self._agent is not None:
+            self._agent.waiting(text)
 
-    # -- how it ends
+    # -- the end of an attempt
 
-    async def settled(self) -> None:
-        pass
+    async def wait_for_others(self) -> None:
+        """Return at once: a follower hosts nothing."""
 
-    def last(self, *, failed: bool) -> bool:  # noqa: ARG002
+    def is_last_attempt(self, *, failed: bool) -> bool:  # noqa: ARG002
+        """Return whether the leader is lost: only the leader knows otherwise."""
         return bool(self._lost)
 
-    def failing(self, fall: WorkerFailure) -> Action | None:
+    def worker_failed(self, failure: WorkerFailure) -> Action | None:
+        """Report the failure to the leader. Stop the workers at once if they cannot regroup."""
         self._member.send(
             messages.Failing(
-                rank=fall.rank,
-                reason=fall.reason,
-                time=fall.time,
-                place=fall.place[:1000],
-                lived=fall.lived,
-                step=fall.step,
-                generation=fall.generation,
+                rank=failure.rank,
+                reason=failure.reason,
+                time=failure.time,
+                place=failure.place[:1000],
+                lived=failure.lived,
+                step=failure.step,
+                generation=failure.generation,
             )
         )
-        called, ended, _ = self.ability
+        called, ended, _ = self.readiness
         if not called or ended:
-            return self._stopped(fall.reason)
-        return None  # the leader may want us to regroup
+            return self._stop_workers(failure.reason)
+        return None  # the leader decides
 
-    def able(self, called: bool, ended: bool, ready: bool) -> None:
-        self.ability = (called, ended, ready)
+    def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
+        """Report the readiness to the leader."""
+        self.readiness = (called, ended, ready)
         self._member.send(messages.RegroupReady(called=called, ended=ended, ready=ready))
 
-    def going(self, message: words.FirstStep) -> None:
+    def first_step(self, message: worker_messages.FirstStep) -> None:
+        """Report the first step to the leader."""
         self._member.send(
             messages.ProgressMessage(generation=message.generation, step=message.step, before=message.before)
         )
 
-    def halting(self, rank: int, message: words.Keeping | words.HaltAck | words.HaltedAt) -> None:
+    def halt_message(
+        self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
+    ) -> None:
+        """Send what a rank reports about a halt to the leader."""
         match message:
-            case words.HaltAck():
+            case worker_messages.HaltAck():
                 self._member.send(
                     messages.NodeHaltAck(
                         rank=rank, step=message.step, generation=message.generation, stuck=message.stuck
                     )
                 )
-            case words.HaltedAt():
+            case worker_messages.HaltedAt():
                 self._member.send(messages.NodeHalted(step=message.step))
 
     def preempt(self, number: signal.Signals) -> bool:
-        # Where nodes come and go, this one goes, and the others go on.
-        taken = self._running and self.ability[0] and not self._lost and not self._gathering.elastic
-        if taken:  # node 0 ends it, with a checkpoint or without
+        """Ask the leader for a preemption. False where it cannot help."""
+        # From an elastic run this node leaves, and the others continue.
+        taken = self._running and self.readiness[0] and not self._lost and not self._rendezvous.elastic
+        if taken:  # node 0 ends the run, with a checkpoint or without
             self._member.send(messages.Signalled(signal=number, preempt=True))
         return taken
 
-    def signalled(self, number: signal.Signals) -> None:
-        # Before the start one that goes may come again; the others wait for it.
+    def signal_received(self, number: signal.Signals) -> None:
+        """Report the signal to the leader, and end here if the leader does not decide."""
+        # Before the start a node that left may join again: the others wait for it.
         if self._running or self._started:
             self._member.send(messages.Signalled(signal=number))
-        self._going = self._gathering.elastic and number == signal.SIGTERM
-        if not (self._running or self._started) or self._going:
+        self._leaving = self._rendezvous.elastic and number == signal.SIGTERM
+        if not (self._running or self._started) or self._leaving:
             self._inbox.put_nowait(messages.EndMessage(code=128 + number))
 
-    def passed(self, number: signal.Signals) -> None:
-        pass
+    def forward_signal(self, number: signal.Signals) -> None:
+        """Do nothing: the leader forwards signals."""
 
-    async def concluded(self, report: AttemptReport) -> StartAttempt | RunResult:
+    async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
+        """Report to the leader, and wait for its next order."""
         self._running = False
-        if self.relay is not None and not self._lost:
-            await self.relay.drained(_DRAIN)
+        if self.log_forwarder is not None and not self._lost:
+            await self.log_forwarder.drained(_DRAIN)
         self._member.send(
             messages.Over(
                 attempt=report.attempt,
@@ -343,20 +377,21 @@ class FollowerCoordinator:
                 left=report.left[:_LONGEST],
             )
         )
-        return await self.orders()
+        return await self._next_order()
 
-    def announce(self, code: int, text: str) -> None:
-        pass
+    def announce_result(self, code: int, text: str) -> None:
+        """Do nothing: the leader announces the result."""
 
     async def close(self, code: int, text: str) -> None:
-        if self.relay is not None:
-            self.relay.close()
+        """Leave the run."""
+        if self.log_forwarder is not None:
+            self.log_forwarder.close()
         with contextlib.suppress(ConnectionError):
             await self._member.leave(min(code, 255), text[:_LONGEST])
 
 
 def _first(report: AttemptReport) -> messages.FailureReport | None:
-    """The first cause of this node: the first of all is the first of one of them."""
+    """Return the first failure of this node. The leader compares those of all nodes."""
     death = root_cause.first_cause(report.deaths)
     if death is None:
         return None

@@ -1,4 +1,4 @@
-"""Whether this node leads, and where it listens: on addresses that other machines can reach, and no others."""
+"""Whether this node leads, and where it listens: only on addresses that other machines can reach."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from phalanx.launcher.coordination import port
 from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 
 
-def open_door(gathering: RendezvousConfig) -> tuple[bool, list[socket.socket]]:
-    """True and the leader's sockets, or False and none."""
-    if gathering.leads is False:
+def open_leader_sockets(rendezvous: RendezvousConfig) -> tuple[bool, list[socket.socket]]:
+    """Return whether this node leads, and the sockets on which the leader listens."""
+    if rendezvous.leads is False:
         return False, []
     here = interfaces.survey()
-    addresses, own = _addresses(gathering.host, here)
-    if gathering.leads is None and not own:
+    addresses, own = _addresses(rendezvous.host, here)
+    if rendezvous.leads is None and not own:
         return False, []
     try:
-        return True, port.listen_on(addresses, gathering.port)
+        return True, port.listen_on(addresses, rendezvous.port)
     except PortError as error:
-        if gathering.leads is None:
-            return False, []  # another one of this machine was first
-        if gathering.meeting is None:
+        if rendezvous.leads is None:
+            return False, []  # another process of this machine leads
+        if rendezvous.leader_file is None:
             raise _for_all(error) from error.__cause__
-        return True, port.listen_on(addresses, 0)  # the port was only a guess: the meeting place tells the right one
+        return True, port.listen_on(addresses, 0)  # the port was a guess: the leader file has the right one
 
 
-def open_side_door(gathering: RendezvousConfig) -> list[socket.socket]:
-    """Where this node could be found if it had to lead. Nobody is answered there before."""
-    named = _resolve(gathering.host) if gathering.host is not None else []
+def open_failover_sockets(rendezvous: RendezvousConfig) -> list[socket.socket]:
+    """Return sockets for the case that this node must lead later. Connections are not answered before."""
+    named = _resolve(rendezvous.host) if rendezvous.host is not None else []
     confined = bool(named) and all(interfaces.is_loopback(address) for address in named)
     addresses = named[:1] if confined else list(interfaces.reachable(interfaces.survey())) or ["127.0.0.1"]
     try:
-        return port.listen_on(addresses, gathering.port)  # so that whoever comes later need not be told another one
+        return port.listen_on(addresses, rendezvous.port)  # nodes that join later know this port
     except PortError:
         return port.listen_on(addresses, 0)
 
 
 def _for_all(error: PortError) -> PortError:
-    """Where a port is in use: a free one will not do, for the other nodes could not know it."""
+    """Return the error with a fix for several nodes, which could not know a free port."""
     if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
         return PortError(error.what, details=error.details, fix="choose another one on every node: --master-port PORT")
     return error
 
 
 def _addresses(host: str | None, here: tuple[interfaces.Interface, ...]) -> tuple[list[str], bool]:
-    """Where to listen, given what the others were told; and whether that name is this machine's.
+    """Return the addresses to listen on, and whether `host`, which the others use, is this machine.
 
-    A name that leads to loopback here (127.0.1.1 in Debian's /etc/hosts) leads elsewhere on the other nodes: they come
-    by an address of ours that we cannot know, so we listen on all that can be reached from outside.
+    A name that resolves to loopback here (127.0.1.1 in Debian's /etc/hosts) resolves to another address on the other
+    nodes. Which one is unknown, so the leader listens on all addresses that can be reached from outside.
     """
     reachable = list(interfaces.reachable(here)) or ["127.0.0.1"]
     named = _resolve(host) if host is not None else []
-    if host in named or host == "localhost":  # an address, meant as it stands
+    if host in named or host == "localhost":  # an address, not a name
         return named, all(interfaces.owner(address, here) is not None for address in named)
     ours = [address for address in named if interfaces.owner(address, here) is not None]
     outside = [address for address in ours if not interfaces.is_loopback(address)]

@@ -1,4 +1,4 @@
-"""The one port of a run: bound before anything starts, and held until the run ends, so that nobody takes it."""
+"""The port of a run: bound before anything starts and held until the run ends, so that no other process takes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.errors import PortError
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on this address alone; port 0 takes a free one."""
+    """Return a socket that listens on this address only. Port 0: a free one."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
@@ -19,7 +19,7 @@ def listen(address: str, port: int) -> socket.socket:
         ) from error
     family, kind, protocol, _, where = found[0]
     sock = socket.socket(family, kind, protocol)
-    # A server that died a moment ago leaves connections behind that would otherwise block the port for a minute.
+    # Connections of a server that just died would block the port for a minute.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, where[0] != "::")
@@ -33,7 +33,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def listen_on(addresses: Sequence[str], port: int) -> list[socket.socket]:
-    """One socket for each address, all on the same port; port 0 takes one that is free on all of them."""
+    """Return one socket per address, all on the same port. Port 0: one that is free on all of them."""
     for _ in range(20 if port == 0 else 1):
         socks = [listen(addresses[0], port)]
         try:

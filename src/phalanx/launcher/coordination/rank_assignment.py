@@ -1,4 +1,4 @@
-"""This node's slots and what the leader says about its ranks, brought together."""
+"""What a node tells the leader about itself, and which slot each of its ranks gets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.plan import Plan
 
 
-def arrival_of(plan: Plan | None, gathering: RendezvousConfig, trouble: str = "", door: int = 0) -> NodeInfo:
-    """What this node says about itself at the door."""
-    task = gathering.task
+def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = "", door: int = 0) -> NodeInfo:
+    """Return what this node tells the leader when it joins. `trouble`: why it cannot take part."""
+    task = rendezvous.task
     claim = None
     if task is not None:
         claim = Claim(
@@ -26,13 +26,13 @@ def arrival_of(plan: Plan | None, gathering: RendezvousConfig, trouble: str = ""
             node=task.node,
         )
     return NodeInfo(
-        run=gathering.run,
-        member=gathering.member,
+        run=rendezvous.run,
+        member=rendezvous.member,
         host=os.uname().nodename,
         pid=os.getpid(),
         slots=len(plan.seats) if plan is not None else 0,
-        versions=gathering.versions,
-        terms=gathering.terms,
+        versions=rendezvous.versions,
+        terms=rendezvous.terms,
         claim=claim,
         trouble=trouble,
         time=time.time(),
@@ -40,10 +40,10 @@ def arrival_of(plan: Plan | None, gathering: RendezvousConfig, trouble: str = ""
     )
 
 
-def seats_of(plan: Plan, start: StartRanks) -> list[Seat]:
-    """A slot for each rank that is this node's. A task that is one rank takes the device of its local rank.
+def assign_seats(plan: Plan, start: StartRanks) -> list[Seat]:
+    """Return a slot for each rank of this node. A task that is one rank takes the device of its local rank.
 
-    A spare node's are numbered from behind the last rank.
+    The workers of a spare node are numbered after the last rank.
     """
     slots = [seat.slot for seat in plan.seats]
     if not start.ranks:

@@ -152,7 +152,7 @@ class DebugSessions:
         attempt = self._target.attempt
         for _, worker in attempt.living if attempt is not None else ():
             if worker.probe is not None:
-                worker.probe.order(what)
+                worker.probe.send(what)
 
     # -- the terminal of `phalanx run`
 
@@ -299,7 +299,7 @@ class DebugSessions:
                 answer = await worker.probe.ask("attach", timeout=_PROBE_TIMEOUT, fds=[theirs.fileno()])
             else:
                 answer = await worker.probe.ask("listen", timeout=_NODE_TIMEOUT, port=port)
-            attached = attachment.judge(rank, answer, begun=worker.probe.page.looked > 0)
+            attached = attachment.judge(rank, answer, begun=worker.probe.status.looked > 0)
         except BaseException:
             if self._local.get(name) is own:  # else it has reached a breakpoint meanwhile
                 del self._local[name]

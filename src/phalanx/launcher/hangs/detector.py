@@ -299,7 +299,7 @@ class HangDetector:
             if worker.seat.rank in ranks and not worker.spare and attempt is not None:
                 self._agent.note(f"rank {worker.seat.rank} {root_cause.HUNG}")
                 worker.hung = True
-                attempt.tell(name, signal.SIGKILL)
+                attempt.send_signal(name, signal.SIGKILL)
 
     # -- evidence
 

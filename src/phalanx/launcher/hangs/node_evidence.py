@@ -120,7 +120,7 @@ async def _rank(
     threads += await _of_children(worker, process)
     if (ended := _ended(bare, attempt, worker)) is not None:  # meanwhile
         return replace(ended, process=process)
-    status = worker.probe.page if worker.probe is not None else None
+    status = worker.probe.status if worker.probe is not None else None
     # A process that is ending has no probe any more: then silence means nothing.
     looked = status.looked if status is not None and not status.text.get("ending") else 0.0
     return replace(
@@ -141,7 +141,7 @@ async def _rank(
 def _ended(bare: Rank, attempt: Workers, worker: Worker) -> Rank | None:
     """Return the evidence of a rank that has ended, or is ending because it timed out. None: it runs."""
     if worker.code or worker.ending > time.monotonic():
-        death = attempt.death(worker)
+        death = attempt.process_failure(worker)
         if root_cause.gave_up(death):
             return _gave_up(bare, worker, death)
     return replace(bare, ended=worker.code) if worker.code is not None else None
@@ -178,7 +178,7 @@ async def _ask(worker: Worker, state: str) -> tuple[EvidenceReply, str]:
         return EvidenceReply(), "it has no probe"
     if state in _STOPPED:
         return EvidenceReply(), "it is stopped" if state in "Tt" else "it is dead"
-    looked = worker.probe.page.looked
+    looked = worker.probe.status.looked
     limit = _SILENT_ANSWER if looked and time.monotonic() - looked > _SILENT else ANSWER
     answer = await worker.probe.ask("report", timeout=limit)
     if answer is None:
@@ -228,9 +228,9 @@ async def _stacks(
 ) -> tuple[tuple[ThreadStack, ...], str]:
     """Get stacks from faulthandler, else from py-spy, when the probe does not answer because it lacks the GIL."""
     if worker.probe is not None and state not in _STOPPED and _stacks_by_signal(worker.probe, worker.pid):
-        sent = lambda: attempt.tell(name, probe.SIGNAL, alone=True)  # noqa: E731
+        sent = lambda: attempt.send_signal(name, probe.SIGNAL, alone=True)  # noqa: E731
         threads = stacks.parsed(await stacks.written(worker.probe.stacks, sent, _STACKS))
-        looked = worker.probe.page.looked
+        looked = worker.probe.status.looked
         if threads and looked and time.monotonic() - looked > _SILENT:
             threads = await _with_holder(worker.pid, threads)
         if any(thread.frames for thread in threads):
@@ -241,7 +241,7 @@ async def _stacks(
 
 def _stacks_by_signal(shown: ProbeClient, pid: int) -> bool:
     """Return whether the process writes its stacks on a signal: it has our handler and the file is open."""
-    if not linux.handles(pid, probe.SIGNAL) or shown.page.text.get("signal_taken"):
+    if not linux.handles(pid, probe.SIGNAL) or shown.status.text.get("signal_taken"):
         return False
     with contextlib.suppress(OSError):
         ours = os.readlink(f"/proc/self/fd/{shown.stacks}")

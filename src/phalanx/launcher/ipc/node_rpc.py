@@ -28,7 +28,7 @@ class RpcCarrier(Protocol):
         """Return the clock of this node minus the leader's, in seconds."""
         ...
 
-    def carry(self, letter: messages.RpcFrame, to: int | None) -> None:
+    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
         """Send a frame to a member or, if `to` is None, to the leader."""
 
     def address(self, member: int) -> str:
@@ -57,7 +57,7 @@ class NodeRpc:
         parts = [content[at : at + size] for at in range(0, len(content), size)] or [b""]
         for index, part in enumerate(parts):
             frame = messages.RpcFrame(kind=kind, number=number, content=part, more=index + 1 < len(parts))
-            self._carrier.carry(frame, to)
+            self._carrier.send_rpc(frame, to)
 
     def receive(self, sender: int | None, frame: messages.RpcFrame) -> None:
         """Take a frame. Each sender can have one unfinished message; one that is too long is dropped."""

@@ -167,7 +167,7 @@ class NodeSampler:
             WorkerReading(
                 name,
                 worker,
-                worker.probe.page if worker.probe is not None and attempt is not self._concluded else None,
+                worker.probe.status if worker.probe is not None and attempt is not self._concluded else None,
                 self.stats.read(worker.pid) if worker.code is None and worker.pid else None,
                 self._gpus.get(name),
             )

@@ -86,7 +86,7 @@ class _WorkerHistory:
         """
         if not worker.step:
             return self.step or on_slot or -1
-        self.step = worker.step + (max(0, on_slot - worker.paged) if worker.even else 0)
+        self.step = worker.step + (max(0, on_slot - worker.slot_step) if worker.steps_match else 0)
         return self.step
 
     def rate(self, worker: Worker) -> float:

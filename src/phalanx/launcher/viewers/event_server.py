@@ -199,7 +199,7 @@ class EventServer:
     @property
     def _source(self) -> str:
         """Return whose events viewers get: this node's while it leads or has not joined, else the leader's."""
-        return "own" if self._coordinator.leads else "leader" if self._agent.together else "early"
+        return "own" if self._coordinator.leads else "leader" if self._agent.all_joined else "early"
 
     def _publish(self, line: bytes) -> None:
         """Send an event of this node to all viewers and subscribed nodes."""

@@ -35,7 +35,9 @@ class SnapshotsTaken(Protocol):
     layouts: Layouts
 
     @property
-    def snapshots(self) -> object | None: ...
+    def snapshots(self) -> object | None:
+        """The snapshots, or None if there are none."""
+        ...
 
 
 @dataclass(frozen=True)
