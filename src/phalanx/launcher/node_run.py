@@ -1,0 +1,263 @@
+"""Runs one node of a run, from its plan to the exit code.
+
+The fork server is started first and imports torch; meanwhile this process imports the agent. Whatever is imported here
+before that delays it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from phalanx.contract.home import is_temporary
+from phalanx.errors import LaunchError
+from phalanx.forkserver import linux
+from phalanx.launcher.forking import fork_servers, preload_hints, warm_pool
+from phalanx.launcher.forking.fork_servers import ForkServerClient
+from phalanx.launcher.forking.preload_hints import PreloadHints
+from phalanx.launcher.plan import Plan
+from phalanx.launcher.runs import run_folder
+from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
+
+if TYPE_CHECKING:
+    from phalanx.launcher.agent.agent import RunHook
+    from phalanx.launcher.coordination.coordinator import Coordinator
+    from phalanx.launcher.output.console import Console
+
+Findings = Callable[[Plan, RunFolder], Sequence[str]]  # what is wrong with this host
+
+
+def run_node(
+    plan: Plan,
+    environ: Mapping[str, str],
+    sockets: list[socket.socket],
+    *,
+    hook: RunHook | None = None,
+    findings: Findings = lambda _plan, _folder: (),
+) -> int:
+    """Run the workers of this node until the run is over; return its exit code.
+
+    sockets   where this node listens for others, or for its store; they are closed at the end
+    findings  returns lines about this host to show at the start
+    """
+    if plan.command.kind == "stdin":
+        _keep_standard_input()
+    base = run_folder.home(environ)
+    with contextlib.ExitStack() as open_:
+        for sock in sockets:
+            open_.enter_context(sock)
+        if hook is not None:
+            hook.opened(sockets)
+        folder = _create_folder(plan, base)
+        try:
+            started = _start(plan, base, folder)
+            return _supervise(plan, folder, started, sockets, hook=hook, findings=findings)
+        finally:
+            folder.close()
+
+
+def _keep_standard_input() -> None:
+    """`phalanx run -`: read the script once, so that each rank can read it. Memory takes the place of descriptor 0."""
+    kept = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    while part := os.read(0, 1 << 20):
+        os.write(kept, part)
+    os.dup2(kept, 0)
+    os.close(kept)
+
+
+def _create_folder(plan: Plan, base: str) -> RunFolder:
+    try:
+        # "none" is what torchrun calls a run that nobody has named; a member takes the leader's name when it joins.
+        follows = plan.rendezvous is not None and not plan.rendezvous.leads
+        name = run_folder.make_run_id(plan.command.target) if follows or plan.run_id == "none" else plan.run_id
+        return run_folder.create(name, base=base, log_dir=plan.output.log_dir)
+    except OSError as error:
+        where = str(error.filename or plan.output.log_dir or base)
+        in_log_dir = plan.output.log_dir is not None and not where.startswith(base)
+        raise LaunchError(
+            f"the run folder cannot be made in {where}: {error.strerror}",
+            fix=f"{'--log-dir' if in_log_dir else 'set PHALANX_HOME to'} a folder that can be written",
+        ) from error
+
+
+@dataclass(frozen=True)
+class StartedForkServer:
+    """A fork server that imports while the agent is imported."""
+
+    client: ForkServerClient
+    hints: PreloadHints | None = None
+    notes: tuple[str, ...] = ()  # to show when there is a console
+
+
+def _start(plan: Plan, base: str, folder: RunFolder) -> StartedForkServer:
+    started = _started(plan, base, folder)
+    if is_temporary(base):
+        note = f"the home folder cannot be written: runs are kept in {base} (PHALANX_HOME sets another folder)"
+        return replace(started, notes=(note, *started.notes))
+    return started
+
+
+def _started(plan: Plan, base: str, folder: RunFolder) -> StartedForkServer:
+    """A warm fork server if there is one that fits, else a cold one; or fresh interpreters if asked."""
+    log = os.open(f"{folder.path}/forkserver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        if plan.start.fresh:
+            return StartedForkServer(fork_servers.make(plan, None, log=log))
+        hints = preload_hints.load(plan.command, base, plan.environ)
+        if hints.varying:
+            return StartedForkServer(fork_servers.make(plan, None, log=log), notes=(_varies(plan, hints),))
+        notes = [_assumes(plan, hints)] if hints.variables else []
+        found, more = _warm(plan, base, hints)
+        return StartedForkServer(found or fork_servers.make(plan, hints, log=log), hints, (*notes, *more))
+    finally:
+        os.close(log)
+
+
+def _assumes(plan: Plan, hints: PreloadHints) -> str:
+    values = ", ".join(name if value is None else f"{name}={value}" for name, value in hints.variables.items())
+    return f"{os.path.basename(plan.command.target)} sets {values} before it imports torch: imported with that"
+
+
+def _varies(plan: Plan, hints: PreloadHints) -> str:
+    script, names = os.path.basename(plan.command.target), ", ".join(hints.varying)
+    return f"{script} sets {names} before it imports torch, to several values: one interpreter per rank (as --fresh)"
+
+
+def _warm(plan: Plan, base: str, hints: PreloadHints) -> tuple[ForkServerClient | None, list[str]]:
+    if not plan.start.warm and not plan.start.keep_warm:
+        return None, []
+    environ = hints.applied(plan.environ)
+    place = warm_pool.place(base, plan.command.python, environ)
+    found = warm_pool.find(place, plan.start.preload, plan.start.keep_warm)
+    if isinstance(found, ForkServerClient):
+        return found, []
+    notes = [f"the warm fork server is not used: {found}"] if found else []
+    if not plan.start.keep_warm:
+        return None, notes
+    modules = [*warm_pool.MODULES, *plan.start.preload]
+    warm_pool.start(place, plan.command.python, environ, modules, plan.start.keep_warm)
+    found = warm_pool.find(place, plan.start.preload, plan.start.keep_warm)
+    if isinstance(found, ForkServerClient):
+        return found, notes
+    return None, [*notes, f"nothing could be kept warm ({found}); see {place.log}"]
+
+
+def _supervise(
+    plan: Plan,
+    folder: RunFolder,
+    started: StartedForkServer,
+    sockets: list[socket.socket],
+    *,
+    hook: RunHook | None,
+    findings: Findings,
+) -> int:
+    from phalanx.contract import events
+    from phalanx.launcher.output.console import Console
+
+    now = time.time()
+    command = plan.command.line(0)
+    pid = os.getpid()
+    folder.record(
+        RunRecord(
+            id=folder.name,
+            pid=pid,
+            pid_started=linux.start_time(pid) or 0,
+            command=command,
+            cwd=os.getcwd(),
+            folder=folder.path,
+            world_size=plan.placement.world_size,
+            started=now,
+            host=os.uname().nodename,
+        )
+    )
+    folder.event(
+        events.RunStarted(
+            time=now, run=folder.name, command=tuple(command), world_size=plan.placement.world_size, pid=pid
+        )
+    )
+    # Among several nodes no rank is alone, however many this one has.
+    world = plan.placement.world_size if plan.rendezvous is None else 2
+    console = Console(world, prefixes=_prefixes(plan), colour=plan.output.use_color)
+    if plan.output.print_events:
+        folder.echo = console.say
+    code = 1
+    try:
+        if not plan.output.quiet:
+            for line in (*_announcement(plan, folder, sockets), *plan.notes, *started.notes, *findings(plan, folder)):
+                console.say(line)
+        import asyncio
+
+        code = asyncio.run(_supervised(plan, folder, console, started, sockets, hook=hook))
+        return code
+    finally:
+        folder.event(events.RunEnded(time=time.time(), code=code, seconds=round(time.time() - now, 3)))
+        folder.ended(code)
+        console.close()
+
+
+async def _supervised(
+    plan: Plan,
+    folder: RunFolder,
+    console: Console,
+    started: StartedForkServer,
+    sockets: list[socket.socket],
+    *,
+    hook: RunHook | None,
+) -> int:
+    from phalanx.launcher.agent.agent import NodeAgent
+
+    coordinator = _coordinator(plan, folder, console, sockets)
+    agent = NodeAgent(
+        plan,
+        folder=folder,
+        console=console,
+        fork_server=started.client,
+        preload_hints=started.hints,
+        coordinator=coordinator,
+        hook=hook,
+    )
+    return await agent.run()
+
+
+def _coordinator(plan: Plan, folder: RunFolder, console: Console, sockets: list[socket.socket]) -> Coordinator:
+    if plan.rendezvous is None:
+        from phalanx.launcher.coordination.coordinator import SingleNodeCoordinator
+
+        return SingleNodeCoordinator(replace(plan, master_port=sockets[0].getsockname()[1]), folder, sockets[0])
+    if plan.rendezvous.leads:
+        from phalanx.launcher.coordination.leader import LeaderCoordinator
+
+        return LeaderCoordinator(plan, plan.rendezvous, folder, console, sockets)
+    if plan.rendezvous.elastic:
+        from phalanx.launcher.coordination.failover import FailoverCoordinator
+
+        return FailoverCoordinator(plan, plan.rendezvous, folder, console, sockets)
+    from phalanx.launcher.coordination.follower import FollowerCoordinator
+
+    return FollowerCoordinator(plan, plan.rendezvous, folder, console)
+
+
+def _prefixes(plan: Plan) -> dict[int, str]:
+    prefixes = {seat.rank: plan.line_prefix(seat, os.uname().nodename) for seat in plan.seats}
+    return {rank: text for rank, text in prefixes.items() if text is not None}
+
+
+def _announcement(plan: Plan, folder: RunFolder, sockets: list[socket.socket]) -> list[str]:
+    gathering = plan.rendezvous
+    if gathering is None:
+        ranks = plan.placement.world_size
+        return [f"{folder.name}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"]
+    if not gathering.leads:
+        return []
+    from phalanx.control.member import Endpoint
+
+    where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in sockets)
+    lines = [f"{folder.name}: {gathering.expected} {gathering.noun}s, meeting at {where}, output in {folder.path}"]
+    if not gathering.token.key:
+        lines.append("--no-auth: there is no token, so whoever reaches the port gets in")
+    return lines
