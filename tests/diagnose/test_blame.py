@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import Gpu, Rank, ThreadStack
 from tests.diagnose.made_evidence import (
     C10D,
@@ -294,3 +295,15 @@ def test_named_right(case: str) -> None:
     assert (
         not verdict.certain or verdict.kind in ("uneven data", "skipped collective", "exited") or "dead" in verdict.text
     )
+
+
+def test_with_a_short_limit_every_waiting_rank_counts() -> None:
+    """They came to the collective at different times, all of them longer ago than the limit."""
+    found = evidence(
+        waiting(0, size=3, since=2.1),
+        waiting(1, size=3, since=1.5),
+        behind(2, loading(ITEM), size=3, since=1.2, proc=process(wchan="futex_do_wait")),
+        waited=1.1,
+        limit=1.0,
+    )
+    assert "the other 2 wait for it in all_reduce" in diagnose(found)[0].text

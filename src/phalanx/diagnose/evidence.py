@@ -191,7 +191,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[Rank, ...]
     nodes: tuple[NodeFacts, ...] = ()
     world_size: int = 0
-    limit: float = 30.0  # seconds after which a run counts as state still: --stall-timeout
+    limit: float = 30.0  # seconds after which a run counts as stalled: --stall-timeout
     finding: str = ""  # of the doctor, about the network between nodes
 
 

@@ -154,7 +154,8 @@ def state_of(evidence: Evidence, rank: Rank) -> RankState:
     if not act.shown and (rank.device or rank.gpu is not None):
         act = frames.reads_gpu(stack) or act
     usual = rank.usual if 0 < rank.usual < 1e6 else 0.0
-    stuck = max(rank.since, evidence.waited) >= max(PATIENCE, SEVERAL * usual)
+    patience = min(PATIENCE, evidence.limit)  # with a shorter --stall-timeout the others have not stood longer either
+    stuck = max(rank.since, evidence.waited) >= max(patience, SEVERAL * usual)
     place = frames.own(stack) or (stack[0] if stack else None)
     bare = RankState(rank, act, place, None, stuck)
     return RankState(rank, act, place, _waits_in(bare), stuck)
