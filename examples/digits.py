@@ -16,6 +16,7 @@ from phalanx.demo import idx
 
 
 def network() -> nn.Module:
+    """Return a small convolutional network."""
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
@@ -24,6 +25,7 @@ def network() -> nn.Module:
 
 
 def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Return the share of images that the model gets right."""
     model.eval()
     with torch.no_grad():
         guesses = torch.cat([model(part).argmax(1) for part in images.split(500)])
@@ -32,6 +34,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 
 
 def train(run: phalanx.Run) -> None:
+    """Train on one rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", metavar="DIR", help="MNIST's IDX files; without it the digits that come with phalanx")
     parser.add_argument("--epochs", type=int, default=8)
