@@ -29,7 +29,7 @@ from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 def serve(writing: int) -> None:
     async def wait() -> None:
-        held = snapshot_memory.SnapshotMemory(lambda pid: True, told=True)
+        held = snapshot_memory.SnapshotMemory(lambda pid: True, requested=True)
         os.write(writing, held.name.encode())
         await asyncio.Event().wait()
 

@@ -35,6 +35,7 @@ class RankState:
     place: Frame | None  # in the user's code, or else the innermost there is
     call: CallEvidence | None  # it waits in
     stuck: bool  # long enough at one place to be asked about it
+    unheard: float = UNHEARD  # seconds without a sign after which Python's lock counts as held
 
     @property
     def number(self) -> int:
@@ -84,7 +85,7 @@ class RankState:
     @property
     def held(self) -> bool:
         """Whether Python's lock is held: the process does not answer and is not stopped."""
-        return self.rank.silent >= UNHEARD and not (self.gone or self.stopped) and self.rank.process is not None
+        return self.rank.silent >= self.unheard and not (self.gone or self.stopped) and self.rank.process is not None
 
     @cached_property
     def long(self) -> str:
@@ -157,8 +158,9 @@ def state_of(evidence: Evidence, rank: Rank) -> RankState:
     patience = min(PATIENCE, evidence.limit)  # with a shorter --stall-timeout the others have not stood longer either
     stuck = max(rank.since, evidence.waited) >= max(patience, SEVERAL * usual)
     place = frames.own(stack) or (stack[0] if stack else None)
-    bare = RankState(rank, act, place, None, stuck)
-    return RankState(rank, act, place, _waits_in(bare), stuck)
+    unheard = min(UNHEARD, max(evidence.limit, 1.0))  # an alarm for a silent rank comes after the limit
+    bare = RankState(rank, act, place, None, stuck, unheard)
+    return RankState(rank, act, place, _waits_in(bare), stuck, unheard)
 
 
 def _waits_in(state: RankState) -> CallEvidence | None:

@@ -39,7 +39,7 @@ def vaults(*rooms: int) -> Iterator[list[str]]:
 
         async def serve() -> None:
             made = [
-                snapshot_memory.SnapshotMemory(lambda pid: True, told=True, room=lambda room=room: room)
+                snapshot_memory.SnapshotMemory(lambda pid: True, requested=True, room=lambda room=room: room)
                 for room in rooms
             ]  # type: ignore[misc]
             os.write(writing, " ".join(one.name for one in made).encode())
