@@ -163,7 +163,7 @@ def test_without_a_terminal(words: tuple[str, ...], tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with start(*words, "-", env=places) as job:
         assert job.wait() == 0
-        assert "--screen needs a terminal" in job.err
+        assert "--screen ignored: it needs a terminal" in job.err
         assert "[1] rank 1 goes on" in job.out
     with terminal("watch", env={**places, "TERM": "dumb"}) as job:
         assert job.wait() == 0

@@ -30,7 +30,7 @@ def test_a_rank_that_computes_longer_is_named_and_equal_ones_are_not(tmp_path: P
 
     def equal() -> bool:
         found.append(asked(home))
-        return sum(rank["looks"] >= 30 for rank in found[-1]["ranks"]) == 3
+        return sum(rank["samples"] >= 30 for rank in found[-1]["ranks"]) == 3
 
     def uneven() -> bool:
         found.append(asked(home))

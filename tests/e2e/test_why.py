@@ -53,7 +53,7 @@ def test_nothing_to_ask_about(tmp_path: Path) -> None:
         (("nobody",), "no run called nobody is known here"),
         (("--pid", "4194304"), "there is no process 4194304 here"),
         (("--slurm", "x"), "a job is a number"),
-        (("this", "--pid", "1"), "this is a run, and --pid or --slurm another one"),
+        (("this", "--pid", "1"), "this and --pid or --slurm are two different jobs"),
     ):
         told = phalanx("why", *words, env=env)
         assert (told.code, seen in told.err) == (2, True), told.err

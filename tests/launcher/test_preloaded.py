@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.e2e.places import SCRIPTS as E2E
 from tests.kit.cli import run
 
-SCRIPTS = Path(E2E).parents[1] / "launch/scripts"
+SCRIPTS = Path(E2E).parents[1] / "launcher/scripts"
 
 # Recorded, and nothing is kept of them.
 NOT_KEPT = {"LNAME", "LOGNAME", "PYTHONUSERBASE", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME", "_PYTHON_PROJECT_BASE"}
