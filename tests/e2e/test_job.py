@@ -83,7 +83,9 @@ def summed(number):
     return int(os.environ["RANK"]), total.item()
 
 if __name__ == "__main__":
-    print(phalanx.launch(summed, [5], workers=2, cpu=True).result())
+    with phalanx.launch(summed, [5], workers=2, cpu=True) as job:
+        assert job.result() == job.result()
+    print(job.result())
 """
 
 

@@ -105,7 +105,8 @@ class Job:
         folder: str | None = None,
     ) -> None:
         self._home = run_folder.home(env)
-        self._call = folder  # where a function and its results are
+        self._call = folder  # where a function and its results are, until they are read
+        self._results: list[Any] | None = None
         self._record: RunRecord | None = None
         self._said: list[bytes] = []
         self._process = subprocess.Popen(
@@ -191,6 +192,12 @@ class Job:
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{self!r} after {timeout:g} s") from None
         self._reader.join()
+        folder, self._call = self._call, None
+        try:
+            if folder is not None and self.exit_code == 0:
+                self._results = function_call.results(folder)
+        finally:
+            _remove(folder)
         return self.exit_code or 0
 
     def result(self, timeout: float | None = None) -> list[Any] | None:
@@ -199,13 +206,10 @@ class Job:
         Raises LaunchError if the run has failed, with the cause that the console shows.
         """
         code = self.wait(timeout)
-        try:
-            if code != 0:
-                name = self._record.id if self._record is not None else "the run"
-                raise LaunchError(f"{name} ended with exit code {code}", details=self._last_lines())
-            return None if self._call is None else function_call.results(self._call)
-        finally:
-            _remove(self._call)
+        if code != 0:
+            name = self._record.id if self._record is not None else "the run"
+            raise LaunchError(f"{name} ended with exit code {code}", details=self._last_lines())
+        return self._results
 
     def logs(self, rank: int = 0, stream: Literal["stdout", "stderr"] = "stdout") -> str:
         """`job.logs(rank=2)`: what a rank has written so far, in the newest attempt."""
@@ -245,9 +249,6 @@ class Job:
         except TimeoutError:
             self._process.send_signal(signal.SIGINT)  # the second signal: at once
             return self.wait(timeout)
-        finally:
-            if not self.running:
-                _remove(self._call)
 
 
 def _remove(folder: str | None) -> None:

@@ -24,6 +24,7 @@ from phalanx.launcher.agent.preemption import Preemption
 from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.coordination.actions import AcceptLoss, Action, EndRun, HaltWorkers, RegroupPlan, StopWorkers
 from phalanx.launcher.coordination.recoveries import Recoveries
+from phalanx.launcher.ipc.node_rpc import RpcCarrier
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import root_cause
@@ -77,29 +78,8 @@ class AgentView(Protocol):
         """Take a frame from a member. `sender` None: from the leader."""
 
 
-class Coordinator(Protocol):
+class Coordinator(RpcCarrier, Protocol):
     """Decides for a node when an attempt begins and what follows a failure."""
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this node decides for all nodes."""
-        ...
-
-    def members(self) -> dict[int, tuple[int, ...]]:
-        """Return the ranks of each follower. Empty on a node that does not lead."""
-        ...
-
-    @property
-    def skew(self) -> float:
-        """Return the clock of this node minus the leader's, in seconds."""
-        ...
-
-    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
-        """Send a frame to a member or, if `to` is None, to the leader."""
-
-    def address(self, member: int) -> str:
-        """Return the address of a member as seen from here. Empty if unknown."""
-        ...
 
     @property
     def log_forwarder(self) -> LogForwarder | None:
