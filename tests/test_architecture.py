@@ -1,0 +1,33 @@
+"""docs/architecture.md names functions: each of them exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+METHOD = re.compile(r"\b([A-Z][A-Za-z]+)\.(_?[a-z_]+)\b")
+FILE = re.compile(r"`([a-z_]+(?:/[a-z_]+)+)(?:\.py)?[.`]")
+
+
+def methods() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "src/phalanx").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, set()).update(
+                    each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+                )
+    return found
+
+
+def test_what_the_walks_name_exists() -> None:
+    text, known = (ROOT / "docs/architecture.md").read_text(), methods()
+    named = METHOD.findall(text)
+    assert len(named) > 10
+    assert [f"{owner}.{name}" for owner, name in named if name not in known.get(owner, ())] == []
+    places = [place for place in FILE.findall(text) if place.split("/")[0] not in ("docs", "tests")]
+    assert len(places) > 10
+    there = ROOT / "src/phalanx"
+    assert [place for place in places if not (there / place).is_dir() and not (there / f"{place}.py").is_file()] == []
