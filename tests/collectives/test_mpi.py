@@ -26,12 +26,12 @@ def test_everything_under_mpirun_and_then_one_does_not_come() -> None:
     done = start([*MPIRUN, 3, *words])
     for rank in range(3):
         assert f"rank {rank} of 3: all as it should be, by mpi" in done.stdout, done.stdout + done.stderr
-    # It is not waited for any longer than was said; and what MPI had begun cannot be called off, so the job is ended.
+    # A collective ends after its timeout. MPI cannot cancel it, so the ranks that leave abort the job, and mpirun ends
+    # the rank that sleeps. The exit status shows it: mpirun sometimes fails to print its message about MPI_ABORT.
     late = "CollectiveTimeout: all_reduce timed out: it waited 2 s for other ranks; MPI does not report which"
     assert re.search(rf"rank [02] after \d+\.\d s: {late}", done.stdout), done.stdout + done.stderr
     assert re.search(r"rank [02] after 0\.\d s: GroupAborted", done.stdout), done.stdout + done.stderr
-    assert "MPI_ABORT was invoked" in done.stderr
-    assert done.returncode != 0
+    assert done.returncode == 1
 
 
 def test_alone_and_without_mpi4py() -> None:
