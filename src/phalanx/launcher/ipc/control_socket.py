@@ -13,16 +13,14 @@ import hmac
 import json
 import os
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from phalanx.errors import LaunchError
-from phalanx.forkserver import wire
+from phalanx.forkserver import linux, wire
 from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _REQUEST_TIMEOUT = 5.0  # seconds for a caller to send its request
 HANDLER_TIMEOUT = 10.0  # seconds for a handler to be registered: the run may have just started
 _LONGEST = 1 << 16  # bytes of a request
@@ -31,11 +29,6 @@ _FILE = "control"  # in the run folder: the address and the key
 
 # Takes the request and the connection, and closes the connection.
 Handler = Callable[[wire.Message, socket.socket], Awaitable[None]]
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, uid
 
 
 class ControlSocket:
@@ -71,7 +64,7 @@ class ControlSocket:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             caller, _ = self._listener.accept()
-            if _peer(caller)[1] != os.getuid():
+            if not linux.peer(caller).is_same_user:
                 caller.close()
                 return
             task = self._start(self._serve(caller))
@@ -151,7 +144,8 @@ def call(run: RunRecord, request: wire.Message) -> socket.socket:
         with open(os.path.join(run.folder, _FILE)) as file:
             name, key = file.read().split()
         _connect(sock, f"\0{name}")
-        if _peer(sock) != (run.pid, os.getuid()):
+        peer = linux.peer(sock)
+        if peer.pid != run.pid or not peer.is_same_user:
             raise OSError("another process answers at its address")
         wire.send(sock, {**request, "key": key})
     except (OSError, ValueError) as error:
