@@ -24,6 +24,8 @@ from .orphans import Orphans
 from .probe import probe
 from .server import ForkServer
 
+_REQUEST_LIMIT = 1 << 20  # bytes
+
 
 class WarmForkServer:
     """WarmForkServer(listener, path, idle).serve(modules): import the modules, then serve runs."""
@@ -77,7 +79,7 @@ class WarmForkServer:
                 return None
             connection.settimeout(2)
             try:
-                received = wire.receive(connection)
+                received = wire.receive(connection, _REQUEST_LIMIT)
             except (OSError, ValueError):
                 return None
             if received is None:
