@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 T = TypeVar("T")
-Format = Literal["json", "msgpack"]
+Encoding = Literal["json", "msgpack"]
 
 PACKET_LIMIT = 1 << 16  # bytes of a message that is one packet: between a worker and its agent
 
@@ -43,8 +43,8 @@ def encode_msgpack(message: Any) -> bytes:
 class Decoder(Generic[T]):
     """Decoder(kind).decode(data): decode messages of another process, which may have sent anything."""
 
-    def __init__(self, kind: Any, format: Format = "json") -> None:  # noqa: A002 - what it is called everywhere
-        decoder = msgspec.json.Decoder(kind) if format == "json" else msgspec.msgpack.Decoder(kind)
+    def __init__(self, kind: Any, encoding: Encoding = "json") -> None:
+        decoder = msgspec.json.Decoder(kind) if encoding == "json" else msgspec.msgpack.Decoder(kind)
         self._decode: Callable[[bytes], T] = decoder.decode
 
     def decode(self, data: bytes) -> T:
