@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from phalanx.errors import UsageError
 from phalanx.train.checkpoint.plain import packed, unpacked
-from phalanx.train.data.loader import Loader, look_up
+from phalanx.train.data.indexed import look_up
+from phalanx.train.data.loader import Loader
 from phalanx.train.data.order import Order, Position
 from tests.kit.cli import phalanx
 from tests.kit.proc import descendants
@@ -532,7 +533,7 @@ def test_a_stream_is_dealt_as_if_it_had_an_index(length: int, crews: list[dict[s
         loaders = handed_on(loaders, new) if loaders else new
         done += flat(train(loaders, life["survived"]))
         most = max(most, loaders[0].global_batch - 1)
-        if loaders[0]._finished:
+        if loaders[0]._cursor.finished:
             break
         list(islice(loaders[0], life["ahead"]))  # and not committed
     assert done == list(range(len(done)))
@@ -669,7 +670,7 @@ def test_parts_go_on_at_any_number_of_ranks(length: int, ranks: list[tuple[int, 
         done += flat(meet(loaders, survived))
         assert len({json.dumps(loader.state_dict()) for loader in loaders}) == 1
         assert loaders[0].position.consumed == len(done)
-        if loaders[0]._finished:
+        if loaders[0]._cursor.finished:
             break
     assert max(Counter(done).values(), default=1) == 1
     assert set(done) <= set(range(length))
