@@ -146,7 +146,7 @@ class BatchReader:
                     f"{data.batch_size - data.last_count} of this batch's {data.batch_size} samples are padding, and a "
                     'mean loss counts them: run.backward(losses) with one loss per sample (reduction="none")',
                 )
-            return self._stepper.weigh(loss, data.last_count, data.last_total)
+            return self._stepper.weights.weigh(loss, data.last_count, data.last_total)
         size = len(data.sample_weights)
         if loss.shape != (size,):
             raise UsageError(
@@ -154,7 +154,7 @@ class BatchReader:
                 details=["expected one number, or one per sample"],
                 fix="run.backward(loss.mean()), or run.backward(losses.flatten(1).mean(1))",
             )
-        return self._stepper.weigh_each(loss, data.last_count, data.last_total)
+        return self._stepper.weights.weigh_each(loss, data.last_count, data.last_total)
 
     def check_weights(self) -> None:
         """Warn if the ranks have different numbers of samples and the loss was not weighted."""

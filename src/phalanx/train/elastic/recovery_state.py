@@ -105,7 +105,7 @@ class RecoveryState:
         self._snapshots = snapshots
         check = self.generation.hooks.check_group
         if check is not None and membership.device.type == "cuda":  # elsewhere an aborted operation raises by itself
-            stepper.before_update.append(check)
+            stepper.hooks.before_update.append(check)
 
     def commit_in_two_phases(self, loaders: Callable[[], list[Loader]]) -> None:
         """Let all ranks confirm an update before any rank makes it, if a lost rank is to be replaced."""
@@ -122,7 +122,7 @@ class RecoveryState:
         if self._two_phase is not None:
             self._two_phase.close()
         self._two_phase = None
-        self._stepper.before_update.clear()
+        self._stepper.hooks.before_update.clear()
 
     def take_over(self) -> None:
         """Restore from a living rank, if there is one: whatever is on the disk is older."""

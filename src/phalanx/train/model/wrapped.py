@@ -102,7 +102,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
 
     def weigh(self, loss: Any, count: int, total: int) -> Any:
         """Return the mean loss of `count` samples as this rank's part of the mean over all ranks' `total`."""
-        return self.stepper.weigh(loss, count, total)
+        return self.stepper.weights.weigh(loss, count, total)
 
     def finish(self) -> None:
         """Make the next micro-batch the last one of its window."""
@@ -117,7 +117,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
     @property
     def scaler(self) -> Any:
         """The gradient scaler of fp16; None without."""
-        return self.stepper.scaler
+        return self.stepper.scaling.scaler
 
     # -- for the stepper
 
