@@ -35,7 +35,7 @@ class LossScaling:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scaler."""
-        return self._loaded if self.scaler is None else self.scaler.state_dict()  # type: ignore[no-any-return]
+        return self._loaded if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a scaler, now or when there is one."""

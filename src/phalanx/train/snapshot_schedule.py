@@ -126,3 +126,8 @@ class SnapshotSchedule:
         kept = self._kept.objects
         if shard_placement.is_sharded(kept) and not shard_placement.is_replicated(kept):
             self._due = Cadence(self.snapshots, self.snapshots.say, training=self._training)
+
+    def close(self, patience: float = 0.0) -> None:
+        """Close the snapshots, if there are any. `patience`: seconds to wait for one that is nearly complete."""
+        if self.snapshots is not None:
+            self.snapshots.close(patience)
