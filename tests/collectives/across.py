@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.collectives import neighbours
-from phalanx.collectives.engines import hierarchical, leader_reduce
+from phalanx.collectives.engines import hierarchical, host_collectives, leader_reduce
 from phalanx.collectives.engines.engine import ANY_SOURCE, CallKind, Engine, EngineCall, Op, Reduction
 from phalanx.collectives.engines.gloo import GlooEngine, reduced
 from tests.collectives.ranks import fork
@@ -152,7 +152,7 @@ def others(engine: hierarchical.HierarchicalEngine) -> None:
 
 def results(places: str) -> None:
     def work(rank: int, _: int, path: str) -> None:
-        hierarchical.PIECE, leader_reduce.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
+        host_collectives.PIECE, leader_reduce.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
         engine = group(places, rank, path)
         for count in (0, 7, 6011):
             reductions(engine, places, count)
