@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from phalanx.collectives.engines.engine import CallKind, Engine, EngineCall, Reduction
+
 from .buffers import BufferCache
-from .engine import CallKind, Engine, EngineCall, Reduction
-from .host_leaders import Deadline
+from .leaders import Deadline
 
 
 class LocalRanks:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from phalanx.collectives.engines.engine import Op
+
 from .buffers import BufferCache, combine
-from .engine import Op
-from .host_leaders import HostLeaders
+from .leaders import HostLeaders
 
 SMALL = 1 << 16  # bytes up to which each leader sends everything to all others
 

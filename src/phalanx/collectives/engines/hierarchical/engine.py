@@ -14,18 +14,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from phalanx.collectives.engines.engine import ANY_SOURCE, Engine, EngineCall
+from phalanx.collectives.engines.gloo import GlooMessage
+from phalanx.collectives.engines.gloo_transport import AnySourceMessage, GlooTransport
+from phalanx.collectives.engines.threaded import ENDED, Threaded
 from phalanx.collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
 from phalanx.collectives.failure_propagation import FailurePropagation, translate
 from phalanx.collectives.neighbours import Neighbours, format_ranks
 
 from .buffers import BufferCache
-from .engine import ANY_SOURCE, Engine, EngineCall
-from .gloo import GlooMessage
-from .gloo_transport import AnySourceMessage, GlooTransport
-from .host_collectives import HostCollectives
-from .host_leaders import DATA, Deadline, HostLeaders
+from .collectives import HostCollectives
+from .leaders import DATA, Deadline, HostLeaders
 from .local_ranks import LocalRanks
-from .threaded import ENDED, Threaded
 
 
 class HierarchicalEngine(Threaded):

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from phalanx.collectives.call_header import CallHeader, check_match, fits_inline
+from phalanx.collectives.engines.engine import EngineCall
+from phalanx.collectives.engines.gloo_transport import GlooTransport, within
 from phalanx.collectives.neighbours import Neighbours
-
-from .engine import EngineCall
-from .gloo_transport import GlooTransport, within
 
 HEADER, DATA = (1 << 31) - 1, (1 << 31) - 2  # tags of messages between leaders
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from phalanx.collectives.engines.engine import CallKind, EngineCall, Reduction, as_bytes, spread
 from phalanx.collectives.neighbours import Neighbours
 
 from .buffers import BufferCache, accumulate_dtype, combine, finish, pack, split_pieces, unpack
-from .engine import CallKind, EngineCall, Reduction, as_bytes, spread
-from .host_leaders import HostLeaders
 from .leader_reduce import LeaderReduce
+from .leaders import HostLeaders
 from .local_ranks import LocalRanks
 
 PIECE = 1 << 22  # bytes that are transferred between hosts while other pieces are reduced and distributed
