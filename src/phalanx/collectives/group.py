@@ -117,6 +117,11 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _wait_for_pending_works(self) -> None:
         self._works.wait()
 
+    @property
+    def timeout_seconds(self) -> float:
+        """The default timeout of the group."""
+        return self._calls.timeout
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default timeout of the group."""
         self._calls.timeout = timeout.total_seconds()

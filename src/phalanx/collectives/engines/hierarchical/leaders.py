@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class HostLeaders:
         neighbours: Neighbours,
         rank: int,
         deadline: Deadline,
-        format_ranks: Callable[[Sequence[int]], str],
+        format_ranks: Callable[[Iterable[int]], str],
     ) -> None:
         self.hosts = neighbours.hosts
         self.mine = neighbours.mine
