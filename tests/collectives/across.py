@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.collectives import neighbours
-from phalanx.collectives.engines import hierarchical, leader_reduce
 from phalanx.collectives.engines.engine import ANY_SOURCE, CallKind, Engine, EngineCall, Op, Reduction
 from phalanx.collectives.engines.gloo import GlooEngine, reduced
+from phalanx.collectives.engines.hierarchical import collectives, leader_reduce
+from phalanx.collectives.engines.hierarchical.engine import HierarchicalEngine
 from tests.collectives.ranks import fork
 
 LIMIT = 60.0
@@ -39,7 +40,7 @@ HOWS = [
 ]
 
 
-def group(places: str, rank: int, path: str) -> hierarchical.HierarchicalEngine:
+def group(places: str, rank: int, path: str) -> HierarchicalEngine:
     store = dist.FileStore(path, len(places))
     known = neighbours.by_host([*places], rank)
     try:
@@ -51,7 +52,7 @@ def group(places: str, rank: int, path: str) -> hierarchical.HierarchicalEngine:
         )
     else:
         inner = join(store, rank, known.here, known.here, LIMIT)
-    return hierarchical.HierarchicalEngine(store, known, inner, LIMIT)
+    return HierarchicalEngine(store, known, inner, LIMIT)
 
 
 def values(of: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,7 +79,7 @@ def same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
         raise AssertionError(f"{what}: {got} instead of {want}")
 
 
-def reductions(engine: hierarchical.HierarchicalEngine, places: str, count: int) -> None:
+def reductions(engine: HierarchicalEngine, places: str, count: int) -> None:
     rank, size = engine.rank, engine.size
     for number, (dtype, how) in enumerate(HOWS):
         parts = [values(of, count, dtype) for of in range(size)]
@@ -98,7 +99,7 @@ def reductions(engine: hierarchical.HierarchicalEngine, places: str, count: int)
         same("what went in", whole[rank], values(rank, count, dtype)[: each * size])
 
 
-def moves(engine: hierarchical.HierarchicalEngine, count: int) -> None:
+def moves(engine: HierarchicalEngine, count: int) -> None:
     rank, size = engine.rank, engine.size
     alls = [values(of, count, torch.float64) for of in range(size)]
     for root in range(size):
@@ -129,7 +130,7 @@ def moves(engine: hierarchical.HierarchicalEngine, count: int) -> None:
         same("all_to_all", out, torch.full((rows[of][rank],), of * size + rank))
 
 
-def others(engine: hierarchical.HierarchicalEngine) -> None:
+def others(engine: HierarchicalEngine) -> None:
     rank, size = engine.rank, engine.size
     parts = [torch.full((300,), float(rank + k)) for k in range(4)]
     started = [engine.start(EngineCall(CallKind.ALL_REDUCE, outs=[part], timeout=LIMIT)) for part in parts]
@@ -152,7 +153,7 @@ def others(engine: hierarchical.HierarchicalEngine) -> None:
 
 def results(places: str) -> None:
     def work(rank: int, _: int, path: str) -> None:
-        hierarchical.PIECE, leader_reduce.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
+        collectives.PIECE, leader_reduce.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
         engine = group(places, rank, path)
         for count in (0, 7, 6011):
             reductions(engine, places, count)
@@ -168,37 +169,37 @@ def results(places: str) -> None:
 # -- what goes wrong: four ranks, two on each machine
 
 
-def _all_reduce(engine: hierarchical.HierarchicalEngine, timeout: float = LIMIT) -> None:
+def _all_reduce(engine: HierarchicalEngine, timeout: float = LIMIT) -> None:
     engine.run(EngineCall(CallKind.ALL_REDUCE, outs=[torch.ones(100_000)], timeout=timeout))
 
 
-def _leader_dies(engine: hierarchical.HierarchicalEngine) -> None:
+def _leader_dies(engine: HierarchicalEngine) -> None:
     if engine.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     _all_reduce(engine)
 
 
-def _other_dies(engine: hierarchical.HierarchicalEngine) -> None:
+def _other_dies(engine: HierarchicalEngine) -> None:
     if engine.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     _all_reduce(engine)
 
 
-def _late(engine: hierarchical.HierarchicalEngine) -> None:
+def _late(engine: HierarchicalEngine) -> None:
     if engine.rank == 3:
         time.sleep(2)
     else:
         _all_reduce(engine, 1.0)
 
 
-def _different(engine: hierarchical.HierarchicalEngine) -> None:
+def _different(engine: HierarchicalEngine) -> None:
     if engine.rank < 2:
         _all_reduce(engine)
     else:
         engine.run(EngineCall(CallKind.BROADCAST, outs=[torch.ones(8)], root=3, timeout=LIMIT))
 
 
-def _abort(engine: hierarchical.HierarchicalEngine) -> None:
+def _abort(engine: HierarchicalEngine) -> None:
     if engine.rank == 3:
         time.sleep(1)
         return
@@ -210,14 +211,14 @@ def _abort(engine: hierarchical.HierarchicalEngine) -> None:
         _all_reduce(engine)
 
 
-def _no_message(engine: hierarchical.HierarchicalEngine) -> None:
+def _no_message(engine: HierarchicalEngine) -> None:
     if engine.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     if engine.rank == 0:
         engine.recv(torch.empty(1), 3, 0, LIMIT).wait()
 
 
-TROUBLE: dict[str, Callable[[hierarchical.HierarchicalEngine], None]] = {
+TROUBLE: dict[str, Callable[[HierarchicalEngine], None]] = {
     "the leader of the other machine dies": _leader_dies,
     "a rank of the other machine dies": _other_dies,
     "late": _late,
@@ -235,7 +236,7 @@ def trouble() -> None:
             _: int,
             path: str,
             name: str = name,
-            act: Callable[[hierarchical.HierarchicalEngine], None] = act,
+            act: Callable[[HierarchicalEngine], None] = act,
         ) -> None:
             engine = group("aabb", rank, path)
             _all_reduce(engine)

@@ -191,8 +191,8 @@ def test_groups_are_patient_while_somebody_debugs() -> None:
     try:
         group: Any = dist.group.WORLD
         group_timeouts.suspend()
-        assert group._timeout == group_timeouts.LONG.total_seconds()
+        assert group.timeout_seconds == group_timeouts.LONG.total_seconds()
         group_timeouts.resume()
-        assert group._timeout == 7
+        assert group.timeout_seconds == 7
     finally:
         dist.destroy_process_group()

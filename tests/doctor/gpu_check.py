@@ -17,16 +17,16 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 import msgspec
 
 from phalanx.cluster import xids as kernel_xids
-from phalanx.doctor import machine
+from phalanx.doctor import gpu_facts, machine
 from phalanx.doctor.checks import gpus, versions
-from phalanx.doctor.checks.gpus import Gpus
+from phalanx.doctor.gpu_facts import Gpus
 
 
 def main() -> int:
     wrong: list[str] = []
     environ = dict(os.environ)
     began = time.perf_counter()
-    facts = gpus.read(environ)
+    facts = gpu_facts.read(environ)
     print(f"read in {1000 * (time.perf_counter() - began):.0f} ms")
     for gpu in facts.gpus:
         print(f"GPU {gpu.index}")
@@ -38,7 +38,7 @@ def main() -> int:
     if not facts.gpus:
         wrong.append("no GPU")
     for gpu in facts.gpus:
-        if gpu.memory == 0 or not gpu.bus or gpu.name == "GPU":
+        if gpu.memory.total == 0 or not gpu.bus or gpu.name == "GPU":
             wrong.append(f"GPU {gpu.index}: the driver answered nothing")
     if msgspec.json.decode(msgspec.json.encode(facts), type=Gpus) != facts:
         wrong.append("the facts cannot be sent")

@@ -25,7 +25,6 @@ from phalanx.doctor.checks import (
 from phalanx.doctor.checks.clock import Offset
 from phalanx.doctor.checks.disk import Disk
 from phalanx.doctor.checks.firewall import Firewall
-from phalanx.doctor.checks.gpus import GpuFacts, GpuProcess, Gpus
 from phalanx.doctor.checks.limits import Limits
 from phalanx.doctor.checks.names import NameLookup, Names
 from phalanx.doctor.checks.network import Network, NetworkInterface
@@ -34,6 +33,7 @@ from phalanx.doctor.checks.reach import Reach
 from phalanx.doctor.checks.shared_memory import SharedMemory
 from phalanx.doctor.checks.versions import Versions
 from phalanx.doctor.finding import Finding, worst
+from phalanx.doctor.gpu_facts import GpuFacts, GpuMemory, GpuPower, GpuProcess, Gpus
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -262,13 +262,21 @@ def test_version_file_is_read_not_run() -> None:
     assert versions.assignments(text) == {"__version__": "2.13.0+cpu", "cuda": "12.8"}
 
 
-GPU = GpuFacts(0, "H200", persistence=True, power_limit=700, power_default=700, errors_now=0, errors_ever=0, memory=GIB)
+GPU = GpuFacts(0, "H200", "", True, GpuPower(700, 700), GpuMemory(GIB, errors_now=0, errors_ever=0))
 BUS = "0000:3b:00.0"
 GOOD = Gpus((GPU,), (BUS,), driver="580.1", driver_cuda="13.0", torch_cuda="13.0")
 
 
 def with_gpu(**changes: object) -> Gpus:
     return replace(GOOD, gpus=(replace(GPU, **changes),))  # type: ignore[arg-type]
+
+
+def with_memory(**changes: object) -> Gpus:
+    return with_gpu(memory=replace(GPU.memory, **changes))  # type: ignore[arg-type]
+
+
+def with_power(**changes: object) -> Gpus:
+    return with_gpu(power=replace(GPU.power, **changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -285,18 +293,18 @@ def with_gpu(**changes: object) -> Gpus:
         (Gpus(bus=(BUS,), trouble="the NVIDIA driver does not answer: x"), "red", ["does not answer: x"]),
         (replace(GOOD, torch_cuda="14.1"), "red", ["built for CUDA 14.1", "13.0 at most"]),
         (replace(GOOD, driver_cuda="13.0", torch_cuda="13.2"), "green", []),
-        (with_gpu(errors_now=1), "red", ["GPU 0 had 1 memory error that"]),
-        (with_gpu(errors_ever=3), "yellow", ["3 memory errors", "in its life"]),
-        (with_gpu(errors_now=None, errors_ever=None), "green", []),
-        (with_gpu(pending=True), "yellow", ["waits for a reset"]),
-        (with_gpu(remap_failed=True), "red", ["could not replace"]),
+        (with_memory(errors_now=1), "red", ["GPU 0 had 1 memory error that"]),
+        (with_memory(errors_ever=3), "yellow", ["3 memory errors", "in its life"]),
+        (with_memory(errors_now=None, errors_ever=None), "green", []),
+        (with_memory(pending=True), "yellow", ["waits for a reset"]),
+        (with_memory(remap_failed=True), "red", ["could not replace"]),
         (with_gpu(persistence=False), "yellow", ["persistence mode is off for GPU 0"]),
         (with_gpu(persistence=None), "green", []),
-        (with_gpu(power_limit=400), "yellow", ["GPU 0 may draw 400 W, less than 700 W"]),
-        (with_gpu(slowed=("it is too hot", "it is too hot"), temperature=91), "yellow", ["at 91 °C: it is too hot"]),
+        (with_power(limit=400), "yellow", ["GPU 0 may draw 400 W, less than 700 W"]),
+        (with_power(slowed=("it is too hot", "it is too hot"), temperature=91), "yellow", ["at 91 °C: it is too hot"]),
         (with_gpu(processes=(GpuProcess(7, GIB, "eve", "python x"),)), "yellow", ["process 7 (eve, python x, 1 GiB)"]),
-        (with_gpu(memory_used=3 * GIB), "yellow", ["3 GiB of GPU 0", "cannot be seen"]),
-        (with_gpu(memory_used=GIB // 2), "green", []),
+        (with_memory(used=3 * GIB), "yellow", ["3 GiB of GPU 0", "cannot be seen"]),
+        (with_memory(used=GIB // 2), "green", []),
         (
             replace(GOOD, xids=(XidLine(79, "0000:3b:00", 60, ""),)),
             "red",

@@ -20,7 +20,7 @@ import pytest
 
 from phalanx.diagnose.evidence import CallEvidence, Frame, GroupEvidence, ThreadStack
 from phalanx.forkserver import linux
-from phalanx.forkserver.probe import group_progress, phases, probe, recorders, report, sampler, status_slot
+from phalanx.forkserver.probe import group_progress, movement, phases, probe, recorders, report, sampler, status_slot
 from phalanx.forkserver.probe.steps import StepCounter
 from phalanx.launcher.agent import probes
 from phalanx.launcher.agent.probes import ProbeClient, StatusBoard
@@ -440,6 +440,17 @@ def test_a_file_of_torch_has_a_phase(path: str, name: str, phase: str) -> None:
 
 def test_the_signal_of_a_probe_is_no_one_elses() -> None:
     assert signal.SIGRTMIN < probe.SIGNAL < signal.SIGRTMAX
+
+
+def test_a_thread_moves_by_its_place_or_by_what_is_counted() -> None:
+    moving = movement.Movement()
+    assert moving.still == 0.0
+    assert moving.update((1, 2, 3), (0,), 100)
+    assert moving.stays((1, 2, 3))
+    assert not moving.update((1, 2, 3), (0,), 200)
+    assert moving.update((1, 2, 3), (1,), 300)  # a step later
+    assert moving.update((1, 4, 3), (1,), 400)
+    assert (moving.moves, moving.moved, moving.places) == (3, 400, 2)
 
 
 def test_batches_of_a_loader_are_counted() -> None:

@@ -83,7 +83,7 @@ def there_and_back(folder: str, dtype: torch.dtype, *, sharded: bool) -> None:
         checkpoints.save(3, first.kept)
         first.steps(3)  # at once: the copy must be of what was before
         checkpoints.wait()
-        buffers = checkpoints._free
+        buffers = checkpoints._queue.free
         expect(any(buffer._pinned for buffer in buffers), f"{name}: the buffer is pinned")
     second = Training(1024, 8, dtype, sharded=not sharded)
     second.steps(1)

@@ -97,7 +97,7 @@ def check(name: str) -> None:
         assert snapshots.load(found, kept) == {"epoch": 8}
         same = all(torch.equal(one, other) for one, other in zip(tensors(model, opt), there, strict=True))
         size = sum(one.nbytes for one in there)
-        pins = all(writer._buffer._pinned for writer in snapshots._writers)
+        pins = all(writer._buffer._pinned for writer in snapshots._writer.memories)
         ratio = statistics.median(held[2:]) / statistics.median(copies)
         print(
             f"{how}: {size / 2**30:.2f} GiB, held {statistics.median(held[2:]) * 1e3:.2f} ms "

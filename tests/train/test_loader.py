@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from phalanx.errors import UsageError
 from phalanx.train.checkpoint.plain import packed, unpacked
-from phalanx.train.data.loader import Loader, look_up
+from phalanx.train.data.cursor import LoaderCursor
+from phalanx.train.data.indexed import look_up
+from phalanx.train.data.loader import Loader
 from phalanx.train.data.order import Order, Position
 from tests.kit.cli import phalanx
 from tests.kit.proc import descendants
@@ -532,7 +534,7 @@ def test_a_stream_is_dealt_as_if_it_had_an_index(length: int, crews: list[dict[s
         loaders = handed_on(loaders, new) if loaders else new
         done += flat(train(loaders, life["survived"]))
         most = max(most, loaders[0].global_batch - 1)
-        if loaders[0]._finished:
+        if loaders[0]._cursor.finished:
             break
         list(islice(loaders[0], life["ahead"]))  # and not committed
     assert done == list(range(len(done)))
@@ -669,7 +671,7 @@ def test_parts_go_on_at_any_number_of_ranks(length: int, ranks: list[tuple[int, 
         done += flat(meet(loaders, survived))
         assert len({json.dumps(loader.state_dict()) for loader in loaders}) == 1
         assert loaders[0].position.consumed == len(done)
-        if loaders[0]._finished:
+        if loaders[0]._cursor.finished:
             break
     assert max(Counter(done).values(), default=1) == 1
     assert set(done) <= set(range(length))
@@ -840,3 +842,24 @@ def test_what_is_refused(dataset: Any, options: dict[str, Any], seen: str) -> No
     with pytest.raises(UsageError) as caught:
         Loader(dataset, Here(), **options)
     assert seen in str(caught.value)
+
+
+def test_a_cursor_starts_at_the_last_commit() -> None:
+    cursor = LoaderCursor()
+    assert cursor.start() == (Position(), 0, None)
+    cursor.advance(Position(0, 8))
+    cursor.commit()
+    assert cursor.workers_at_commit
+    cursor.advance(Position(0, 16))
+    assert not cursor.workers_at_commit  # they are ahead of it
+    assert cursor.start() == (Position(0, 8), 1, None)
+
+
+def test_a_cursor_goes_to_the_next_epoch_when_one_is_finished() -> None:
+    cursor = LoaderCursor()
+    cursor.go_to(Position(2, 24), 3)
+    cursor.resume = {"workers": 1}
+    assert cursor.start() == (Position(2, 24), 3, {"workers": 1})
+    assert cursor.resume is None
+    cursor.finished = True
+    assert cursor.start() == (Position(3), 0, None)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.train.reporting.progress import DRAW_EVERY, LOG_EVERY, ProgressBar, ProgressView, bar, line
+from phalanx.train.reporting.progress import DRAW_EVERY, LOG_EVERY, ProgressBar, ProgressView, SpeedMeter, bar, line
 
 FULL = ProgressView(1200, 5000, "epoch 2/10", {"loss": 0.30213, "accuracy": 0.5}, 12345.6, 4000)
 
@@ -228,3 +228,14 @@ def test_a_step_costs_nearly_nothing() -> None:
             progress.advance(64, values)
         rounds.append((time.thread_time() - begin) / 2000)
     assert min(rounds) < 20e-6
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    meter = SpeedMeter(0.0, 100, window=10.0)
+    assert meter.rates(0.0) == (None, None)
+    meter.step, meter.samples = 110, 320
+    assert meter.rates(5.0) == (2.0, 64.0)
+    for now in (5.0, 15.0, 25.0):
+        meter.mark(now)
+    meter.step, meter.samples = 130, 320
+    assert meter.rates(25.0) == (2.0, None)  # since 15.0, and no samples were counted

@@ -26,7 +26,7 @@ from phalanx.train.snapshot.counter import Counter, is_counter, reached, waited
 from phalanx.train.snapshot.found import RESCUE, HeldPart, newest, transfers
 from phalanx.train.snapshot.part import Part, Writer
 from phalanx.train.snapshot.rescue import rescue, stillness
-from phalanx.train.snapshot.snapshots import Snapshots
+from phalanx.train.snapshot.snapshots import Retry, Snapshots
 from phalanx.worker.rendezvous.topology import Topology
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 from tests.kit.cli import Env, Result, descendants, free_port, phalanx, stage, start, until
@@ -211,6 +211,17 @@ def test_how_long_ago_the_last_one_was_outlives_the_ranks() -> None:
         vault.close()
 
     visit(call)
+
+
+def test_a_snapshot_that_is_skipped_again_waits_longer() -> None:
+    retry, due = Retry(), []
+    for step in (10, 11, 13, 17):
+        retry.later(step)
+        due.append(retry.step)
+    retry.reset()
+    retry.later(30)
+    assert due == [11, 13, 17, 25]
+    assert retry.step == 31
 
 
 # -- which snapshot is the newest

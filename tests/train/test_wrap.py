@@ -17,6 +17,7 @@ from torch import nn
 
 from phalanx.errors import OptionError, UsageError
 from phalanx.train.model.compression import PowerSGD
+from phalanx.train.model.replaced_parameters import ReplacedParameters
 from phalanx.train.model.sharding import units
 from phalanx.train.model.wrap import wrap
 from phalanx.train.stepping import Stepper
@@ -266,12 +267,11 @@ def test_a_copy_is_one_of_the_model() -> None:
 
 def test_what_has_taken_the_place_of_a_parameter_is_left_alone() -> None:
     """By identity, not by its address in memory, which another has when the first is gone."""
-    model = Net()
-    wrapped = wrap(model, group=Nobody())
     gone, now, other = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    wrapped.__dict__["_became"] = {id(other): (weakref.ref(gone), now)}
+    replaced = ReplacedParameters()
+    replaced._after = {id(other): (weakref.ref(gone), now)}
     opt = torch.optim.SGD([other], lr=0.1)
-    wrapped.adopt(opt)
+    replaced.adopt(opt)
     assert opt.param_groups[0]["params"][0] is other
 
 

@@ -27,7 +27,7 @@ def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequ
     known = neighbours.find(store, rank, size, timeout.total_seconds())
     problem = store.get(_PROBLEM_KEY).decode() if store.check([_PROBLEM_KEY]) else ""
     if len(known.hosts) > 1:
-        from .engines.hierarchical import HierarchicalEngine
+        from .engines.hierarchical.engine import HierarchicalEngine
 
         inner = _host_engine(store, rank, known.here, names, timeout, problem=problem)
         engine: Engine = HierarchicalEngine(store, known, inner, timeout.total_seconds(), names)

@@ -15,7 +15,23 @@ from .errors import CollectiveTimeout
 _installed = False
 
 
-def barrier(store: dist.Store, rank: int, names: Sequence[int], timeout: float, wait_all_ranks: bool) -> None:
+class MonitoredBarrier:
+    """The monitored barriers of one group. `names`: the global ranks."""
+
+    def __init__(self, store: dist.Store, rank: int, names: Sequence[int]) -> None:
+        self._store = store
+        self._rank = rank
+        self._names = names
+        self._count = 0
+
+    def wait(self, timeout: float, wait_all_ranks: bool) -> None:
+        """Wait for all ranks."""
+        self._count += 1
+        store = dist.PrefixStore(f"monitored/{self._count}", self._store)
+        _wait(store, self._rank, self._names, timeout, wait_all_ranks)
+
+
+def _wait(store: dist.Store, rank: int, names: Sequence[int], timeout: float, wait_all_ranks: bool) -> None:
     """Wait for all ranks. Rank 0 waits for the others and tells them the outcome. `names`: the global ranks."""
     if rank:
         store.set(str(rank), "here")

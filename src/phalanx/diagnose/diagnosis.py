@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from phalanx.diagnose import words
 from phalanx.diagnose.evidence import Evidence
-from phalanx.diagnose.rank_state import Field, survey
 from phalanx.diagnose.rules import blame, deadlock, desync, gpu, network, process, rendezvous
 from phalanx.diagnose.rules.divergence import divergences
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import Field, survey
 
 _OUT_OF_STEP = ("uneven data", "skipped collective")
 

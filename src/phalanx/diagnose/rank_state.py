@@ -1,15 +1,12 @@
-"""The state of each rank: where it is, what it does, which collective it waits in, and for whom."""
+"""The state of each rank: where it is, what it does, and which collective it waits in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from msgspec.structs import replace
-
-from phalanx.diagnose import frames, words
-from phalanx.diagnose.evidence import CallEvidence, Evidence, Frame, GroupEvidence, Rank
+from phalanx.diagnose import frames
+from phalanx.diagnose.evidence import CallEvidence, Evidence, Frame, Rank
 from phalanx.diagnose.frames import Act
 
 PATIENCE = 2.0  # seconds at one place, at least, before it is worth a word
@@ -23,7 +20,6 @@ MOVES = 1e5  # bytes a second: it reads or writes
 STREAMS = 1e6  # likewise, whatever it is at: a data set is read, or a checkpoint written, by code that nobody knows
 MEETINGS = ("join", "new group")  # where everybody has to come, without a number
 _LONG = frozenset({"compile", "checkpoint", "import"})
-_Memo = dict[tuple[str, int, str, frozenset[int]], frozenset[int]]
 
 
 @dataclass(frozen=True)
@@ -222,201 +218,3 @@ def _seen(rank: Rank, act: Act) -> CallEvidence:
 def backend(rank: Rank, group: str) -> str:
     """Return the backend of a group of a rank; empty if it is unknown."""
     return next((each.backend for each in rank.groups if each.name == group), "")
-
-
-@dataclass(frozen=True)
-class Field:
-    """All ranks, and who waits for whom."""
-
-    evidence: Evidence
-    states: dict[int, RankState]
-    awaits: dict[int, frozenset[int]] = field(default_factory=dict)  # waiting rank -> ranks that have not come
-
-    def of(self, ranks: Iterable[int]) -> list[RankState]:
-        """Return the states of these ranks, in order."""
-        return [self.states[rank] for rank in sorted(ranks) if rank in self.states]
-
-    def waiting_for(self, ranks: Iterable[int]) -> list[int]:
-        """Return who waits for these ranks, directly or through others."""
-        reached = set(ranks)
-        found: set[int] = set()
-        while True:
-            more = {rank for rank, missing in self.awaits.items() if rank not in found and missing & reached}
-            if not more:
-                return sorted(found - set(ranks))
-            found |= more
-            reached |= more
-
-    def wait_for(self, ranks: Sequence[int]) -> str:
-        """Return e.g. "; the other 3 wait for it in all_reduce #214 (DDP bucket 1, 6.5 MB)"."""
-        waiting = self.of(self.waiting_for(ranks))
-        if not waiting:
-            return ""
-        first = next((each for each in waiting if each.call is not None), waiting[0])
-        numbers = [each.number for each in waiting]
-        whom = words.verb(ranks, "it", "them")
-        return (
-            f"; {words.others(numbers, self.evidence, ranks)} {words.verb(numbers, 'waits', 'wait')} for {whom} in "
-            f"{described(first)}"
-        )
-
-
-def timed(evidence: Evidence) -> Evidence:
-    """Drop kernel start times unless the kernel of another rank has started."""
-    started = {_place(call) for rank in evidence.ranks for call in rank.calls if call.started}
-    if all(call.started is not False or _place(call) in started for rank in evidence.ranks for call in rank.calls):
-        return evidence
-    ranks = (
-        replace(rank, calls=tuple(_untimed(call) if _place(call) not in started else call for call in rank.calls))
-        for rank in evidence.ranks
-    )
-    return replace(evidence, ranks=tuple(ranks))
-
-
-def _place(call: CallEvidence) -> tuple[str, str, int]:
-    return call.group, call.backend, call.seq
-
-
-def _untimed(call: CallEvidence) -> CallEvidence:
-    return call if call.started is None else replace(call, started=None)
-
-
-def survey(evidence: Evidence) -> Field:
-    """Return the states of all ranks, and who waits for whom."""
-    evidence = timed(evidence)
-    states = {rank.rank: state_of(evidence, rank) for rank in evidence.ranks}
-    awaits: dict[int, frozenset[int]] = {}
-    memo: _Memo = {}  # most ranks wait in the same one
-    for state in states.values():
-        missing = _missing(state, states, evidence, memo)
-        if missing is not None:
-            awaits[state.number] = missing - {state.number}
-    return Field(evidence, states, awaits)
-
-
-def _missing(
-    state: RankState,
-    states: dict[int, RankState],
-    evidence: Evidence,
-    memo: _Memo,
-) -> frozenset[int] | None:
-    call = state.call
-    if not state.stuck:  # however slow its steps are, who is stopped does not come
-        if call is None or call.op in ("send", "recv"):
-            return None
-        members = members_of(state, states)
-        return frozenset(rank for rank in members if states[rank].stopped) or None
-    if call is None:
-        if state.act.what not in MEETINGS or state.gone or state.stopped:
-            return None
-        everybody = set(states) | set(range(evidence.world_size))
-        here = {
-            each.number
-            for each in states.values()
-            if each.act.what == state.act.what and not (each.gone or each.stopped)
-        }
-        past = {each.number for each in states.values() if each.act.what != "join" and each.rank.groups}
-        if state.act.what == "join" and past:  # who has a group has joined
-            return frozenset(everybody - here - past) or None
-        return frozenset(everybody - here)
-    if call.op in ("send", "recv"):
-        peer = states.get(call.peer) if call.peer is not None else None
-        return frozenset() if peer is None or meet(state, peer) else frozenset({peer.number})
-    members = members_of(state, states)
-    key = (call.group, call.seq, f"{'' if call.seq > 0 else call.op} {call.started}", members)
-    if key not in memo:
-        memo[key] = frozenset(rank for rank in members if _absent(states[rank], call))
-    return memo[key]
-
-
-def members_of(state: RankState, states: dict[int, RankState]) -> frozenset[int]:
-    """Return the ranks of the group of a call."""
-    call = state.call
-    group = next((each for each in state.rank.groups if call is not None and each.name == call.group), None)
-    return frozenset(states) & frozenset(group.ranks) if group is not None and group.ranks else frozenset(states)
-
-
-def _absent(state: RankState, call: CallEvidence) -> bool:
-    if state.stopped or state.gone:  # what it has called, it cannot go on with
-        return not any(each.done and (each.group, each.seq) == (call.group, call.seq) for each in state.rank.calls)
-    if call.seq > 0:
-        reached = newest(state.rank, call.group)
-        if reached is not None:
-            return reached < call.seq or (bool(call.started) and _not_started(state.rank, call))
-    own = state.call
-    return own is None or own.group != call.group or (call.seq <= 0 and own.op != call.op)
-
-
-def _not_started(rank: Rank, call: CallEvidence) -> bool:
-    """Return whether its GPU has not reached the collective that other GPUs are in."""
-    head = unstarted(rank)
-    return head is not None and (head.group, head.backend) == (call.group, call.backend) and head.seq <= call.seq
-
-
-def newest(rank: Rank, name: str) -> int | None:
-    """Return the number of the newest collective that a rank has called in a group."""
-    group: GroupEvidence | None = next((each for each in rank.groups if each.name == name), None)
-    called = [call.seq for call in rank.calls if call.group == name and call.seq > 0]
-    if group is not None and group.enqueued >= 0:
-        called.append(group.enqueued)
-    return max(called, default=None)
-
-
-def meet(one: RankState, other: RankState) -> bool:
-    """Return whether two calls are a send and its receive."""
-    a, b = one.call, other.call
-    if a is None or b is None or {a.op, b.op} != {"send", "recv"}:
-        return False
-    if b.peer not in (None, one.number):
-        return False
-    return a.tag is None or b.tag is None or a.tag == b.tag
-
-
-def described(state: RankState) -> str:
-    """Return e.g. "all_reduce #214 (DDP, 6.5 MB) at train.py:52"."""
-    call = state.call
-    if call is None:
-        if state.act.what in MEETINGS:
-            name = "init_process_group" if state.act.what == "join" else "new_group"
-            return f"{name}{words.at(state.place)}"
-        if state.act.what == "leaving":
-            name = "destroy_process_group" if state.act.name == "destroy_process_group" else "the end of its script"
-            return f"{name}{words.at(state.place)}"
-        if not state.act.words and state.place is not None and not state.works:
-            return words.at(state.place).strip()
-        return f"{state.act.words or 'at work'}{words.at(state.place)}"
-    if call.op in ("send", "recv"):
-        peer = "" if call.peer is None else f" {'to' if call.op == 'send' else 'from'} rank {call.peer}"
-        tag = f" (tag {call.tag})" if call.tag else ""
-        return f"{call.op}{peer}{tag}{words.at(site(state, call))}"
-    return f"{named(state, call)}{words.at(site(state, call))}"
-
-
-def being(state: RankState) -> str:
-    """Return e.g. "in all_reduce #214 at train.py:52" or "sleeping at train.py:33"."""
-    inside = state.call is not None or state.act.what in (*MEETINGS, "leaving")
-    return f"{'in ' if inside else ''}{described(state)}"
-
-
-def named(state: RankState, call: CallEvidence) -> str:
-    """Return e.g. "all_reduce #214 (DDP bucket 1, 6.5 MB)"."""
-    about = []
-    if bucket(call, state.frames if call is state.call else ()):
-        number = _bucket_number(state, call)
-        about.append("DDP" if number is None else f"DDP bucket {number}")
-    if words.size(call):
-        about.append(words.quantity(words.size(call)))
-    return words.numbered(call) + (f" ({', '.join(about)})" if about else "")
-
-
-def _bucket_number(state: RankState, call: CallEvidence) -> int | None:
-    """Return the number of the bucket since the last collective that was none."""
-    before = [each for each in state.rank.calls if each.group == call.group and each.seq < call.seq]
-    seen = {call.shapes}
-    for count, each in enumerate(reversed(before)):
-        if not bucket(each):
-            return count if each.site or not each.op.startswith("all_reduce") else None
-        if each.shapes in seen:
-            return None
-        seen.add(each.shapes)
-    return None

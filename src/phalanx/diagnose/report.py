@@ -9,10 +9,12 @@ import msgspec
 
 from phalanx.contract import encoding
 from phalanx.diagnose import words
+from phalanx.diagnose.description import being, described
 from phalanx.diagnose.diagnosis import remarks
 from phalanx.diagnose.evidence import Evidence, Frame
-from phalanx.diagnose.rank_state import RankState, being, described, state_of, timed
+from phalanx.diagnose.rank_state import RankState, state_of
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import timed
 
 MORE = "phalanx why --stacks shows all stacks; phalanx attach RANK opens a debugger in one"
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phalanx.doctor import gpu_facts
 from phalanx.doctor.checks import disk, firewall, gpus, limits, names, network, ports, shared_memory, versions
 from phalanx.doctor.checks.disk import Disk
 from phalanx.doctor.checks.firewall import Firewall
-from phalanx.doctor.checks.gpus import Gpus
 from phalanx.doctor.checks.limits import Limits
 from phalanx.doctor.checks.names import Names
 from phalanx.doctor.checks.network import Network
@@ -17,6 +17,7 @@ from phalanx.doctor.checks.ports import Ports
 from phalanx.doctor.checks.shared_memory import SharedMemory
 from phalanx.doctor.checks.versions import Versions
 from phalanx.doctor.finding import Finding
+from phalanx.doctor.gpu_facts import Gpus
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def read(environ: Mapping[str, str], folder: str) -> MachineFacts:
         disk=disk.read(folder),
         ports=ports.read(),
         firewall=firewall.read(),
-        gpus=gpus.read(environ),
+        gpus=gpu_facts.read(environ),
     )
 
 

@@ -56,6 +56,28 @@ class BatchReader:
         self._batch_seed = self._seeded = 0  # of the current batch; the one that the generator was seeded with
         self._restored: dict[str, Any] | None = None  # random state of a checkpoint, until the first epoch
 
+    def epochs(self, count: int, *, begun: Callable[[], None]) -> Iterator[int]:
+        """Yield the epochs from the current one to the last. `begun` is called at the beginning of each."""
+        counter = self._counter
+        counter.epochs = count
+        loaders = self._kept.loaders
+        if loaders:
+            counter.epoch = max(counter.epoch, loaders[0].epoch)
+        self.restore_rng()
+        for epoch in range(counter.epoch, count):
+            counter.epoch = epoch
+            for loader in loaders:
+                loader.set_epoch(epoch)
+            begun()
+            yield epoch
+        counter.epoch = max(counter.epoch, count)
+        if self._stepper.waiting:
+            self._warnings.warn(
+                "waiting",
+                "the last micro-batches made no update, because the end of the data was not known in advance: "
+                "give the data set a __len__",
+            )
+
     def read(self, data: Any, *, pause: Callable[[], None], epoch_ended: Callable[[Loader], None]) -> Iterator[Any]:
         """Yield the rest of the epoch. `pause` is called between two batches of data that is kept."""
         reading = BatchReading(data)
@@ -146,7 +168,7 @@ class BatchReader:
                     f"{data.batch_size - data.last_count} of this batch's {data.batch_size} samples are padding, and a "
                     'mean loss counts them: run.backward(losses) with one loss per sample (reduction="none")',
                 )
-            return self._stepper.weigh(loss, data.last_count, data.last_total)
+            return self._stepper.weights.weigh(loss, data.last_count, data.last_total)
         size = len(data.sample_weights)
         if loss.shape != (size,):
             raise UsageError(
@@ -154,7 +176,7 @@ class BatchReader:
                 details=["expected one number, or one per sample"],
                 fix="run.backward(loss.mean()), or run.backward(losses.flatten(1).mean(1))",
             )
-        return self._stepper.weigh_each(loss, data.last_count, data.last_total)
+        return self._stepper.weights.weigh_each(loss, data.last_count, data.last_total)
 
     def check_weights(self) -> None:
         """Warn if the ranks have different numbers of samples and the loss was not weighted."""

@@ -118,3 +118,8 @@ class CheckpointSchedule:
             self.save(self._latest)
         self.checkpoints.wait()
         return True
+
+    def close(self, **options: Any) -> None:
+        """Close the checkpoints, if there are any. The options are those of `Checkpoints.close`."""
+        if self.checkpoints is not None:
+            self.checkpoints.close(**options)

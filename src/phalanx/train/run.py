@@ -10,20 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS
 from phalanx.errors import UsageError
-from phalanx.train import checkpoint_schedule
 from phalanx.train.batch_reader import BatchReader
 from phalanx.train.checkpoint_schedule import CheckpointSchedule
 from phalanx.train.data.loader import Loader
 from phalanx.train.elastic.halting import Halted
-from phalanx.train.elastic.recovery_state import RecoveryState
+from phalanx.train.elastic.recovery_state import RecoveryState, RunParts
 from phalanx.train.kept import KeptObjects, TrainingProgress
 from phalanx.train.model.wrap import wrap
 from phalanx.train.model.wrapped import Wrapped
 from phalanx.train.reporting.metrics import held
 from phalanx.train.reporting.reporter import RunReporter
+from phalanx.train.restoration import Restoration
 from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.train.snapshot_schedule import SnapshotSchedule
 from phalanx.train.stepping import OptimizerUpdate, Stepper
@@ -84,16 +82,10 @@ class Run(WorkerProcessGroup):
         self._reporter = RunReporter(self._counter, self._recovery.generation.hooks.measured)
         self._checkpoints = CheckpointSchedule(self._kept, self._counter, self._reporter.flush)
         self._snapshots = SnapshotSchedule(self._kept, self._counter, self._stepper)
-        self._recovery.attach(
-            membership,
-            kept=self._kept,
-            counter=self._counter,
-            stepper=self._stepper,
-            checkpoints=self._checkpoints,
-            snapshots=self._snapshots,
-        )
+        parts = RunParts(membership, self._kept, self._counter, self._stepper, self._checkpoints, self._snapshots)
+        self._recovery.attach(parts)
+        self._restoration = Restoration(parts, self._recovery, self._reader, self._warnings)
         self._uncommitted: dict[str, Any] = {}  # metrics of steps with commit=False
-        self._resize_hook: Callable[[int, int], object] | None = None
 
     # -- where the training is
 
@@ -198,25 +190,7 @@ class Run(WorkerProcessGroup):
 
         If all batches of that epoch are done, it is entered once more, for what the script does at its end.
         """
-        counter = self._counter
-        counter.epochs = count
-        loaders = self._kept.loaders
-        if loaders:
-            counter.epoch = max(counter.epoch, loaders[0].epoch)
-        self._reader.restore_rng()
-        for epoch in range(counter.epoch, count):
-            counter.epoch = epoch
-            for loader in loaders:
-                loader.set_epoch(epoch)
-            self._reporter.epoch_begun()
-            yield epoch
-        counter.epoch = max(counter.epoch, count)
-        if self._stepper.waiting:
-            self._warnings.warn(
-                "waiting",
-                "the last micro-batches made no update, because the end of the data was not known in advance: "
-                "give the data set a __len__",
-            )
+        return self._reader.epochs(count, begun=self._reporter.epoch_begun)
 
     def batches(self, data: Any) -> Iterator[Any]:
         """`for x, y in run.batches(data)`: iterate over the rest of the epoch, on this rank's device.
@@ -322,59 +296,12 @@ class Run(WorkerProcessGroup):
             )
         self._kept.add(objects)
         retention = {"keep_last": last, "keep_best": best, "best": metric, "mode": mode}
-        self.resumed = info = self._restore(folder, every, retention)
-        self._recovery.models.make_equal(self._kept, self.world_size)
-        before = self._stepper.ranks_before
-        if self._resize_hook is not None and before is not None and before != self.world_size:
-            self._resize_hook(before, self.world_size)
-        self._recovery.restored()
-        generation = self._recovery.generation
-        if self._checkpoints.folder is not None and generation.hooks.checkpoint_folder is not None:
-            generation.hooks.checkpoint_folder(self._checkpoints.folder)
-        if generation.halt:
+        self.resumed = info = self._restoration.restore(self, folder, every, retention)
+        self._restoration.conclude(self)
+        if self._recovery.generation.halt:
             self._checkpoints.find_newest(self)
             self._halt()
         return info
-
-    def _restore(
-        self, folder: str | os.PathLike[str] | None, every: str | int | None, retention: dict[str, Any]
-    ) -> Info | None:
-        environ = environment()
-        folder = folder or environ.get(CHECKPOINTS)
-        recovery = self._recovery
-        recovery.take_over()
-        self._snapshots.open(self, recovery, self.generator)
-        if folder is not None:
-            if every is None:
-                every = environ.get(CHECKPOINT_EVERY, checkpoint_schedule.EVERY)
-            self._checkpoints.open(
-                self, folder, every, waited=recovery.waited, generator=self.generator, retention=retention
-            )
-        elif every is not None and self.is_main:
-            self._warnings.warn(
-                "folder",
-                f"checkpoints every {every}, but there is no folder for them, so none are saved: "
-                'run.keep(folder="checkpoints", …), or phalanx run --checkpoints DIR',
-            )
-        if recovery.from_peers:
-            return None
-        snapshot = self._snapshots.load(self, recovery, self._checkpoints)
-        if snapshot is not None:
-            step, extra = snapshot
-            recovery.from_snapshot = True
-            self._continue_at(step, extra.get("epoch"))
-            recovery.models.layouts = extra.get("layouts", [])
-            self.print(f"resumed from a snapshot in memory at step {self.steps}, epoch {self.epoch}")
-            return None
-        info = self._checkpoints.load() if folder is not None else None
-        if info is not None:
-            self._continue_at(info.step, info.extra.get("epoch"))
-            self.print(f"resumed at step {self.steps}, epoch {self.epoch}")
-        return info
-
-    def _continue_at(self, step: int, epoch: object) -> None:
-        self._counter.steps, self._counter.epoch = step, epoch if isinstance(epoch, int) else 0
-        self._reader.remember_rng()
 
     def on_resize(self, hook: Callable[[int, int], object]) -> None:
         """`run.on_resize(hook)`: let `run.keep` call `hook(before, now)` if the number of ranks has changed.
@@ -394,7 +321,7 @@ class Run(WorkerProcessGroup):
                 f"on_resize() was given a {type(hook).__name__}, expected a function of two numbers of ranks",
                 fix="run.on_resize(lambda before, now: …)",
             )
-        self._resize_hook = hook
+        self._restoration.resize_hook = hook
 
     def checkpoint(self, **metrics: Any) -> bool:
         """`run.checkpoint()`: save a checkpoint now, in the background.
@@ -449,10 +376,8 @@ class Run(WorkerProcessGroup):
         failed = failed or ending.is_failure(sys.exc_info()[1])
         with contextlib.ExitStack() as stack:  # each of them is closed, even if another one raises
             stack.callback(super().close, failed=failed)
-            if self._checkpoints.checkpoints is not None:
-                stack.callback(self._checkpoints.checkpoints.close, broken=failed)
-            if self._snapshots.snapshots is not None:
-                stack.callback(self._snapshots.snapshots.close)
+            stack.callback(self._checkpoints.close, broken=failed)
+            stack.callback(self._snapshots.close)
             stack.callback(self._reporter.close)
 
     def abandon(self, left: Callable[[], None] | None = None, *, held: bool = False) -> None:
@@ -466,11 +391,9 @@ class Run(WorkerProcessGroup):
             stack.callback(self._recovery.release)
             if handover is not None:
                 stack.callback(handover.close)
-            if self._checkpoints.checkpoints is not None:
-                stack.callback(self._checkpoints.checkpoints.close, broken=True, patience=0.0, needless=held)
+            stack.callback(self._checkpoints.close, broken=True, patience=0.0, needless=held)
             if left is not None:
                 stack.callback(left)
             stack.callback(super().abandon)
-            if self._snapshots.snapshots is not None:
-                stack.callback(self._snapshots.snapshots.close, _SNAPSHOT_PATIENCE)
+            stack.callback(self._snapshots.close, _SNAPSHOT_PATIENCE)
             stack.callback(self._reporter.close)

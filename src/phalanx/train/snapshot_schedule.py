@@ -58,8 +58,8 @@ class SnapshotSchedule:
             snapshots.held_in([offer[4] for offer in offers])
             self._chosen = offers[0][1]
             self._due = Interval(self._chosen or EVERY, waited=max(offer[2] for offer in offers))
-            self._stepper.before_forward = snapshots.forward
-            self._stepper.before_update.append(snapshots.update)
+            self._stepper.hooks.before_forward = snapshots.forward
+            self._stepper.hooks.before_update.append(snapshots.update)
         self.snapshots = snapshots
 
     def _connect(
@@ -126,3 +126,8 @@ class SnapshotSchedule:
         kept = self._kept.objects
         if shard_placement.is_sharded(kept) and not shard_placement.is_replicated(kept):
             self._due = Cadence(self.snapshots, self.snapshots.say, training=self._training)
+
+    def close(self, patience: float = 0.0) -> None:
+        """Close the snapshots, if there are any. `patience`: seconds to wait for one that is nearly complete."""
+        if self.snapshots is not None:
+            self.snapshots.close(patience)

@@ -6,19 +6,21 @@
     stepper.step(opt, accumulate=4, clip=1.0)  # every fourth call updates
 
 The gradient of an update is the mean over the samples of all ranks and micro-batches. If ranks have different batch
-sizes, use `weigh(loss, count, total)` with the samples of this rank and of all ranks in this micro-batch.
+sizes, use `weights.weigh(loss, count, total)` with the samples of this rank and of all ranks in this micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from phalanx.errors import UsageError
 from phalanx.train.data.rng import FreshRng
+from phalanx.train.loss_scaling import LossScaling
+from phalanx.train.sample_weights import SampleWeights
 
 
 class SteppedModel(Protocol):
@@ -76,33 +78,42 @@ class MicroBatchWindow:
     seen: int = 0  # the number of the last one
 
 
+@dataclass(slots=True)
+class MicroBatch:
+    """The micro-batch since the last forward."""
+
+    number: int = 0
+    ending: bool = False  # it is the last one of its epoch
+    scaled: bool = False  # `backward` was called for it, not `loss.backward()`
+
+
+@dataclass(slots=True)
+class StepHooks:
+    """What is called in the course of a step. All but the first may raise."""
+
+    before_forward: Callable[[], None] | None = None  # before the first forward of a step
+    before_update: list[Callable[[], None]] = field(default_factory=list)  # before gradients are used
+    before_commit: Callable[[Any, Any], None] | None = None  # with optimizer and scheduler
+
+
 class Stepper:
     """Steps all optimizers and wrapped models of a script."""
 
     def __init__(self, world_size: int = 1) -> None:
-        self.scaler: Any = None
         self.stepped = True  # since the last forward: the next one begins a micro-batch
         self.ends = False  # set by the reader of batches: this micro-batch is the last one of its epoch
         self.accumulate = 1  # of the latest window
-        self.before_forward: Callable[[], None] | None = None  # called before the first forward of a step
-        self.before_update: list[Callable[[], None]] = []  # called before gradients are used; may raise
-        self.before_commit: Callable[[Any, Any], None] | None = None  # called with optimizer and scheduler; may raise
-        self.fresh = FreshRng()
         self.torn = False  # an update has begun and its step is not committed; reset by the commit
         self.ranks_before: int | None = None  # the world size of the state that was loaded
+        self.hooks = StepHooks()
+        self.fresh = FreshRng()
+        self.scaling = LossScaling()
+        self.weights = SampleWeights(world_size)
         self._ranks = world_size
-        self._world = world_size
         self._models: list[SteppedModel] = []
         self._windows: dict[int, tuple[Any, MicroBatchWindow]] = {}
         self._latest: tuple[Any, MicroBatchWindow | None] = (None, None)
-        self._reference = 0.0  # samples of a window's first micro-batch, all ranks
-        self._loaded: dict[str, Any] = {}  # the state for a scaler that does not exist yet
-        self._unsettled = False  # the scale is not updated since the last step
-        # Of the current micro-batch.
-        self._number = 0
-        self._share = 1.0
-        self._ending = False
-        self._scaled = False
+        self._micro_batch = MicroBatch()
 
     def add(self, wrapped: SteppedModel, accumulate: int = 1) -> None:
         """Add a wrapped model."""
@@ -110,10 +121,8 @@ class Stepper:
         self._models.append(wrapped)
         self._forget()
         self.accumulate = accumulate
-        self._world = wrapped.world_size
-        if self.scaler is None:
-            self.scaler = wrapped.precision.scaler()
-            self.load_state_dict({"scaler": self._loaded})
+        self.weights.world_size = wrapped.world_size
+        self.scaling.begin(wrapped.precision)
         wrapped.synchronise(accumulate == 1)
 
     def remove(self, wrapped: SteppedModel) -> None:
@@ -133,64 +142,37 @@ class Stepper:
 
     def begin(self) -> None:
         """Begin a micro-batch, at the first forward after a step: several optimizers may step after one backward."""
-        self.stepped = self._scaled = False
-        self._number += 1
-        self._share = 1.0
-        self._ending = self.ends
-        if self._unsettled:
-            self._settle()
-        if self.before_forward is not None:
-            self.before_forward()
+        micro_batch = self._micro_batch
+        self.stepped = micro_batch.scaled = False
+        micro_batch.number += 1
+        micro_batch.ending = self.ends
+        self.weights.share = 1.0
+        if self.scaling.outdated:
+            self._update_scale()
+        if self.hooks.before_forward is not None:
+            self.hooks.before_forward()
         for model in self._models:
-            want = model.wanted or self._ending
+            want = model.wanted or micro_batch.ending
             if model.synchronised is not want:
                 model.synchronise(want)
 
     def finish(self) -> None:
         """Make the next micro-batch the last one of its window, as at the end of an epoch."""
         self.begin()
-        self._ending = True
+        self._micro_batch.ending = True
         for model in self._models:
             model.synchronise(True)
 
     @property
     def scaled(self) -> bool:
         """Whether `backward` was called for the current micro-batch, not `loss.backward()`."""
-        return self._scaled
-
-    def weigh(self, loss: Any, count: int, total: int) -> Any:
-        """Return the mean loss of this rank's `count` samples as its part of the mean over all ranks' `total`."""
-        weight = count * self._world / self._measure(count, total)
-        if count == 0:
-            return loss.nan_to_num() * 0.0  # the rank has no samples, but takes part in the backward
-        return loss if weight == 1.0 else loss * weight
-
-    def weigh_each(self, losses: Any, count: int, total: int) -> Any:
-        """Do the same for one loss per sample; the first `count` count, the rest is padding."""
-        weight = self._world / self._measure(count, total)
-        if count == 0:
-            return losses.nan_to_num().sum() * 0.0
-        return losses[:count].sum() * weight
-
-    def _measure(self, count: int, total: int) -> float:
-        """Return how many samples weigh as much as one micro-batch of this window."""
-        if not 0 <= count <= total or total < 1:
-            raise UsageError(
-                f"weigh(loss, {count}, {total}): expected 0 <= count <= total",
-                fix="weigh(loss, len(x), the sum of len(x) over all ranks)",
-            )
-        # A window is measured in the total of its first batch, so that gradients of equal batches need no correction.
-        reference = self._reference
-        if reference == 0.0:
-            reference = self._reference = float(total)
-        self._share = total / reference
-        return reference
+        return self._micro_batch.scaled
 
     def backward(self, loss: Any, **options: Any) -> None:
         """Call `loss.backward()`, scaled for fp16."""
-        self._scaled = True
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
+        self._micro_batch.scaled = True
+        if self.scaling.scaler is not None:
+            loss = self.scaling.scaler.scale(loss)
         loss.backward(**options)
 
     def step(
@@ -212,22 +194,22 @@ class Stepper:
             _positive(accumulate)
             window.accumulate = accumulate
         self.accumulate = accumulate
-        ending = self.ends
+        micro_batch, ending = self._micro_batch, self.ends
         if window.models:
-            if window.seen == self._number or (self.scaler is not None and not self._scaled):
+            if window.seen == micro_batch.number or (self.scaling.scaler is not None and not micro_batch.scaled):
                 self._refuse(window)
-            ending = self._ending
+            ending = micro_batch.ending
         self.stepped = True
-        window.seen = self._number
+        window.seen = micro_batch.number
         window.batches += 1
-        window.divisor += self._share
+        window.divisor += self.weights.share
         update = WAITING
         # A window that was made shorter ends with the first backward that averaged gradients.
         if (window.batches >= accumulate or ending) and _synchronised(window.models):
             update = self._update(opt, window, clip, scheduler, commit=commit)
             window.batches, window.divisor = 0, 0.0
             if len(self._windows) == 1 or not self.waiting:
-                self._reference = 0.0
+                self.weights.end_window()
         want = window.batches + 1 >= accumulate
         for model in window.models:
             if model.wanted is not want:
@@ -237,21 +219,22 @@ class Stepper:
     def _update(
         self, opt: Any, window: MicroBatchWindow, clip: float | None, scheduler: Any, *, commit: bool
     ) -> OptimizerUpdate:
-        for call in self.before_update:
+        hooks = self.hooks
+        for call in hooks.before_update:
             call()
         norm = None
-        if self.scaler is not None or clip is not None or window.divisor != 1.0:
+        if self.scaling.scaler is not None or clip is not None or window.divisor != 1.0:
             norm = self._adjust_gradients(opt, window, clip)
-        if self.before_commit is not None and commit and not self.torn:  # several updates are only repeated together
-            self.before_commit(opt, scheduler)
+        if hooks.before_commit is not None and commit and not self.torn:  # several updates are only repeated together
+            hooks.before_commit(opt, scheduler)
         done = self.apply(opt, scheduler)
         return DONE if done and norm is None else OptimizerUpdate(done, not done, norm)
 
     def _adjust_gradients(self, opt: Any, window: MicroBatchWindow, clip: float | None) -> Any:
         """Unscale, average over the window and clip; return the norm if they are clipped."""
         grads = [parameter.grad for parameter in window.parameters if parameter.grad is not None]
-        if self.scaler is not None:
-            self.scaler.unscale_(opt)
+        if self.scaling.scaler is not None:
+            self.scaling.scaler.unscale_(opt)
         if clip is not None:
             return clipped(grads, window.divisor, clip)
         if window.divisor != 1.0 and grads:
@@ -260,15 +243,11 @@ class Stepper:
 
     def apply(self, opt: Any, scheduler: Any) -> bool:
         """Update the parameters from gradients that are complete; return False if fp16 has overflowed."""
-        scaler = self.scaler
         done = self.torn = True
-        if scaler is None:
+        if self.scaling.scaler is None:
             opt.step()
         else:
-            # Ask the scaler: it calls a fused optimizer in any case, which then does nothing.
-            done = not any(found.item() for found in scaler._found_inf_per_device(opt).values())
-            scaler.step(opt)
-            self._unsettled = True
+            done = self.scaling.step(opt)
         opt.zero_grad(set_to_none=True)
         if scheduler is not None and done:
             scheduler.step()
@@ -279,14 +258,13 @@ class Stepper:
         """Whether there are gradients that no update has used."""
         return any(window.batches for _, window in self._windows.values())
 
-    def _settle(self) -> None:
+    def _update_scale(self) -> None:
         """Update the scale, when no other optimizer has gradients of the old one."""
-        if self._unsettled and not self.waiting:
-            self.scaler.update()
-            self._unsettled = False
+        if self.scaling.outdated and not self.waiting:
+            self.scaling.update()
 
     def _refuse(self, window: MicroBatchWindow) -> None:
-        if window.seen == self._number:
+        if window.seen == self._micro_batch.number:
             raise UsageError(
                 "the wrapped model was not called since this optimizer's last step",
                 details=["a call of the model itself does not average gradients over the ranks"],
@@ -324,21 +302,18 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scaler, and what else a resumed run needs."""
-        self._settle()
+        self._update_scale()
         return {
-            "scaler": self._loaded if self.scaler is None else self.scaler.state_dict(),
+            "scaler": self.scaling.state_dict(),
             "drawn": self.fresh.drawn,
             "ranks": self._ranks,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state, before models are wrapped or after."""
-        self._loaded = state.get("scaler") or {}
+        self.scaling.load_state_dict(state.get("scaler") or {})
         self.fresh.drawn = state.get("drawn", self.fresh.drawn)
         self.ranks_before = state.get("ranks", self.ranks_before)
-        self._unsettled = False
-        if self.scaler is not None and self._loaded:
-            self.scaler.load_state_dict(self._loaded)
 
 
 def clipped(grads: list[Any], divisor: float, most: float) -> Any:

@@ -26,8 +26,8 @@ from phalanx.contract import error_report
 from phalanx.contract.events import LinkMeasured
 from phalanx.contract.variables import ERROR_FORMAT
 from phalanx.doctor import machine, refusal, report, result
-from phalanx.doctor.checks.gpus import Gpus
 from phalanx.doctor.finding import Finding, worst
+from phalanx.doctor.gpu_facts import Gpus
 from phalanx.doctor.result import Result
 from phalanx.errors import OptionError
 from phalanx.launcher.runs import run_folder

@@ -1,7 +1,7 @@
 """The interface of engines, which copy and reduce data between ranks.
 
 A process group (group.py) translates torch's calls to this interface. Engines implement it: shm.py in shared memory,
-gloo.py without a compiler, hierarchical.py across hosts, mpi.py through MPI.
+gloo.py without a compiler, hierarchical/ across hosts, mpi.py through MPI.
 """
 
 from __future__ import annotations

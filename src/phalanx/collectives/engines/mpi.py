@@ -7,27 +7,23 @@ operations either, so a process that timed out or failed aborts the whole job wh
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import sys
 import threading
-import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from phalanx.collectives.errors import CallRefused, CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
+from phalanx.collectives.errors import CallRefused, CollectiveMismatch, CollectiveTimeout, GroupAborted
 
 from .engine import ANY_SOURCE, CallKind, EngineCall, Op, Reduction, spread
+from .mpi_library import ErrorTranslation, has_failed, import_mpi, mark_failed
+from .mpi_message import MpiMessage, MpiPolling
 from .threaded import ENDED, Threaded
 
 PIECE = 1 << 30  # elements per operation: MPI counts in 31 bits
-_EAGER = 0.0005  # seconds of polling without sleeping
-_BYTES_PER_SECOND = 2e8  # bytes per second: polls that much longer, because MPI transfers data only when polled
-_SHORT, _LONG = 0.00002, 0.001  # seconds between later polls
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
 _BOOL_OPS = {Op.SUM: Op.BOR, Op.MAX: Op.BOR, Op.PRODUCT: Op.BAND, Op.MIN: Op.BAND}
 _TYPES = {
@@ -50,16 +46,12 @@ _OPS = {
 }
 _COPY_TYPES = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
 
-_leaked: list[Any] = []  # memory that MPI may still read or write
-_failed = False  # the script or an MPI call has failed: waiting for the others at exit would hang
-_hooked = False
-
 
 def create(ranks: Sequence[int] = ()) -> MpiEngine | None:
     """Create an engine, or return None if this process is not in the group. `ranks`: of the world, in order; empty:
     all. Called by all ranks of the group.
     """
-    mpi = _import()
+    mpi = import_mpi()
     world = mpi.COMM_WORLD
     launched = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - what torchrun says, and torch does not read for mpi
     if world.size == 1 and launched != "1":
@@ -127,7 +119,7 @@ class MpiEngine(Threaded):
         if self._ended:
             raise GroupAborted(ENDED)
         self._held = [] if tensor is None else [tensor]
-        with _ErrorTranslation(what):
+        with ErrorTranslation(what):
             self._wait(what, timeout, self._begin(name, *words))
 
     # -- messages
@@ -135,15 +127,21 @@ class MpiEngine(Threaded):
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> MpiMessage:
         """Send a message."""
         self._check(tag)
-        with self._lock, _ErrorTranslation("send"):
-            return MpiMessage(self, "send", self._p2p_comm.Isend(self._spec(tensor), to, tag), tensor, timeout)
+        with self._lock, ErrorTranslation("send"):
+            request = self._p2p_comm.Isend(self._spec(tensor), to, tag)
+            return self._message("send", request, tensor, timeout)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> MpiMessage:
         """Receive a message."""
         self._check(tag)
         mpi_source = self._mpi.ANY_SOURCE if source == ANY_SOURCE else source
-        with self._lock, _ErrorTranslation("recv"):
-            return MpiMessage(self, "recv", self._p2p_comm.Irecv(self._spec(tensor), mpi_source, tag), tensor, timeout)
+        with self._lock, ErrorTranslation("recv"):
+            request = self._p2p_comm.Irecv(self._spec(tensor), mpi_source, tag)
+            return self._message("recv", request, tensor, timeout)
+
+    def _message(self, what: str, request: Any, tensor: torch.Tensor, timeout: float) -> MpiMessage:
+        status = self._mpi.Status()
+        return MpiMessage(what, request, tensor, timeout, status=status, lock=self._lock, ended=lambda: self._ended)
 
     def _check(self, tag: int) -> None:
         if self._ended:
@@ -157,7 +155,7 @@ class MpiEngine(Threaded):
         """Free the communicators."""
         super().close()
         comms, self._comm, self._p2p_comm = (self._comm, self._p2p_comm), None, None
-        if not _failed and not self._mpi.Is_finalized():
+        if not has_failed() and not self._mpi.Is_finalized():
             for comm in filter(None, comms):
                 with contextlib.suppress(self._mpi.Exception):
                     comm.Free()
@@ -167,7 +165,7 @@ class MpiEngine(Threaded):
             raise GroupAborted(ENDED)
         what = call.kind.name.lower()
         self._held = []
-        with _ErrorTranslation(what):
+        with ErrorTranslation(what):
             match call.kind:
                 case CallKind.ALL_REDUCE | CallKind.REDUCE:
                     self._reduce(call, what)
@@ -251,10 +249,10 @@ class MpiEngine(Threaded):
         polling = MpiPolling(sum(tensor.nbytes for tensor in self._held))
         while not self._over(requests):
             if self._ended:
-                _mark_failed(self._held, requests)
+                mark_failed(self._held, requests)
                 raise GroupAborted(ENDED)
             if timeout and polling.waited > timeout:
-                _mark_failed(self._held, requests)
+                mark_failed(self._held, requests)
                 self._end()
                 raise CollectiveTimeout(
                     f"{what} timed out: it waited {timeout:g} s for other ranks; MPI does not report which"
@@ -282,75 +280,6 @@ class MpiEngine(Threaded):
         return self._ops[_BOOL_OPS.get(op, op) if dtype == torch.bool else op]
 
 
-class MpiPolling:
-    """Poll intervals. MPI makes progress only when polled: often at first, then rarely, to leave the core to others.
-
-    With more ranks than cores MPI itself yields on each poll.
-    """
-
-    def __init__(self, size: int = 0) -> None:
-        self._begun = time.monotonic()
-        self._eager = _EAGER + size / _BYTES_PER_SECOND
-
-    @property
-    def waited(self) -> float:
-        """Seconds since the first poll."""
-        return time.monotonic() - self._begun
-
-    def rest(self) -> None:
-        """Sleep until the next poll."""
-        waited = self.waited
-        if waited > self._eager:  # sched_yield costs more than a sleep on a busy host
-            time.sleep(min(_LONG, max(_SHORT, waited / 100)))
-
-
-class MpiMessage:
-    """A message in progress (engine.PendingCall)."""
-
-    def __init__(self, engine: MpiEngine, what: str, request: Any, tensor: torch.Tensor, timeout: float) -> None:
-        self._engine = engine
-        self._what = what
-        self._request = request
-        self._tensor: torch.Tensor | None = tensor  # must live while MPI reads or writes it
-        self._status = engine._mpi.Status()
-        self._timeout = timeout
-        self._testing = threading.Lock()
-
-    @property
-    def finished(self) -> bool:
-        """Whether it is known to have finished, without polling MPI (flight_recorder.py)."""
-        return self._tensor is None
-
-    def done(self) -> bool:
-        """Return whether the message has been transferred."""
-        with self._testing:
-            if self._tensor is not None:
-                with self._engine._lock, _ErrorTranslation(self._what):
-                    over = self._request.Test(self._status)
-                self._tensor = None if over else self._tensor
-            return self._tensor is None
-
-    def wait(self, timeout: float = 0.0) -> bool:
-        """Wait for the message; return whether it has been transferred."""
-        polling = MpiPolling(self._tensor.nbytes if self._tensor is not None else 0)
-        while not self.done():
-            if self._engine._ended:
-                _mark_failed(self._tensor, self._request)
-                raise GroupAborted(ENDED)
-            if timeout and polling.waited > timeout:
-                return False
-            if self._timeout and polling.waited > self._timeout:
-                _mark_failed(self._tensor, self._request)
-                raise CollectiveTimeout(f"{self._what} timed out: it waited {self._timeout:g} s for another rank")
-            polling.rest()
-        return True
-
-    @property
-    def source(self) -> int:
-        """The rank that the message came from."""
-        return int(self._status.Get_source())
-
-
 def _prepared(tensor: torch.Tensor, how: Reduction, keep: bool) -> torch.Tensor:
     """Return the tensor in a type that MPI knows, scaled. `keep`: do not modify the tensor itself."""
     part = tensor.to(torch.float32) if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
@@ -367,79 +296,3 @@ def _finish(out: torch.Tensor, part: torch.Tensor, how: Reduction, size: int) ->
         part.div_(size, rounding_mode=None if part.is_floating_point() else "trunc")
     if part.data_ptr() != out.data_ptr():
         out.copy_(part)
-
-
-class _ErrorTranslation:
-    """Translates errors of MPI. Not a generator, because every call uses it."""
-
-    __slots__ = ("_what",)
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        from mpi4py import MPI
-
-        if not isinstance(error, MPI.Exception):
-            return
-        _mark_failed()
-        if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            raise CollectiveMismatch(
-                f"{self._what}: ranks called different things: a message is larger than the receive buffer"
-            ) from None
-        raise PeerLost(f"{self._what}: MPI lost a peer, or failed: {error.Get_error_string()}") from None
-
-
-def _import() -> Any:
-    try:
-        import mpi4py
-    except ImportError:
-        raise CallRefused(
-            "the backend mpi needs mpi4py, which is not installed", "pip install 'phalanx[mpi]'"
-        ) from None
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise CallRefused(
-            f"mpi4py {mpi4py.__version__} finds no MPI library here: {str(error).splitlines()[0]}",
-            "install one (apt install openmpi-bin libopenmpi-dev, module load …), and start ranks with its own mpirun",
-        ) from None
-    if MPI.Is_finalized():
-        raise CallRefused("MPI is finalized in this process and cannot be started again")
-    _abort_at_exit(MPI)
-    return MPI
-
-
-def _abort_at_exit(mpi: Any) -> None:
-    """Abort the job at exit if this process failed: mpi4py finalizes MPI there, which waits for all ranks and would
-    hang.
-    """
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
-    before = sys.excepthook
-
-    def failed(*error: Any) -> None:
-        before(*error)
-        _mark_failed()
-
-    sys.excepthook = failed
-
-    def end() -> None:
-        if _failed and not mpi.Is_finalized():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            mpi.COMM_WORLD.Abort(1)
-
-    atexit.register(end)
-
-
-def _mark_failed(*in_use: Any) -> None:
-    global _failed
-    _failed = True
-    _leaked.append(in_use)

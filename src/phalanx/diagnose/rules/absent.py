@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import msgspec
 
 from phalanx.diagnose import words
+from phalanx.diagnose.description import being, described
 from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import Evidence
-from phalanx.diagnose.rank_state import MEETINGS, PATIENCE, Field, RankState, being, described, survey
+from phalanx.diagnose.rank_state import MEETINGS, PATIENCE, RankState
 from phalanx.diagnose.rules import children
 from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import Field, survey
 
 _WAITED = 30.0  # seconds, where the message does not say
 

@@ -7,11 +7,13 @@ from collections.abc import Container, Iterator, Sequence
 import msgspec
 
 from phalanx.diagnose import words
+from phalanx.diagnose.description import being, described, named
 from phalanx.diagnose.frames import What
-from phalanx.diagnose.rank_state import LONGER, MEETINGS, Field, RankState, being, described, named, unstarted
+from phalanx.diagnose.rank_state import LONGER, MEETINGS, RankState, unstarted
 from phalanx.diagnose.rules import children, data, gpu, leaving
 from phalanx.diagnose.rules.process import lost_nodes
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import Field
 
 _ALONE = frozenset(
     {"lock", "input", "subprocess", "file", "socket", "store", "loader", "work"}

@@ -8,9 +8,10 @@ from itertools import takewhile
 from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Frame
 from phalanx.diagnose.frames import Act
-from phalanx.diagnose.rank_state import Field, RankState
+from phalanx.diagnose.rank_state import RankState
 from phalanx.diagnose.rules import gpu
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import Field
 
 _WORKER = "pt_data"
 _ERROR = "DataLoader(timeout=60) makes it an error"

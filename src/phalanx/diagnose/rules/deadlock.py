@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.diagnose import words
+from phalanx.diagnose.description import being, described
 from phalanx.diagnose.evidence import CallEvidence
-from phalanx.diagnose.rank_state import Field, RankState, being, described, site
+from phalanx.diagnose.rank_state import RankState, site
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import Field
 
 _MESSAGES = ("send", "recv")
 _ORDER = "the same order of the groups on all ranks"

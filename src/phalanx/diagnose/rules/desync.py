@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.diagnose import frames, words
+from phalanx.diagnose.description import described, named
 from phalanx.diagnose.evidence import CallEvidence, Frame
 from phalanx.diagnose.history import Shift
-from phalanx.diagnose.rank_state import Field, RankState, bucket, described, named, site, trail
+from phalanx.diagnose.rank_state import RankState, bucket, site, trail
 from phalanx.diagnose.rules.divergence import Divergence, alike, expected, guard, past, ways
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import Field
 
 SAME = "all ranks of a group have to call the same collectives in the same order"
 UNEVEN = "as many batches on all ranks: DistributedSampler(drop_last=True), or `with model.join():` around the loop"

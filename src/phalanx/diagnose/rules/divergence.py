@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from phalanx.diagnose import frames, history, words
 from phalanx.diagnose.evidence import CallEvidence, Frame
 from phalanx.diagnose.history import Difference, Item, Log, Shift
-from phalanx.diagnose.rank_state import Field, RankState, trail
+from phalanx.diagnose.rank_state import RankState, trail
+from phalanx.diagnose.waits import Field
 
 _EARLIER = 256  # collectives before a difference that say what the loop does
 _LOOK_BACK = 16  # collectives that have to repeat, at most, to say what comes next

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.diagnose import words
-from phalanx.diagnose.rank_state import Field, RankState, described
+from phalanx.diagnose.description import described
+from phalanx.diagnose.rank_state import RankState
 from phalanx.diagnose.rules import desync
 from phalanx.diagnose.rules.divergence import guard
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import Field
 
 
 def verdict(field: Field, left: Sequence[RankState]) -> Verdict | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from phalanx.diagnose import words
-from phalanx.diagnose.rank_state import Field, RankState, backend, described, members_of, newest
+from phalanx.diagnose.description import described
+from phalanx.diagnose.rank_state import RankState, backend
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import Field, members_of, newest
 
 _UNTIMED = (
     "or a kernel queued before it does not end on one GPU: with TORCH_NCCL_ENABLE_TIMING=1 torch records which GPUs "

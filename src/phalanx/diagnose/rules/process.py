@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Evidence, NodeFacts
-from phalanx.diagnose.rank_state import LONGER, SPINS, Field, RankState
+from phalanx.diagnose.rank_state import LONGER, SPINS, RankState
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import Field
 
 _UNHEARD = 5.0  # seconds without a word of a node, which says one every second
 _MUTE = 1.5  # likewise, of one that has not said either how its ranks are, when it was asked

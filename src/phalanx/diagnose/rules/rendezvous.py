@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from phalanx.diagnose import words
-from phalanx.diagnose.rank_state import Field, RankState, described
+from phalanx.diagnose.description import described
+from phalanx.diagnose.rank_state import RankState
 from phalanx.diagnose.verdict import Verdict
+from phalanx.diagnose.waits import Field
 
 
 def verdicts(field: Field) -> Iterator[Verdict]:

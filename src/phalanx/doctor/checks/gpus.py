@@ -2,241 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from phalanx.cluster import nvidia
-from phalanx.cluster import xids as kernel_xids
 from phalanx.cluster.affinity import spell
-from phalanx.cluster.xids import XidLine
 from phalanx.doctor.checks import xids
-from phalanx.doctor.checks.versions import torch_build
 from phalanx.doctor.finding import Finding
+from phalanx.doctor.gpu_facts import GpuFacts, Gpus
 from phalanx.doctor.quantity import listed, several, size
 
 CHECK = "gpus"
 _UNEXPLAINED = 2 << 30  # memory in use that no process is seen to hold; a driver keeps up to 1 GiB for itself
-
-_SLOWED = {
-    "HwSlowdown": "the hardware halves its clock",
-    "HwThermalSlowdown": "it is too hot",
-    "HwPowerBrakeSlowdown": "the power supply asks for less",
-    "SwThermalSlowdown": "it is too hot",
-}
-
-
-@dataclass(frozen=True)
-class GpuProcess:
-    """A process that computes on a GPU."""
-
-    pid: int
-    memory: int = 0
-    user: str = ""  # empty: of another container, or gone
-    command: str = ""
-
-
-@dataclass(frozen=True)
-class GpuFacts:
-    """What the driver says about a GPU. None: unknown."""
-
-    index: int
-    name: str
-    bus: str = ""
-    persistence: bool | None = None
-    power_limit: int | None = None  # watts
-    power_default: int | None = None
-    slowed: tuple[str, ...] = ()
-    temperature: int | None = None
-    ecc: bool | None = None
-    errors_now: int | None = None  # uncorrected memory errors since the driver was loaded
-    errors_ever: int | None = None
-    pending: bool = False  # pages or rows wait for a reset to be replaced
-    remap_failed: bool = False
-    memory: int = 0
-    memory_used: int = 0
-    sliced: bool = False
-    processes: tuple[GpuProcess, ...] = ()
-    links: int = 0  # NVLinks that are up
-    links_down: int = 0
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """The GPUs of this machine."""
-
-    gpus: tuple[GpuFacts, ...] = ()
-    bus: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()  # on the bus, but not in the driver's list
-    silent: tuple[str, ...] = ()  # on the bus, but not answering
-    confined: bool = False  # a container or a scheduler may keep some from us
-    hidden: int = 0  # by CUDA_VISIBLE_DEVICES
-    trouble: str = ""
-    driver: str = ""
-    driver_cuda: str = ""
-    torch_cuda: str = ""
-    xids: tuple[XidLine, ...] = ()
-    topology: str = ""
-
-
-def read(environ: Mapping[str, str], root: str = "/") -> Gpus:
-    """Read the state of all GPUs."""
-    inventory = nvidia.survey(environ, root)
-    if not inventory.bus and not inventory.driver and not inventory.trouble:
-        return Gpus()
-    found: tuple[GpuFacts, ...] = ()
-    driver = cuda = topology = ""
-    if inventory.driver:
-        found, driver, cuda, topology = _ask()
-    return Gpus(
-        gpus=found,
-        bus=inventory.bus,
-        gone=inventory.gone,
-        silent=inventory.silent,
-        confined=_confined(environ, Path(root)),
-        hidden=len(inventory.hidden),
-        trouble=inventory.trouble,
-        driver=driver,
-        driver_cuda=cuda,
-        torch_cuda=torch_build().get("cuda", ""),
-        xids=kernel_xids.read(),
-        topology=topology,
-    )
-
-
-def _confined(environ: Mapping[str, str], root: Path) -> bool:
-    marks = (root / ".dockerenv", root / "run/.containerenv")
-    jobs = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID")
-    chosen = environ.get("NVIDIA_VISIBLE_DEVICES", "all") != "all"
-    return chosen or any(name in environ for name in jobs) or any(mark.exists() for mark in marks)
-
-
-def _ask() -> tuple[tuple[GpuFacts, ...], str, str, str]:
-    import pynvml as nvml
-
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return (), "", "", ""  # the inventory reports it
-    try:
-        known = _known(nvml)
-        handles: list[Any] = []
-        found: list[GpuFacts] = []
-        for index in range(known(nvml.nvmlDeviceGetCount) or 0):
-            handle = known(nvml.nvmlDeviceGetHandleByIndex, index)
-            if handle is not None:
-                handles.append(handle)
-                found.append(_gpu(nvml, known, handle, index))
-        cuda = known(nvml.nvmlSystemGetCudaDriverVersion_v2)
-        version = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
-        return tuple(found), _word(known(nvml.nvmlSystemGetDriverVersion)), version, _topology(nvml, known, handles)
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _known(nvml: Any) -> Callable[..., Any]:
-    """Ask NVML. None: this driver or GPU does not know."""
-
-    def known(ask: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return ask(*arguments)
-        except (nvml.NVMLError, AttributeError, ValueError):
-            return None
-
-    return known
-
-
-def _gpu(nvml: Any, known: Callable[..., Any], handle: Any, index: int) -> GpuFacts:
-    memory = known(nvml.nvmlDeviceGetMemoryInfo, handle)
-    remapped = known(nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
-    retired = known(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
-    ecc = known(nvml.nvmlDeviceGetEccMode, handle)
-    persistence = known(nvml.nvmlDeviceGetPersistenceMode, handle)
-    mig = known(nvml.nvmlDeviceGetMigMode, handle)
-    pci = known(nvml.nvmlDeviceGetPciInfo, handle)
-    uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-    up, down = _links(nvml, known, handle)
-    return GpuFacts(
-        index=index,
-        name=_word(known(nvml.nvmlDeviceGetName, handle)) or "GPU",
-        bus=_word(pci.busId).lower() if pci else "",
-        persistence=None if persistence is None else bool(persistence),
-        power_limit=_watts(known(nvml.nvmlDeviceGetPowerManagementLimit, handle)),
-        power_default=_watts(known(nvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
-        slowed=tuple(_slowed(nvml, known(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0)),
-        temperature=known(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        ecc=None if ecc is None else bool(ecc[0]),
-        errors_now=known(nvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, nvml.NVML_VOLATILE_ECC),
-        errors_ever=known(nvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, nvml.NVML_AGGREGATE_ECC),
-        pending=bool(remapped[2]) or bool(retired),
-        remap_failed=bool(remapped[3]),
-        memory=int(memory.total) if memory else 0,
-        memory_used=int(memory.used) if memory else 0,
-        sliced=bool(mig and mig[0]),
-        processes=tuple(_processes(known(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ())),
-        links=up,
-        links_down=down,
-    )
-
-
-def _links(nvml: Any, known: Callable[..., Any], handle: Any) -> tuple[int, int]:
-    states = [known(nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
-    return sum(state == 1 for state in states), sum(state == 0 for state in states)
-
-
-def _slowed(nvml: Any, reasons: int) -> Iterator[str]:
-    for name, what in _SLOWED.items():
-        if reasons & getattr(nvml, f"nvmlClocksThrottleReason{name}", 0):
-            yield what
-
-
-def _processes(running: Sequence[Any]) -> Iterator[GpuProcess]:
-    import psutil
-
-    for one in running:
-        if one.pid == os.getpid():
-            continue
-        user = command = ""
-        try:
-            process = psutil.Process(one.pid)
-            user, command = process.username(), " ".join(process.cmdline())[:60]
-        except (psutil.Error, OSError):
-            pass  # of another container: its pid means nothing here
-        yield GpuProcess(one.pid, int(one.usedGpuMemory or 0), user, command)
-
-
-def _topology(nvml: Any, known: Callable[..., Any], handles: Sequence[Any]) -> str:
-    """Return how the GPUs are connected, in a few words."""
-    ways: dict[str, int] = {}
-    words = {
-        nvml.NVML_TOPOLOGY_INTERNAL: "on one board",
-        nvml.NVML_TOPOLOGY_SINGLE: "under one PCIe switch",
-        nvml.NVML_TOPOLOGY_MULTIPLE: "across PCIe switches",
-        nvml.NVML_TOPOLOGY_HOSTBRIDGE: "across a PCIe host bridge",
-        nvml.NVML_TOPOLOGY_NODE: "across host bridges of one NUMA node",
-        nvml.NVML_TOPOLOGY_SYSTEM: "across sockets",
-    }
-    for first, one in enumerate(handles):
-        for other in handles[first + 1 :]:
-            linked = known(nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            if linked == nvml.NVML_P2P_STATUS_OK:
-                way = "by NVLink"
-            else:
-                way = words.get(known(nvml.nvmlDeviceGetTopologyCommonAncestor, one, other), "in a way not known")
-            ways[way] = ways.get(way, 0) + 1
-    if len(ways) == 1:
-        return f"all pairs {next(iter(ways))}"
-    return ", ".join(f"{several(count, 'pair')} {way}" for way, count in ways.items())
-
-
-def _watts(milliwatts: int | None) -> int | None:
-    return None if milliwatts is None else round(milliwatts / 1000)
-
-
-def _word(text: str | bytes | None) -> str:
-    return text.decode() if isinstance(text, bytes) else text or ""
 
 
 def judge(facts: Gpus) -> list[Finding]:
@@ -307,28 +82,28 @@ def _judge_driver(facts: Gpus) -> Iterator[Finding]:
 def _judge_memory(facts: Gpus) -> Iterator[Finding]:
     for gpu in facts.gpus:
         who = f"GPU {gpu.index}"
-        if gpu.remap_failed:
+        if gpu.memory.remap_failed:
             yield _red(
                 f"{who} could not replace a broken row of its memory",
                 "no spare rows are left",
                 "have the card exchanged",
             )
-        if gpu.pending:
+        if gpu.memory.pending:
             yield _yellow(
                 f"{who} waits for a reset to replace broken memory",
                 "it had memory errors that could not be corrected",
                 f"nvidia-smi --gpu-reset -i {gpu.index}   (when nobody uses it)",
             )
-        if gpu.errors_now:
+        if gpu.memory.errors_now:
             yield _red(
-                f"{who} had {several(gpu.errors_now, 'memory error')} that could not be corrected since the "
+                f"{who} had {several(gpu.memory.errors_now, 'memory error')} that could not be corrected since the "
                 "driver was loaded",
                 "results may be wrong, and processes that meet one are killed",
                 f"nvidia-smi --gpu-reset -i {gpu.index}; if they come back, have the card exchanged",
             )
-        elif gpu.errors_ever and not gpu.pending:
+        elif gpu.memory.errors_ever and not gpu.memory.pending:
             yield _yellow(
-                f"{who} had {several(gpu.errors_ever, 'memory error')} that could not be corrected in its life",
+                f"{who} had {several(gpu.memory.errors_ever, 'memory error')} that could not be corrected in its life",
                 "none since the driver was loaded",
                 f"keep an eye on it: nvidia-smi -q -d ECC -i {gpu.index}",
             )
@@ -348,9 +123,9 @@ def _judge_use(facts: Gpus) -> Iterator[Finding]:
                 "another run, or processes that an earlier run has left",
                 "phalanx ps, nvidia-smi; or choose others: phalanx run --devices …",
             )
-        elif gpu.memory_used > _UNEXPLAINED and not gpu.sliced:
+        elif gpu.memory.used > _UNEXPLAINED and not gpu.sliced:
             yield _yellow(
-                f"{size(gpu.memory_used)} of GPU {gpu.index} are in use by processes that cannot be seen from here",
+                f"{size(gpu.memory.used)} of GPU {gpu.index} are in use by processes that cannot be seen from here",
                 "another container's, or of a process that did not end",
                 "nvidia-smi on the machine itself",
             )
@@ -358,14 +133,14 @@ def _judge_use(facts: Gpus) -> Iterator[Finding]:
 
 def _judge_power(facts: Gpus) -> Iterator[Finding]:
     capped = [
-        gpu for gpu in facts.gpus if gpu.power_limit and gpu.power_default and gpu.power_limit < gpu.power_default
+        gpu for gpu in facts.gpus if gpu.power.limit and gpu.power.default and gpu.power.limit < gpu.power.default
     ]
     if capped:
         first = capped[0]
         yield _yellow(
-            f"{_which(capped)} may draw {first.power_limit} W, less than {first.power_default} W, which is usual",
+            f"{_which(capped)} may draw {first.power.limit} W, less than {first.power.default} W, which is usual",
             "a power limit is set; the slowest GPU determines the speed",
-            f"nvidia-smi -pl {first.power_default}",
+            f"nvidia-smi -pl {first.power.default}",
         )
     off = [gpu for gpu in facts.gpus if gpu.persistence is False]
     if off:
@@ -375,11 +150,11 @@ def _judge_power(facts: Gpus) -> Iterator[Finding]:
             "nvidia-smi -pm 1   (or the service nvidia-persistenced)",
         )
     for gpu in facts.gpus:
-        if gpu.slowed:
-            heat = f", at {gpu.temperature} °C" if gpu.temperature is not None else ""
+        if gpu.power.slowed:
+            heat = f", at {gpu.power.temperature} °C" if gpu.power.temperature is not None else ""
             yield _yellow(
                 f"GPU {gpu.index} is slowed down{heat}",
-                "; ".join(dict.fromkeys(gpu.slowed)),
+                "; ".join(dict.fromkeys(gpu.power.slowed)),
                 f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE -i {gpu.index}",
             )
 

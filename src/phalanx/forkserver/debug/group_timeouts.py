@@ -52,7 +52,7 @@ def _with_timeouts() -> list[Any]:
 
 
 def _get(one: Any) -> timedelta:
-    if isinstance(seconds := getattr(one, "_timeout", None), float):  # a group of phalanx
+    if isinstance(seconds := getattr(one, "timeout_seconds", None), float):  # a group of phalanx
         return timedelta(seconds=seconds)
     found: timedelta = one.options._timeout if hasattr(one, "_set_default_timeout") else one.timeout
     return found

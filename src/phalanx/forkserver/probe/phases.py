@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from types import CodeType
-from typing import NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 from .. import paths
 
@@ -58,6 +58,7 @@ _OTHERS = (
     ("streaming/", "data"),
 )
 
+_MAX_CODES = 4096  # code objects that are cached
 _FUNCTION = 1  # inspect.CO_OPTIMIZED: a function, not the lines of a module or class
 
 _C10D = "distributed/distributed_c10d.py"
@@ -131,3 +132,45 @@ def _of_torch(path: str, name: str) -> str:
 
 def _first(table: tuple[tuple[str, str], ...], path: str) -> str:
     return next((phase for start, phase in table if path.startswith(start)), "")
+
+
+class StackClassifier:
+    """Classifies the stack of a thread, frame by frame."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, tuple[CodeType, CodeKind]] = {}  # by id of the code
+
+    def classify(self, frame: FrameType | None) -> tuple[str, list[Any], bool]:
+        """Return phase, place, and whether the innermost frame is in torch.distributed. The innermost known phase
+        counts.
+        """
+        kinds = self._kinds
+        phase = ""
+        place: list[Any] = []
+        calls: bool | None = None
+        inside = False  # in a function of user code
+        while frame is not None and not (phase and place):
+            code = frame.f_code
+            known = kinds.get(id(code))
+            if known is None:
+                known = self._classify_code(code)
+            found = known[1]
+            if calls is None:
+                calls = found.calls
+            if found.own:
+                inside = inside or not found.top
+                if not place:
+                    place = [code.co_filename, frame.f_lineno or 0, code.co_name]
+            if not phase:
+                phase = ("idle" if inside else "import") if found.loads else found.phase
+            frame = frame.f_back
+        return phase or "idle", place, bool(calls)
+
+    def _classify_code(self, code: CodeType) -> tuple[CodeType, CodeKind]:
+        """Classify a code object. Cached by id, and kept alive so that the id stays unique: hashing one hashes all
+        its parts.
+        """
+        if len(self._kinds) >= _MAX_CODES:
+            self._kinds.clear()
+        known = self._kinds[id(code)] = (code, kind(code))
+        return known

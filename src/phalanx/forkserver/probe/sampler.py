@@ -6,17 +6,14 @@ import os
 import signal
 import threading
 import time
-from collections import deque
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from .. import log
-from . import current_call, group_progress, phases, recorded_calls, stacks, status_slot
+from . import current_call, group_progress, movement, phases, recorded_calls, stacks, status_slot
 
 _NUMBERS = {phase: number for number, phase in enumerate(status_slot.PHASES)}
-_WINDOW = 50  # samples: five seconds
 _FULL_EVERY = 5  # while the script makes progress, every fifth sample is written in full: it is read once a second
-_MAX_CODES = 4096  # code objects that are cached
 _STILL = 1.0  # seconds in one place after which pending collectives are looked up
 
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
@@ -44,13 +41,9 @@ class Sampler:
     def __init__(self, own: status_slot.StatusSlot, number: int) -> None:
         self._slot = own
         self._samples = 0
-        self._moves = 0
         self._phases = [0] * len(status_slot.PHASES)
-        self._kinds: dict[int, tuple[CodeType, phases.CodeKind]] = {}
-        self._last_place: tuple[int, int, int] = (0, 0, 0)
-        self._last_counts: tuple[int, ...] = ()
-        self._moved = 0
-        self._recent: deque[int] = deque(maxlen=_WINDOW)
+        self._stacks = phases.StackClassifier()
+        self._movement = movement.Movement()
         self._groups: list[dict[str, Any]] = []
         self._call: dict[str, Any] = {}
         self._searched = False  # pending collectives were looked up, since it moved
@@ -65,7 +58,7 @@ class Sampler:
     @property
     def still(self) -> float:
         """Seconds that the main thread has been where it is."""
-        return max(0.0, (time.monotonic_ns() - self._moved) / 1e9) if self._moved else 0.0
+        return self._movement.still
 
     def publish(self, now: int) -> None:
         """Take a sample of the main thread and write it to the status slot."""
@@ -73,9 +66,9 @@ class Sampler:
         if frame is None:
             return
         here = (id(frame), id(frame.f_code), frame.f_lasti)
-        phase, place, calls = self._classify(frame)
+        phase, place, calls = self._stacks.classify(frame)
         del frame  # it may return while we do not hold the GIL, and we must not be the one to free its locals
-        stays, full = here == self._last_place, self._samples % _FULL_EVERY == 0
+        stays, full = self._movement.stays(here), self._samples % _FULL_EVERY == 0
         # A thread that has just entered torch.distributed may be recording the first call of a group, and torch's list
         # has no lock.
         if stays or (not calls and (full or phase == "backward")):
@@ -83,14 +76,17 @@ class Sampler:
                 self._groups = group_progress.progress()
             except Exception:  # another version of torch: publish the rest
                 log.swallowed("forkserver.probe.sampler")
-        moved = self._update_progress(here, now)
+        counts = (self._slot.steps, *(group["enqueued"] for group in self._groups))
+        moved = self._movement.update(here, counts, now)
+        if moved:
+            self._call, self._searched = {}, False
         if phase in _MAY_WAIT and self._waits(phase, moved):
             phase = "collective"
         self.phase = phase
         self._samples += 1
         number = _NUMBERS[phase]
         self._phases[number] += 1
-        self._slot.look(now, self._samples, self._moves, number, self._phases[number])
+        self._slot.look(now, self._samples, self._movement.moves, number, self._phases[number])
         if not stays and not full:
             return
         if phase == "data":
@@ -101,8 +97,8 @@ class Sampler:
             "batches": self._batches,
             "groups": self._groups,
             "call": self._current_call(phase, moved, now),
-            "moved": round(self._moved / 1e9, 3),
-            "places": len(set(self._recent)),
+            "moved": round(self._movement.moved / 1e9, 3),
+            "places": self._movement.places,
         }
         if signal.getsignal(self._signal) is not self._handler:
             text["signal_taken"] = True
@@ -125,52 +121,6 @@ class Sampler:
     def teardown(self, code: int) -> None:
         """Publish that only the teardown of the interpreter is left."""
         self._slot.write({**self._written, "teardown": round(time.monotonic(), 3), "code": code})
-
-    def _update_progress(self, here: tuple[int, int, int], now: int) -> bool:
-        """Return whether the main thread has moved, or is at the same place some steps or collectives later."""
-        done = (self._slot.steps, *(group["enqueued"] for group in self._groups))
-        moved = here != self._last_place or done != self._last_counts
-        if moved:
-            self._moves += 1
-            self._moved = now
-            self._last_place, self._last_counts, self._call, self._searched = here, done, {}, False
-        self._recent.append(here[1])
-        return moved
-
-    def _classify(self, frame: FrameType | None) -> tuple[str, list[Any], bool]:
-        """Return phase, place, and whether the innermost frame is in torch.distributed. The innermost known phase
-        counts.
-        """
-        kinds = self._kinds
-        phase = ""
-        place: list[Any] = []
-        calls: bool | None = None
-        inside = False  # in a function of user code
-        while frame is not None and not (phase and place):
-            code = frame.f_code
-            known = kinds.get(id(code))
-            if known is None:
-                known = self._classify_code(code)
-            kind = known[1]
-            if calls is None:
-                calls = kind.calls
-            if kind.own:
-                inside = inside or not kind.top
-                if not place:
-                    place = [code.co_filename, frame.f_lineno or 0, code.co_name]
-            if not phase:
-                phase = ("idle" if inside else "import") if kind.loads else kind.phase
-            frame = frame.f_back
-        return phase or "idle", place, bool(calls)
-
-    def _classify_code(self, code: CodeType) -> tuple[CodeType, phases.CodeKind]:
-        """Classify a code object. Cached by id, and kept alive so that the id stays unique: hashing one hashes all
-        its parts.
-        """
-        if len(self._kinds) >= _MAX_CODES:
-            self._kinds.clear()
-        known = self._kinds[id(code)] = (code, phases.kind(code))
-        return known
 
     def _waits(self, phase: str, moved: bool) -> bool:
         """Return whether a collective is pending and the main thread only waits for it."""
@@ -197,7 +147,7 @@ class Sampler:
     def _current_call(self, phase: str, moved: bool, now: int) -> dict[str, Any]:
         if not moved and not self._call and phase in ("collective", "join"):
             self._call = current_call.find(stacks.main())
-            if not self._call and not self._searched and now - self._moved > _STILL * 1e9:
+            if not self._call and not self._searched and now - self._movement.moved > _STILL * 1e9:
                 self._searched = True  # reads everything that is recorded: do it once
                 self._call = recorded_calls.pending()
             group = self._call.get("group")

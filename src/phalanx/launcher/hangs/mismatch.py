@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from phalanx.diagnose.evidence import Evidence, Rank
-from phalanx.diagnose.rank_state import survey
 from phalanx.diagnose.rules import desync
 from phalanx.diagnose.rules.divergence import divergences
+from phalanx.diagnose.waits import survey
 from phalanx.launcher.hangs import node_evidence
 from phalanx.launcher.hangs.source_lines import Sources
 

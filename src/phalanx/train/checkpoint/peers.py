@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from phalanx.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 class Peers(Protocol):
@@ -40,3 +45,17 @@ class SingleRank:
     def gather(self, obj: Any, *, all: bool = False) -> Any:  # noqa: A002, ARG002
         """Return the object in a list."""
         return [obj]
+
+
+def by_main(peers: Peers, call: Callable[[], T]) -> T:
+    """Call on rank 0; return the result, or raise its error, on every rank."""
+    told: dict[str, Any] = {}
+    if peers.rank == 0:
+        try:
+            told = {"got": call()}
+        except CheckpointError as error:
+            told = {"what": error.what, "fix": error.fix}
+    told = peers.broadcast(told)
+    if "what" in told:
+        raise CheckpointError(told["what"], fix=told["fix"])
+    return told["got"]  # type: ignore[no-any-return]

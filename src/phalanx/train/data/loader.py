@@ -18,24 +18,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from phalanx.errors import UsageError
 from phalanx.train.data import rng
-from phalanx.train.data.order import Last, Order, Position, Step, check_last, count_steps, deal, steps
-from phalanx.train.data.shards import (
-    AssignedBatch,
-    BatchAssignment,
-    Parted,
-    Shards,
-    ShardStream,
-    can_shard,
-    find_stateful_loader,
-    is_stateful,
-)
+from phalanx.train.data.assignment import AssignedBatch, BatchAssignment, Parted
+from phalanx.train.data.cursor import LoaderCursor
+from phalanx.train.data.indexed import BatchIndices, IndexedData, SeededData, TensorBatches, as_it_is
+from phalanx.train.data.order import Last, Position, check_last, count_steps, deal
+from phalanx.train.data.shard_reader import is_stateful
+from phalanx.train.data.shards import RankTotal, Shards, ShardStream, can_shard, find_stateful_loader
 
 VERSION = 1
-_AHEAD = 4096  # places that are looked up at once: one by one would be too slow for small steps
 
 
 class Ranks(Protocol):
@@ -108,8 +102,7 @@ class Loader:
         self.shuffle = shuffle
         self.last: Last = check_last(last)
         self.batches = deal(_global_batch(batch_size, global_batch, group.world_size), group.world_size, weights)
-        self._own_generator = generator is None
-        self._generator = generator or torch.Generator()
+        self._seeded = torch.Generator() if generator is None else None  # for every epoch; else by the script
         self._device = getattr(group, "device", None)
         self._workers = num_workers
         _refuse_foreign(options)
@@ -121,29 +114,26 @@ class Loader:
                 "pin_memory": _pins(group) if pin_memory is None else pin_memory,
                 "persistent_workers": persistent_workers,
                 "prefetch_factor": prefetch_factor,
-                "generator": self._generator,
+                "generator": generator if self._seeded is None else self._seeded,
             },
-            total or _Total(group.world_size),
+            total or RankTotal(group.world_size),
         )
-        self._committed = self._taken = (Position(), 0)  # and the steps of this epoch
-        self._finished = False
-        self._resume: dict[str, Any] | None = None
-        self._parted: Parted | None = None
-        self._reading: _Indexed | ShardStream | Shards = self._feed
-        self._times = 0
-        self._dealt: AssignedBatch | None = None
+        self._cursor = LoaderCursor()
+        self._reading: IndexedData | ShardStream | Shards = self._feed
+        self._times = 0  # loops over this loader
+        self._dealt: AssignedBatch | None = None  # the current batch
 
-    def _choose(self, options: dict[str, Any], total: Callable[[int], int]) -> _Indexed | ShardStream | Shards:
+    def _choose(self, options: dict[str, Any], total: Callable[[int], int]) -> IndexedData | ShardStream | Shards:
         part = BatchAssignment(self.batches, self.rank, self.last)
         if not _is_iterable(self.dataset):
             self._refuse_nothing(len(self.dataset))
             dataset = self.dataset
             if type(dataset) is TensorDataset and options["collate_fn"] is None:
-                dataset, options = _Tensors(dataset), {**options, "collate_fn": _as_it_is}
+                dataset, options = TensorBatches(dataset), {**options, "collate_fn": as_it_is}
             # A script that seeds its workers itself is left alone.
-            seeded = self._workers > 0 and self._own_generator and options.get("worker_init_fn") is None
-            indices = _Indices(len(self.dataset), self.seed, self.shuffle, part, seeded)
-            return _Indexed(_Seeded(dataset) if seeded else dataset, indices, options)
+            seeded = self._workers > 0 and self._seeded is not None and options.get("worker_init_fn") is None
+            indices = BatchIndices(len(self.dataset), self.seed, self.shuffle, part, seeded)
+            return IndexedData(SeededData(dataset) if seeded else dataset, indices, options)
         if self.shuffle:
             raise UsageError(
                 f"{_name(self.dataset)} is iterable, and cannot be shuffled: it has no index",
@@ -181,12 +171,12 @@ class Loader:
     @property
     def position(self) -> Position:
         """The position after the last committed step."""
-        return self._committed[0]
+        return self._cursor.committed[0]
 
     @property
     def taken(self) -> Position:
         """The position after the current batch, committed or not."""
-        return self._taken[0]
+        return self._cursor.taken[0]
 
     @property
     def epoch(self) -> int:
@@ -211,17 +201,13 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches after the last committed step, to the end of the epoch."""
-        if self._finished:
-            self._begin(Position(self.epoch + 1))
-        self._taken = self._committed
-        position, done = self._committed
-        if self._own_generator:
+        position, done, resume = self._cursor.start()
+        if self._seeded is not None:
             # Not torch's global generator: a DataLoader draws from it at every start, and a resumed run starts again.
-            self._generator.manual_seed(rng.number(self.seed, position.epoch, position.consumed, self.rank))
-        resume, self._resume = self._resume, None
+            self._seeded.manual_seed(rng.number(self.seed, position.epoch, position.consumed, self.rank))
         self._reading = self._feed
-        if self._parted is not None and isinstance(self._feed, Shards):
-            self._reading = self._feed.rest(self._parted)
+        if self._cursor.parted is not None and isinstance(self._feed, Shards):
+            self._reading = self._feed.rest(self._cursor.parted)
         self._times += 1
         return self._hand_out(self._reading.open(position, done, resume), self._times)
 
@@ -233,23 +219,18 @@ class Loader:
                     fix="end one loop over it before the next begins, or make a second loader",
                 )
             self._dealt = dealt
-            self._taken = (dealt.next, self._taken[1] + 1)
+            self._cursor.advance(dealt.next)
             yield dealt.batch
-        self._finished = True
+        self._cursor.finished = True
 
     def commit(self) -> None:
         """Commit all batches that were read so far: they are not read again."""
-        self._committed = self._taken
+        self._cursor.commit()
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; in the middle of that epoch, stay. A finished epoch starts again."""
-        if epoch != self.epoch or self._finished:
-            self._begin(Position(epoch))
-
-    def _begin(self, position: Position, done: int = 0) -> None:
-        self._committed = self._taken = (position, done)
-        self._finished = False
-        self._resume = self._parted = None
+        if epoch != self.epoch or self._cursor.finished:
+            self._cursor.go_to(Position(epoch))
 
     # The current batch
 
@@ -282,7 +263,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last committed step. It is the same on every rank, except for `workers`."""
-        position, done = self._committed
+        position, done = self._cursor.committed
+        parted = self._cursor.parted
         return {
             "version": VERSION,
             "kind": self._feed.kind,
@@ -295,7 +277,7 @@ class Loader:
             "batches": list(self.batches),
             "num_workers": self._workers,
             "last": self.last,
-            "parted": self._parted and {**vars(self._parted), "batches": list(self._parted.batches)},
+            "parted": parted and {**vars(parted), "batches": list(parted.batches)},
             "workers": self._workers_state(),
         }
 
@@ -303,10 +285,10 @@ class Loader:
         return len(self.dataset) if self._feed.kind == "indexed" else None
 
     def _workers_state(self) -> dict[str, Any] | None:
-        if self._resume is not None:
-            return {"rank": self.rank, "state": self._resume}
-        if self._taken != self._committed or not self._committed[1] or self._finished:
-            return None  # the workers are ahead of the last commit
+        if self._cursor.resume is not None:
+            return {"rank": self.rank, "state": self._cursor.resume}
+        if not self._cursor.workers_at_commit:
+            return None
         state = self._reading.snapshot()
         return state and {"rank": self.rank, "state": copy.deepcopy(state)}
 
@@ -327,136 +309,18 @@ class Loader:
             )
         mine = {"batches": list(self.batches), "num_workers": self._workers, "last": self.last}
         same = all(state[name] == mine[name] for name in mine)
-        self._begin(Position(state["epoch"], state["consumed"]), state["steps"])
+        self._cursor.go_to(Position(state["epoch"], state["consumed"]), state["steps"])
         parted = state["parted"]
         if parted is None and self._feed.kind == "shards" and state["steps"] and not same:
             parted = {"workers": max(1, state["num_workers"])}
             parted |= {name: state[name] for name in ("batches", "last", "steps", "consumed")}
         if parted is not None:
-            self._parted = Parted(**{**parted, "batches": tuple(parted["batches"])})
+            self._cursor.parted = Parted(**{**parted, "batches": tuple(parted["batches"])})
         workers = state["workers"]
         # All ranks read the same stream, and a checkpoint has the state of rank 0.
         fits = same and workers is not None and (self._feed.kind == "stream" or workers["rank"] == self.rank)
         if fits and find_stateful_loader() is not None:
-            self._resume = workers["state"]
-
-
-class _Indexed:
-    """Reads a data set with an index: torch's DataLoader in our order."""
-
-    kind = "indexed"
-
-    def __init__(self, dataset: Any, indices: _Indices, options: dict[str, Any]) -> None:
-        self._indices = indices
-        # One for all epochs, so that its workers can persist. It iterates over the indices again each time.
-        self._loader = DataLoader(dataset, batch_sampler=indices, **options)
-
-    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[AssignedBatch]:
-        del steps, state
-        self._indices.position = position
-        return self._read(self._indices.steps(), self._indices.part.rank)
-
-    def _read(self, steps: Iterator[Step], rank: int) -> Iterator[AssignedBatch]:
-        for step, batch in zip(steps, self._loader, strict=True):
-            yield AssignedBatch(batch, step.counts[rank], step.sizes[rank], step.total, step.next)
-
-    def snapshot(self) -> None:
-        return None
-
-
-class _Indices:
-    """A batch sampler: the indices of this rank's batches from `position` on."""
-
-    def __init__(self, length: int, seed: int, shuffle: bool, part: BatchAssignment, seeded: bool) -> None:
-        self.length = length
-        self.seed = seed
-        self.shuffle = shuffle
-        self.part = part
-        self.seeded = seeded  # each batch begins with a seed, for `_Seeded`
-        self.position = Position()
-
-    def steps(self) -> Iterator[Step]:
-        return steps(self.position, self.length, self.part.batches, self.part.last)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = self._batches()
-        if not self.seeded:
-            return batches
-        numbers = (rng.number(self.seed, *step.position, self.part.rank) for step in self.steps())
-        return ([number, *batch] for number, batch in zip(numbers, batches, strict=True))
-
-    def _batches(self) -> Iterator[list[int]]:
-        order = Order(self.length, seed=self.seed, epoch=self.position.epoch, shuffle=self.shuffle)
-        whole, batch, rank = sum(self.part.batches), self.part.batch, self.part.rank
-        start = self.position.consumed + sum(self.part.batches[:rank])
-        full = (self.length - self.position.consumed) // whole
-        ahead = max(1, _AHEAD // batch)
-        for first in range(0, full, ahead):
-            step = torch.arange(first, min(first + ahead, full))
-            yield from look_up(order, start + whole * step[:, None] + torch.arange(batch)).tolist()
-        last = Position(self.position.epoch, self.position.consumed + full * whole)
-        for tail in steps(last, self.length, self.part.batches, self.part.last):
-            yield look_up(order, torch.tensor(tail.portion(rank).places)).tolist()
-
-
-class _Tensors:
-    """A TensorDataset that is read batch by batch: sample by sample takes ten times as long."""
-
-    def __init__(self, dataset: TensorDataset) -> None:
-        self._tensors = dataset.tensors
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        places = torch.tensor(indices)
-        return [tensor[places] for tensor in self._tensors]
-
-
-def _as_it_is(batch: list[Any]) -> list[Any]:
-    return batch
-
-
-class _Seeded:
-    """The data set as a worker sees it, seeded for every batch."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._many = getattr(dataset, "__getitems__", None)
-
-    def __getitems__(self, batch: list[int]) -> list[Any]:
-        seed, *indices = batch
-        rng.seed(seed)
-        if self._many is not None:
-            return list(self._many(indices))
-        return [self._dataset[index] for index in indices]
-
-
-def look_up(order: Order, places: torch.Tensor) -> torch.Tensor:
-    """Return `order[place]` for all places at once."""
-    if not order.shuffle:
-        return places
-    found = order.permute(places)
-    outside = found >= order.length  # few, if any
-    if outside.any():
-        found[outside] = torch.tensor([order.inside(place) for place in found[outside].tolist()])
-    return found
-
-
-class _Total:
-    """Sums a number over all ranks, on the CPU, in a separate group, so that it never waits for a device."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._group: Any = None
-
-    def __call__(self, number: int) -> int:
-        if self._world_size == 1:
-            return number
-        import torch.distributed as dist
-
-        if self._group is None:
-            self._group = dist.new_group(backend="shm" if "shm" in dist.get_backend() else "gloo")
-        tensor = torch.tensor([number])
-        dist.all_reduce(tensor, group=self._group)
-        return int(tensor.item())
+            self._cursor.resume = workers["state"]
 
 
 def _global_batch(batch_size: int | None, global_batch: int | None, world_size: int) -> int:

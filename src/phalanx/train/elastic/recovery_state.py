@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from phalanx.train.kept import KeptObjects, TrainingProgress
 from phalanx.train.settings import OptimizerSettings
@@ -22,22 +22,12 @@ if TYPE_CHECKING:
     from phalanx.train.elastic.made_once import Once
     from phalanx.train.elastic.state_offer import StateOffer
     from phalanx.train.elastic.two_phase import TwoPhaseCommit
+    from phalanx.train.snapshot_schedule import SnapshotSchedule
     from phalanx.train.stepping import Stepper
     from phalanx.worker.rendezvous.membership import Membership
 
 trainings = itertools.count()  # of this process
 Layouts = list[list[list[int]]]
-
-
-class SnapshotsTaken(Protocol):
-    """The snapshots of a run, as far as recovery needs to know them (`SnapshotSchedule`)."""
-
-    layouts: Layouts
-
-    @property
-    def snapshots(self) -> object | None:
-        """The snapshots, or None if there are none."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -69,6 +59,18 @@ class Generation:
         return self.once is not None
 
 
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of a run that recovery is about."""
+
+    membership: Membership
+    kept: KeptObjects
+    counter: TrainingProgress
+    stepper: Stepper
+    checkpoints: CheckpointSchedule
+    snapshots: SnapshotSchedule
+
+
 class RecoveryState:
     """Where the state of a run comes from, and what this rank could hand over."""
 
@@ -86,35 +88,26 @@ class RecoveryState:
         self._two_phase: TwoPhaseCommit | None = None
         self._epoch_end: tuple[int, Loader, Any, OptimizerSettings] | None = None  # steps, data, its position
 
-    def attach(
-        self,
-        membership: Membership,
-        *,
-        kept: KeptObjects,
-        counter: TrainingProgress,
-        stepper: Stepper,
-        checkpoints: CheckpointSchedule,
-        snapshots: SnapshotsTaken,
-    ) -> None:
+    def attach(self, parts: RunParts) -> None:
         """Connect this with the parts of the run that it is about."""
-        self._membership = membership
-        self.kept = kept
-        self.counter = counter
-        self._stepper = stepper
-        self._checkpoints = checkpoints
-        self._snapshots = snapshots
+        self._parts = parts
         check = self.generation.hooks.check_group
-        if check is not None and membership.device.type == "cuda":  # elsewhere an aborted operation raises by itself
-            stepper.before_update.append(check)
+        # Elsewhere an aborted operation raises by itself.
+        if check is not None and parts.membership.device.type == "cuda":
+            parts.stepper.hooks.before_update.append(check)
 
     def commit_in_two_phases(self, loaders: Callable[[], list[Loader]]) -> None:
         """Let all ranks confirm an update before any rank makes it, if a lost rank is to be replaced."""
         check = self.generation.hooks.check_group
-        if check is not None and self._two_phase is None and self._membership.identity.world_size > 1:
+        if check is not None and self._two_phase is None and self._parts.membership.identity.world_size > 1:
             from phalanx.train.elastic.two_phase import TwoPhaseCommit
 
             self._two_phase = TwoPhaseCommit(
-                self._membership.device, check, stepper=self._stepper, counter=self.counter, loaders=loaders
+                self._parts.membership.device,
+                check,
+                stepper=self._parts.stepper,
+                counter=self._parts.counter,
+                loaders=loaders,
             )
 
     def release(self) -> None:
@@ -122,60 +115,65 @@ class RecoveryState:
         if self._two_phase is not None:
             self._two_phase.close()
         self._two_phase = None
-        self._stepper.before_update.clear()
+        self._parts.stepper.hooks.before_update.clear()
 
     def take_over(self) -> None:
         """Restore from a living rank, if there is one: whatever is on the disk is older."""
         self.before = self.offer.step if self.offer is not None else 0
         handover = self.generation.handover
-        received = handover.complete(self.kept.everything()) if handover is not None else None
+        received = handover.complete(self._parts.kept.everything()) if handover is not None else None
         if received is not None:
             self.from_peers = True
-            self.counter.steps, self.counter.epoch = received.step, received.epoch
+            self._parts.counter.steps, self._parts.counter.epoch = received.step, received.epoch
             self.models.layouts = received.layouts
 
     def restored(self) -> None:
         """The kept objects hold the state of a committed step from now on."""
-        self.kept.ready, self.offer, self.counter.start = True, None, self.counter.steps
+        self._parts.kept.ready, self.offer, self._parts.counter.start = True, None, self._parts.counter.steps
 
     def layout_for(self, model: Any, how: str) -> list[list[int]] | None:
         """Return the bucket layout for a model that is the same on all ranks, [] if unknown; None: it may differ."""
         handover = self.generation.handover
-        if how == "ddp" and handover is not None and handover.awaited and not self.kept.ready:
+        if how == "ddp" and handover is not None and handover.awaited and not self._parts.kept.ready:
             self.models.postpone(model)  # rank 0 may be new, and another rank have the state to resume from
             return []
-        if not (self.from_peers or self.from_snapshot) or not self.kept.has_model(model):
+        if not (self.from_peers or self.from_snapshot) or not self._parts.kept.has_model(model):
             return None
         return self.models.next_layout()
 
     def epoch_ended(self, data: Loader) -> None:
         """Note the settings at the end of an epoch: after a failure the script does again what it does there."""
         if self.generation.regroups:
-            settings = OptimizerSettings(self.kept.objects)
-            self._epoch_end = self.counter.steps, data, data.position, settings
+            settings = OptimizerSettings(self._parts.kept.objects)
+            self._epoch_end = self._parts.counter.steps, data, data.position, settings
 
     def first_step_committed(self) -> None:
         """Report the first step of this generation to the elastic loop, once."""
         if self._report is not None:
-            self._report(self.counter.steps, self.before)
+            self._report(self._parts.counter.steps, self.before)
             self._report = None
 
     # -- what the elastic loop asks
 
     @property
+    def counter(self) -> TrainingProgress:
+        """How far the training is."""
+        return self._parts.counter
+
+    @property
     def torn(self) -> bool:
         """Whether an update has begun and its step is not committed: the kept objects belong to no step."""
-        return self._stepper.torn
+        return self._parts.stepper.torn
 
     @property
     def has_snapshots(self) -> bool:
         """Whether the next group can find snapshots in memory."""
-        return self._snapshots.snapshots is not None
+        return self._parts.snapshots.snapshots is not None
 
     @property
     def checkpoint_waited(self) -> float:
         """Seconds since a checkpoint was due, for the next group."""
-        return self._checkpoints.waited(self.waited)
+        return self._parts.checkpoints.waited(self.waited)
 
     def current_offer(self, *, asleep: bool = False) -> StateOffer | None:
         """Return what this rank holds, as of its last committed step. None: nothing that training could resume from.
@@ -184,7 +182,7 @@ class RecoveryState:
         """
         from phalanx.train.elastic.state_offer import StateOffer
 
-        kept, counter, handover = self.kept, self.counter, self.generation.handover
+        kept, counter, handover = self._parts.kept, self._parts.counter, self.generation.handover
         if not kept.ready:
             return None if handover is not None and handover.spoilt else self.offer
         if self._epoch_end is not None:
@@ -197,14 +195,14 @@ class RecoveryState:
         # DDP changes its buckets after the first step, but not if that was never committed.
         layouts = self.models.layouts
         if counter.steps > counter.start:
-            layouts = self._snapshots.layouts if asleep else self._stepper.layouts
+            layouts = self._parts.snapshots.layouts if asleep else self._parts.stepper.layouts
         return StateOffer(
             counter.steps,
             counter.epoch,
             kept.everything(),
             layouts,
-            self._membership.identity.rank,
-            self._membership.identity.world_size,
+            self._parts.membership.identity.rank,
+            self._parts.membership.identity.world_size,
             OptimizerSettings(kept.objects),
             pending,
         )

@@ -46,11 +46,11 @@ class TwoPhaseCommit:
         self._stepper = stepper
         self._counter = counter
         self._loaders = loaders
-        stepper.before_commit = self._prepare
+        stepper.hooks.before_commit = self._prepare
 
     def close(self) -> None:
         """Prepare no further steps; what is pending remains."""
-        self._stepper.before_commit = None
+        self._stepper.hooks.before_commit = None
 
     def _prepare(self, opt: Any, scheduler: Any) -> None:
         """Return when all ranks have complete gradients."""

@@ -67,5 +67,5 @@ def _pre_forward(ddp: Any, *args: Any, **options: Any) -> Any:
         del ddp._pre_forward
         engine = regions.region_engine(ddp.process_group)
         if engine is not None:
-            regions.share(engine, [one() for one in allocating.made], ddp.process_group._timeout)
+            regions.share(engine, [one() for one in allocating.made], ddp.process_group.timeout_seconds)
     return result

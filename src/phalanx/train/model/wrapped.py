@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from phalanx.train.model import buckets
 from phalanx.train.model.precision import Precision, widened
+from phalanx.train.model.replaced_parameters import ReplacedParameters
 
 if TYPE_CHECKING:
     from phalanx.train.stepping import OptimizerUpdate, Stepper
@@ -58,8 +58,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             synchronised=True,
             wanted=True,
             _engine=engine,
-            # Weak: the parameters before sharding are whole, and holding them would undo what sharding saves.
-            _became={id(before): (weakref.ref(before), after) for before, after in became},
+            _replaced=ReplacedParameters(became),
             _sharded=sharded,
             _casts=precision.name is not None and not sharded,
             _moves=device.type != "cpu" and not sharded,
@@ -102,7 +101,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
 
     def weigh(self, loss: Any, count: int, total: int) -> Any:
         """Return the mean loss of `count` samples as this rank's part of the mean over all ranks' `total`."""
-        return self.stepper.weigh(loss, count, total)
+        return self.stepper.weights.weigh(loss, count, total)
 
     def finish(self) -> None:
         """Make the next micro-batch the last one of its window."""
@@ -117,7 +116,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
     @property
     def scaler(self) -> Any:
         """The gradient scaler of fp16; None without."""
-        return self.stepper.scaler
+        return self.stepper.scaling.scaler
 
     # -- for the stepper
 
@@ -140,16 +139,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
 
     def adopt(self, opt: Any) -> None:
         """Give an optimizer that was made before the wrapping the parameters that there are now."""
-        for group in opt.param_groups:
-            group["params"] = [self._now(parameter) for parameter in group["params"]]
-        for parameter in list(opt.state):
-            now = self._now(parameter)
-            opt.state[now] = {name: _alike(value, parameter, now) for name, value in opt.state.pop(parameter).items()}
-
-    def _now(self, parameter: Any) -> Any:
-        known, after = self._became.get(id(parameter), (None, None))
-        # The id may be that of another object by now.
-        return after if known is not None and known() is parameter else parameter
+        self._replaced.adopt(opt)
 
     # -- the end
 
@@ -233,15 +223,3 @@ def _moved(value: Any, device: Any) -> Any:
     from torch.utils._pytree import tree_map_only
 
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
-
-
-def _alike(value: Any, before: Any, now: Any) -> Any:
-    """Return the state of an optimizer, sharded as its parameter is now. A counter is left as it is."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    value = value.to(now.device)
-    if now is before or value.shape != before.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, now.device_mesh, now.placements)

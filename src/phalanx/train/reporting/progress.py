@@ -90,6 +90,31 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{whole % 60:02}"
 
 
+class SpeedMeter:
+    """Counts steps and samples, and measures their rates over the last `window` seconds."""
+
+    def __init__(self, now: float, start: int, window: float) -> None:
+        self.step = start
+        self.samples = 0
+        self._window = window
+        self._marks = deque([(now, start, 0)])  # (time, step, samples)
+
+    def rates(self, now: float) -> tuple[float | None, float | None]:
+        """Return steps and samples per second. None: unknown."""
+        then, step, samples = self._marks[0]
+        seconds, steps = now - then, self.step - step
+        if seconds <= 0 or steps <= 0:
+            return None, None
+        return steps / seconds, (self.samples - samples) / seconds if self.samples > samples else None
+
+    def mark(self, now: float) -> None:
+        """Begin a window here, and forget those that are too old."""
+        self._marks.append((now, self.step, self.samples))
+        # The oldest mark is just outside of the window, so that there is always one to compare with.
+        while len(self._marks) > 2 and now - self._marks[1][0] >= self._window:
+            self._marks.popleft()
+
+
 class ProgressBar:
     """A progress bar. `total` and `start` count from the very first step of the training, also in a resumed run."""
 
@@ -110,21 +135,19 @@ class ProgressBar:
         self._live = shown and _is_terminal(self._stream)
         self._every = DRAW_EVERY if self._live else LOG_EVERY
         self._ascii = "utf" not in (getattr(self._stream, "encoding", None) or "").lower()
-        self._step = start
-        self._samples = 0
+        now = clock()
+        self._speed = SpeedMeter(now, start, max(WINDOW, self._every))
         self._values: Mapping[str, Any] = {}
         self._numbers: dict[str, float] = {}
         self._stale = -_NEVER  # when the values are read again
-        now = clock()
-        self._marks = deque([(now, start, 0)])  # (time, step, samples) of the last WINDOW seconds
         self._due = now + self._every if shown else _NEVER
         self._drawn = start  # the step that was shown last
         self._row = ""  # on the screen, with the cursor behind it
 
     def advance(self, samples: int = 0, values: Mapping[str, Any] | None = None, steps: int = 1) -> None:
         """Count a committed step. Values are numbers or tensors; a tensor is read only when it is drawn."""
-        self._step += steps
-        self._samples += samples
+        self._speed.step += steps
+        self._speed.samples += samples
         if values is not None:
             self._values = values
         if self._clock() >= self._due:
@@ -146,7 +169,7 @@ class ProgressBar:
         if self._due == _NEVER:
             return
         self._stale = -_NEVER
-        if self._row or self._step != self._drawn:
+        if self._row or self._speed.step != self._drawn:
             self._draw()
         if self._row:
             self._write("\n")
@@ -161,17 +184,12 @@ class ProgressBar:
     def view(self) -> ProgressView:
         """Return what would be drawn now."""
         now = self._clock()
-        then, step, samples = self._marks[0]
-        seconds, steps = now - then, self._step - step
-        known = seconds > 0 and steps > 0
-        left = None
-        if known and self.total is not None:
-            left = max(self.total - self._step, 0) * seconds / steps
-        rate = (self._samples - samples) / seconds if known and self._samples > samples else None
+        steps, samples = self._speed.rates(now)
+        left = max(self.total - self._speed.step, 0) / steps if steps and self.total is not None else None
         if now >= self._stale:
             self._numbers = {name: _number(value) for name, value in self._values.items()}
             self._stale = now + READ_EVERY
-        return ProgressView(self._step, self.total, self.title, self._numbers, rate, left)
+        return ProgressView(self._speed.step, self.total, self.title, self._numbers, samples, left)
 
     def _draw(self) -> None:
         view = self.view()
@@ -182,11 +200,8 @@ class ProgressBar:
             self._write(self._row)
         else:
             self._write(f"{line(view)}\n")
-        self._drawn = self._step
-        self._marks.append((now, self._step, self._samples))
-        # The oldest mark is just outside of the window, so that there is always one to compare with.
-        while len(self._marks) > 2 and now - self._marks[1][0] >= max(WINDOW, self._every):
-            self._marks.popleft()
+        self._drawn = self._speed.step
+        self._speed.mark(now)
 
     def _write(self, text: str) -> None:
         """Write; a closed terminal or a full disk ends the bar, not the training."""

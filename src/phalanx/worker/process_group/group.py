@@ -84,7 +84,7 @@ class WorkerProcessGroup(GroupMember):
 
         It is made at first use, which all ranks must do together.
         """
-        return self._made("run.local_group", self.topology.local_group)
+        return _new_group(self.membership, "run.local_group", self.topology.local_group)
 
     @cached_property
     def leader_group(self) -> Any:
@@ -92,7 +92,7 @@ class WorkerProcessGroup(GroupMember):
 
         It is made at first use, which all ranks must do together.
         """
-        return self._made("run.leader_group", self.topology.leader_group)
+        return _new_group(self.membership, "run.leader_group", self.topology.leader_group)
 
     # -- together
 
@@ -211,7 +211,7 @@ class WorkerProcessGroup(GroupMember):
         self._let_go()
         if self.membership.owned:
             _destroy(failed)
-            self._say_farewell(failed)
+            _say_farewell(self.membership, failed)
 
     def abandon(self) -> None:
         """`run.abandon()`: leave a group whose connections are cut, without waiting, so that the next one can form."""
@@ -249,32 +249,20 @@ class WorkerProcessGroup(GroupMember):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size} on {self.device}, by {self.launcher}>"
 
-    def _say_farewell(self, failed: bool) -> None:
-        """Keep the store for ranks that are a little behind, before this process ends and the store with it."""
-        membership = self.membership
-        if not membership.kept_by_a_rank or not (membership.keeper or tcp_store.answers(membership.place)):
-            return
-        store = _prefixed(membership.store, "farewell")
-        with contextlib.suppress(RuntimeError):  # torch's, when the store is gone
-            gone = store.add("gone", 1)
-            end = time.monotonic() + (FAREWELL if membership.keeper and not failed else 0)
-            while gone < self.world_size and time.monotonic() < end:
-                time.sleep(0.005)
-                gone = store.add("gone", 0)
-
-    def _made(self, name: str, make: Callable[..., Any]) -> Any:
-        if not self.backend:
-            return None
-        membership = self.membership
-        store, me = _prefixed(membership.store, "groups"), membership.people[self.rank]
-        roll_call.together(store, me, membership.timeout, name=name, say=tcp_store.notice)
-        return make(timeout=timedelta(seconds=membership.timeout))
-
 
 def _prefixed(store: Any, name: str) -> Any:
     from torch.distributed import PrefixStore
 
     return PrefixStore(name, store)
+
+
+def _new_group(membership: Membership, name: str, make: Callable[..., Any]) -> Any:
+    """Return `make()`, when all ranks have asked for it. None: there is one process."""
+    if not membership.backend:
+        return None
+    store, me = _prefixed(membership.store, "groups"), membership.people[membership.identity.rank]
+    roll_call.together(store, me, membership.timeout, name=name, say=tcp_store.notice)
+    return make(timeout=timedelta(seconds=membership.timeout))
 
 
 def _when_set(store: Any, key: str) -> str:
@@ -309,3 +297,16 @@ def _destroy_without_waiting() -> None:
             dist.destroy_process_group()
     except Exception:
         logger.debug("destroying the process group after a failure", exc_info=True)
+
+
+def _say_farewell(membership: Membership, failed: bool) -> None:
+    """Keep the store for ranks that are a little behind, before this process ends and the store with it."""
+    if not membership.kept_by_a_rank or not (membership.keeper or tcp_store.answers(membership.place)):
+        return
+    store = _prefixed(membership.store, "farewell")
+    with contextlib.suppress(RuntimeError):  # torch's, when the store is gone
+        gone = store.add("gone", 1)
+        end = time.monotonic() + (FAREWELL if membership.keeper and not failed else 0)
+        while gone < membership.identity.world_size and time.monotonic() < end:
+            time.sleep(0.005)
+            gone = store.add("gone", 0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .engine import Op, Reduction
+from phalanx.collectives.engines.engine import Op, Reduction
 
 LIMIT = 1 << 26  # bytes
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -1,0 +1,1 @@
+"""The engine for groups on several hosts."""

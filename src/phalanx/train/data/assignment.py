@@ -1,0 +1,44 @@
+"""How the samples of a step are divided among the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.train.data.order import Last, Position
+
+
+@dataclass(slots=True)
+class AssignedBatch:
+    """One rank's batch: `size` samples, of which the first `count` are not padding; `total` of all ranks."""
+
+    batch: Any
+    count: int
+    size: int
+    total: int
+    next: Position
+
+
+@dataclass(frozen=True)
+class BatchAssignment:
+    """How a step is divided: the batch size of every rank, this rank, and what happens to the last samples."""
+
+    batches: tuple[int, ...]
+    rank: int
+    last: Last
+
+    @property
+    def batch(self) -> int:
+        """The batch size of this rank."""
+        return self.batches[self.rank]
+
+
+@dataclass(frozen=True)
+class Parted:
+    """How an epoch was divided into shards, up to where another number of ranks resumed it."""
+
+    batches: tuple[int, ...]
+    workers: int  # of each rank
+    last: Last
+    steps: int
+    consumed: int

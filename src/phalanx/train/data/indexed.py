@@ -1,0 +1,117 @@
+"""Reads a data set that has an index: the indices of this rank's batches, and torch's DataLoader for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx.train.data import rng
+from phalanx.train.data.assignment import AssignedBatch, BatchAssignment
+from phalanx.train.data.order import Order, Position, Step, steps
+
+_AHEAD = 4096  # places that are looked up at once: one by one would be too slow for small steps
+
+
+class IndexedData:
+    """Reads a data set with an index: torch's DataLoader in our order."""
+
+    kind = "indexed"
+
+    def __init__(self, dataset: Any, indices: BatchIndices, options: dict[str, Any]) -> None:
+        self._indices = indices
+        # One for all epochs, so that its workers can persist. It iterates over the indices again each time.
+        self._loader = DataLoader(dataset, batch_sampler=indices, **options)
+
+    def open(self, position: Position, steps: int, state: dict[str, Any] | None) -> Iterator[AssignedBatch]:
+        """Read from `position` on."""
+        del steps, state
+        self._indices.position = position
+        return self._read(self._indices.steps(), self._indices.part.rank)
+
+    def _read(self, steps: Iterator[Step], rank: int) -> Iterator[AssignedBatch]:
+        for step, batch in zip(steps, self._loader, strict=True):
+            yield AssignedBatch(batch, step.counts[rank], step.sizes[rank], step.total, step.next)
+
+    def snapshot(self) -> None:
+        """Return None: the workers have no state beside the position."""
+
+
+class BatchIndices:
+    """A batch sampler: the indices of this rank's batches from `position` on."""
+
+    def __init__(self, length: int, seed: int, shuffle: bool, part: BatchAssignment, seeded: bool) -> None:
+        self.length = length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.part = part
+        self.seeded = seeded  # each batch begins with a seed, for `SeededData`
+        self.position = Position()
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps to the end of the epoch."""
+        return steps(self.position, self.length, self.part.batches, self.part.last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = self._batches()
+        if not self.seeded:
+            return batches
+        numbers = (rng.number(self.seed, *step.position, self.part.rank) for step in self.steps())
+        return ([number, *batch] for number, batch in zip(numbers, batches, strict=True))
+
+    def _batches(self) -> Iterator[list[int]]:
+        order = Order(self.length, seed=self.seed, epoch=self.position.epoch, shuffle=self.shuffle)
+        whole, batch, rank = sum(self.part.batches), self.part.batch, self.part.rank
+        start = self.position.consumed + sum(self.part.batches[:rank])
+        full = (self.length - self.position.consumed) // whole
+        ahead = max(1, _AHEAD // batch)
+        for first in range(0, full, ahead):
+            step = torch.arange(first, min(first + ahead, full))
+            yield from look_up(order, start + whole * step[:, None] + torch.arange(batch)).tolist()
+        last = Position(self.position.epoch, self.position.consumed + full * whole)
+        for tail in steps(last, self.length, self.part.batches, self.part.last):
+            yield look_up(order, torch.tensor(tail.portion(rank).places)).tolist()
+
+
+class TensorBatches:
+    """A TensorDataset that is read batch by batch: sample by sample takes ten times as long."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._tensors = dataset.tensors
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        places = torch.tensor(indices)
+        return [tensor[places] for tensor in self._tensors]
+
+
+def as_it_is(batch: list[Any]) -> list[Any]:
+    """Return the batch: a `collate_fn` for batches that are tensors already."""
+    return batch
+
+
+class SeededData:
+    """The data set as a worker sees it, seeded for every batch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._many = getattr(dataset, "__getitems__", None)
+
+    def __getitems__(self, batch: list[int]) -> list[Any]:
+        seed, *indices = batch
+        rng.seed(seed)
+        if self._many is not None:
+            return list(self._many(indices))
+        return [self._dataset[index] for index in indices]
+
+
+def look_up(order: Order, places: torch.Tensor) -> torch.Tensor:
+    """Return `order[place]` for all places at once."""
+    if not order.shuffle:
+        return places
+    found = order.permute(places)
+    outside = found >= order.length  # few, if any
+    if outside.any():
+        found[outside] = torch.tensor([order.inside(place) for place in found[outside].tolist()])
+    return found

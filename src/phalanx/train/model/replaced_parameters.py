@@ -1,0 +1,42 @@
+"""Optimizers that were made before FSDP has replaced the parameters of a model by sharded ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class ReplacedParameters:
+    """The parameters of a model before and after it was wrapped: pairs of those that were replaced."""
+
+    def __init__(self, pairs: Sequence[tuple[Any, Any]] = ()) -> None:
+        # Weak: the parameters before sharding are whole, and holding them would undo what sharding saves.
+        self._after = {id(before): (weakref.ref(before), after) for before, after in pairs}
+
+    def adopt(self, opt: Any) -> None:
+        """Give an optimizer the parameters that there are now, and its state their sharding."""
+        for group in opt.param_groups:
+            group["params"] = [self._now(parameter) for parameter in group["params"]]
+        for parameter in list(opt.state):
+            now = self._now(parameter)
+            opt.state[now] = {name: _alike(value, parameter, now) for name, value in opt.state.pop(parameter).items()}
+
+    def _now(self, parameter: Any) -> Any:
+        known, after = self._after.get(id(parameter), (None, None))
+        # The id may be that of another object by now.
+        return after if known is not None and known() is parameter else parameter
+
+
+def _alike(value: Any, before: Any, now: Any) -> Any:
+    """Return the state of an optimizer, sharded as its parameter is now. A counter is left as it is."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    value = value.to(now.device)
+    if now is before or value.shape != before.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, now.device_mesh, now.placements)

@@ -1,0 +1,93 @@
+"""Restores the kept objects of a run: from a living rank, a snapshot in memory, or a checkpoint on the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS
+from phalanx.train import checkpoint_schedule
+from phalanx.train.batch_reader import BatchReader
+from phalanx.train.elastic.recovery_state import RecoveryState, RunParts
+from phalanx.train.script_warnings import ScriptWarnings
+from phalanx.worker.process_group.group import WorkerProcessGroup
+
+if TYPE_CHECKING:
+    from phalanx.train.checkpoint.folder import Info
+
+
+class Restoration:
+    """Finds the newest state and restores it, once per run. It also opens checkpoints and snapshots."""
+
+    def __init__(
+        self,
+        parts: RunParts,
+        recovery: RecoveryState,
+        reader: BatchReader,
+        warnings: ScriptWarnings,
+    ) -> None:
+        self._parts = parts
+        self._recovery = recovery
+        self._reader = reader
+        self._warnings = warnings
+        self.resize_hook: Callable[[int, int], object] | None = None  # world size before and now
+
+    def restore(
+        self,
+        group: WorkerProcessGroup,
+        folder: str | os.PathLike[str] | None,
+        every: str | int | None,
+        retention: Mapping[str, Any],
+    ) -> Info | None:
+        """Restore from the newest state. Return the checkpoint, if it was one."""
+        recovery, counter = self._recovery, self._parts.counter
+        checkpoints, snapshots = self._parts.checkpoints, self._parts.snapshots
+        environ = environment()
+        folder = folder or environ.get(CHECKPOINTS)
+        recovery.take_over()
+        snapshots.open(group, recovery, self._reader.generator)
+        if folder is not None:
+            if every is None:
+                every = environ.get(CHECKPOINT_EVERY, checkpoint_schedule.EVERY)
+            checkpoints.open(
+                group, folder, every, waited=recovery.waited, generator=self._reader.generator, retention=retention
+            )
+        elif every is not None and group.is_main:
+            self._warnings.warn(
+                "folder",
+                f"checkpoints every {every}, but there is no folder for them, so none are saved: "
+                'run.keep(folder="checkpoints", …), or phalanx run --checkpoints DIR',
+            )
+        if recovery.from_peers:
+            return None
+        snapshot = snapshots.load(group, recovery, checkpoints)
+        if snapshot is not None:
+            step, extra = snapshot
+            recovery.from_snapshot = True
+            self._continue_at(step, extra.get("epoch"))
+            recovery.models.layouts = extra.get("layouts", [])
+            group.print(f"resumed from a snapshot in memory at step {counter.steps}, epoch {counter.epoch}")
+            return None
+        info = checkpoints.load() if folder is not None else None
+        if info is not None:
+            self._continue_at(info.step, info.extra.get("epoch"))
+            group.print(f"resumed at step {counter.steps}, epoch {counter.epoch}")
+        return info
+
+    def conclude(self, group: WorkerProcessGroup) -> None:
+        """Make the other models equal on all ranks, call the hook if the number of ranks has changed, and report where
+        checkpoints are saved."""
+        self._recovery.models.make_equal(self._parts.kept, group.world_size)
+        before = self._parts.stepper.ranks_before
+        if self.resize_hook is not None and before is not None and before != group.world_size:
+            self.resize_hook(before, group.world_size)
+        self._recovery.restored()
+        folder, report = self._parts.checkpoints.folder, self._recovery.generation.hooks.checkpoint_folder
+        if folder is not None and report is not None:
+            report(folder)
+
+    def _continue_at(self, step: int, epoch: object) -> None:
+        self._parts.counter.steps, self._parts.counter.epoch = step, epoch if isinstance(epoch, int) else 0
+        self._reader.remember_rng()
