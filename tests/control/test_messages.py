@@ -43,6 +43,7 @@ from phalanx.control.messages import (
     Waiting,
     Welcome,
 )
+from tests.kit.placements import placement
 
 DECODERS: dict[str, messages.MessageDecoder[Any]] = {
     name: getattr(messages, name) for name in ("handshake", "node_info", "answer", "from_leader", "from_member")
@@ -52,12 +53,9 @@ FULL = NodeInfo(
     run="r", member=3, host="h", pid=1, slots=8, versions={"torch": "2"}, terms={"script": "a"}, claim=CLAIM, time=1.5
 )
 PLACE = StartRanks(
-    world_size=4,
-    node=1,
-    nodes=2,
-    ranks=(2, 3),
-    local_ranks=(0, 1),
-    local_world_size=2,
+    placements=tuple(
+        placement(rank, 4, local_rank=rank - 2, local_world_size=2, node_rank=1, node_count=2) for rank in (2, 3)
+    ),
     topology="0-1/2-3",
     store_port=29500,
 )

@@ -19,7 +19,7 @@ from phalanx.worker.rendezvous.device import backend_for
 from phalanx.worker.rendezvous.identity import Identity
 from phalanx.worker.rendezvous.membership import Membership
 from phalanx.worker.rendezvous.methods import MeetingPoint
-from phalanx.worker.rendezvous.roll_call import Participant, topology
+from phalanx.worker.rendezvous.roll_call import Participant, placement, topology
 from tests.kit.cli import PYTHON, free_port, phalanx, run, torchrun
 from tests.worker.ranks import ended, plain, ranks
 
@@ -227,7 +227,9 @@ def member(rank: int, store: Any) -> WorkerProcessGroup:
     people = tuple(Participant(one, 2, "a", "a", 1) for one in range(2))
     place, where = MeetingPoint("given"), topology(people, rank)
     return WorkerProcessGroup(
-        Membership(identity, people, where, rank, torch.device("cpu"), "", store, False, place, False, 10)
+        Membership(
+            identity, people, where, placement(people, where), torch.device("cpu"), "", store, False, place, False, 10
+        )
     )
 
 

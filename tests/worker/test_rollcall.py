@@ -140,7 +140,7 @@ def test_topology(people: list[Participant], spelled: str, nodes: tuple[tuple[in
 def test_local_ranks() -> None:
     for said, mine in (((None, None), 1), ((0, 1), 1), ((1, 0), 0), ((0, 0), 1)):
         people = [person(rank, 2, local_rank=one) for rank, one in enumerate(said)]
-        assert roll_call.local_rank(people, roll_call.topology(people, 1)) == mine
+        assert roll_call.placement(people, roll_call.topology(people, 1)).local_rank == mine
 
 
 def test_what_a_rank_says_about_itself() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phalanx.cli.launch_context import LaunchContext
 from phalanx.cli.options import RunOptions
 from phalanx.cluster.cluster import Cluster, Node, Slot
-from phalanx.cluster.placement import Placement, place
+from phalanx.cluster.placement import Seat, place
 from phalanx.cluster.sources.nodelist import counts
 from phalanx.cluster.sources.task import SchedulerTask
 
@@ -29,8 +29,8 @@ class ExpectedNodes:
     nodes: tuple[ExpectedNode, ...]
 
     @property
-    def placement(self) -> Placement | None:
-        """Return the node of every rank, if all counts are known. Assumes a scheduler's usual order of ranks."""
+    def seats(self) -> tuple[Seat, ...] | None:
+        """Return the seats of all ranks, if all counts are known. Assumes a scheduler's usual order of ranks."""
         sizes = [node.workers for node in self.nodes]
         if not all(sizes):
             return None

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
+from phalanx.contract.placement import Count, RankPlacement
+
 PROTOCOL = 1
 
 JOIN_REQUEST_LIMIT = 1 << 16  # bytes of a message before authentication
@@ -27,7 +29,6 @@ Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Proof = Annotated[bytes, Meta(max_length=32)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=1 << 16)]
-Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Signal = Annotated[int, Meta(ge=1, le=31)]  # those that have a name
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Names = Annotated[dict[Name, Name], Meta(max_length=64)]
@@ -141,16 +142,12 @@ class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
 
 
 class StartRanks(Message, frozen=True, kw_only=True, tag="start-ranks"):
-    """The ranks of the receiving member, and what they need to know of the others. No ranks: it is a spare."""
+    """The placements of the workers of the receiving member, and what they need to know of the others."""
 
-    world_size: Count
-    node: Count
-    nodes: Count
-    ranks: tuple[Count, ...]
-    local_ranks: tuple[Count, ...]
-    local_world_size: Count
+    placements: Annotated[tuple[RankPlacement, ...], Meta(min_length=1)]
     topology: Annotated[str, Meta(max_length=FRAME_LIMIT)]  # contract/topology.py
     store_port: Port  # at the address by which the member has reached the leader
+    spare: bool = False  # the workers have no ranks yet
 
 
 class Start(Message, frozen=True, kw_only=True, tag="start"):

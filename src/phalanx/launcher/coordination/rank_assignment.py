@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
@@ -41,29 +42,20 @@ def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = ""
 
 
 def assign_seats(plan: Plan, start: StartRanks) -> list[Seat]:
-    """Return a slot for each rank of this node. A task that is one rank takes the device of its local rank.
-
-    The workers of a spare node are numbered after the last rank.
-    """
+    """Return a slot for each placement of this node. A task that is one rank takes the device of its local rank."""
     slots = [seat.slot for seat in plan.seats]
-    if not start.ranks:
-        return [Seat(start.world_size + place, start.node, place, len(slots), slot) for place, slot in enumerate(slots)]
-    if len(start.ranks) == 1 and start.local_world_size > 1:
-        slots = [_slot(plan, start)]
-    return [
-        Seat(rank, start.node, local_rank, start.local_world_size, slot)
-        for rank, local_rank, slot in zip(start.ranks, start.local_ranks, slots, strict=True)
-    ]
+    first = start.placements[0]
+    if len(start.placements) == 1 and first.local_world_size > 1:
+        slots = [_slot(slots, first.local_rank)]
+    return [Seat(placement, slot) for placement, slot in zip(start.placements, slots, strict=True)]
 
 
-def _slot(plan: Plan, start: StartRanks) -> Slot:
-    slots = [seat.slot for seat in plan.seats]
+def _slot(slots: Sequence[Slot], local_rank: int) -> Slot:
     if len(slots) == 1:
         return slots[0]
-    local = start.local_ranks[0]
-    if local >= len(slots):
+    if local_rank >= len(slots):
         raise DeviceError(
-            f"this task is number {local} on its node, and {len(slots)} devices can be used here",
+            f"this task is number {local_rank} on its node, and {len(slots)} devices can be used here",
             fix="ask the scheduler for as many tasks a node as it has devices, or for one task a node",
         )
-    return slots[local]
+    return slots[local_rank]

@@ -63,7 +63,7 @@ class Handover:
     """The handover of one generation, as one rank sees it."""
 
     def __init__(self, membership: Membership, offer: StateOffer | None) -> None:
-        self._rank = membership.identity.rank
+        self._rank = membership.placement.rank
         self._membership = membership
         # With HOST set, NCCL treats the ranks of a node as several hosts, and is much slower than shared memory.
         self._by_memory = HOST in environment() and membership.device.type == "cuda"

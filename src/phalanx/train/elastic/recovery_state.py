@@ -110,7 +110,7 @@ class RecoveryState:
     def commit_in_two_phases(self, loaders: Callable[[], list[Loader]]) -> None:
         """Let all ranks confirm an update before any rank makes it, if a lost rank is to be replaced."""
         check = self.generation.hooks.check_group
-        if check is not None and self._two_phase is None and self._membership.identity.world_size > 1:
+        if check is not None and self._two_phase is None and self._membership.placement.world_size > 1:
             from phalanx.train.elastic.two_phase import TwoPhaseCommit
 
             self._two_phase = TwoPhaseCommit(
@@ -203,8 +203,8 @@ class RecoveryState:
             counter.epoch,
             kept.everything(),
             layouts,
-            self._membership.identity.rank,
-            self._membership.identity.world_size,
+            self._membership.placement.rank,
+            self._membership.placement.world_size,
             OptimizerSettings(kept.objects),
             pending,
         )

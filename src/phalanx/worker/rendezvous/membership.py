@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from phalanx.contract.variables import place as place_of
+from phalanx.contract.placement import RankPlacement
+from phalanx.contract.variables import rank_variables
 from phalanx.contract.worker_messages import Assignment
 from phalanx.errors import JoinError, UsageError
 from phalanx.worker.process_group import ending
@@ -40,7 +41,7 @@ class Membership:
     identity: Identity
     people: tuple[Participant, ...]  # all ranks
     topology: Topology
-    local_rank: int
+    placement: RankPlacement
     device: torch.device
     backend: str  # "": no process group was made, because there is one process
     store: Any  # torch's, with a prefix for this group
@@ -93,7 +94,7 @@ def form(
         return _adopt(device, timeout)
     environ = os.environ
     if assignment is not None:
-        environ.update(place_of(assignment))
+        environ.update(rank_variables(assignment))
         if assignment.devices is not None:  # a spare has not used any device yet
             environ["CUDA_VISIBLE_DEVICES"] = assignment.devices
     told = methods.parse(method)
@@ -255,8 +256,8 @@ def _found(
     import torch.distributed as dist
 
     where = roll_call.topology(people, identity.rank, identity.topology)
-    local_rank = roll_call.local_rank(people, where)
-    own = device.wanted(asked, local_rank=local_rank if identity.local_rank is None else identity.local_rank)
+    placement = roll_call.placement(people, where)
+    own = device.wanted(asked, local_rank=placement.local_rank if identity.local_rank is None else identity.local_rank)
     name = device.backend_for(backend, own, [one.kind for one in people], [one.machine for one in people])
     if group:
         device.refuse_sharing(own, name, [people[rank].devices for rank in where.local_ranks])
@@ -265,7 +266,7 @@ def _found(
         identity,
         people,
         where,
-        local_rank,
+        placement,
         own,
         name if group else "",
         store,
@@ -341,12 +342,12 @@ def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
     place = MeetingPoint("given", said_by="the store of the process group")
     store, people = _meet(_get_default_store(), identity, place, os.environ, timeout)
     where = roll_call.topology(people, identity.rank, identity.topology)
-    local_rank = roll_call.local_rank(people, where)
-    own = device.wanted(asked, local_rank=local_rank if identity.local_rank is None else identity.local_rank)
+    placement = roll_call.placement(people, where)
+    own = device.wanted(asked, local_rank=placement.local_rank if identity.local_rank is None else identity.local_rank)
     device.use(own)
     backend = str(dist.get_backend_config())
     return Membership(
-        identity, people, where, local_rank, own, backend, store, False, place, owned=False, timeout=timeout
+        identity, people, where, placement, own, backend, store, False, place, owned=False, timeout=timeout
     )
 
 

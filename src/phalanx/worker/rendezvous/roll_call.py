@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from phalanx.contract.placement import RankPlacement
 from phalanx.contract.topology import decode
 from phalanx.errors import JoinError
 from phalanx.worker.rendezvous.identity import Identity
@@ -263,10 +264,19 @@ def topology(people: Sequence[Participant], rank: int, spelled: str = "") -> Top
     return Topology(tuple(tuple(nodes[node]) for node in order), rank)
 
 
-def local_rank(people: Sequence[Participant], where: Topology) -> int:
-    """Return the launcher's local rank, if it is unique on this node; with --virtual-local-rank it is not."""
+def placement(people: Sequence[Participant], where: Topology) -> RankPlacement:
+    """Return the placement of this rank, with the launcher's local rank if that is unique on the node.
+
+    With --virtual-local-rank it is not.
+    """
     said = [people[rank].local_rank for rank in where.local_ranks]
     mine = people[where.rank].local_rank
-    return (
-        mine if mine is not None and sorted(map(str, said)) == sorted(map(str, range(len(said)))) else where.local_rank
+    unique = sorted(map(str, said)) == sorted(map(str, range(len(said))))
+    return RankPlacement(
+        rank=where.rank,
+        world_size=len(people),
+        local_rank=mine if mine is not None and unique else where.local_rank,
+        local_world_size=len(where.local_ranks),
+        node_rank=where.node_rank,
+        node_count=len(where.nodes),
     )
