@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.contract.placement import PartialPlacement
 from phalanx.control import messages
 from phalanx.control.messages import (
     Challenge,
-    Claim,
     EndMessage,
     Failing,
     FailureReport,
@@ -48,7 +48,7 @@ from tests.kit.placements import placement
 DECODERS: dict[str, messages.MessageDecoder[Any]] = {
     name: getattr(messages, name) for name in ("handshake", "node_info", "answer", "from_leader", "from_member")
 }
-CLAIM = Claim(rank=3, size=4, local_rank=1, local_size=2, node=1)
+CLAIM = PartialPlacement(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1)
 FULL = NodeInfo(
     run="r", member=3, host="h", pid=1, slots=8, versions={"torch": "2"}, terms={"script": "a"}, claim=CLAIM, time=1.5
 )

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from phalanx.contract import topology
+from phalanx.contract.placement import PartialPlacement
 from phalanx.control import roster
-from phalanx.control.messages import Claim, NodeInfo, Refusal
+from phalanx.control.messages import NodeInfo, Refusal
 from phalanx.control.roster import RankTable, Roster
 from tests.control.parties import arrival
 from tests.kit.placements import placement
@@ -96,7 +97,7 @@ def test_promises(member: int | None, slots: int, kind: str | None) -> None:
 
 def test_what_a_scheduler_started_promised_nothing() -> None:
     made = Roster(2, (4, 4))
-    claim = Claim(rank=0, size=2, local_rank=0, local_size=2)
+    claim = PartialPlacement(rank=0, world_size=2, local_rank=0, local_world_size=2)
     assert made.admit(arrival(0, slots=1, claim=claim)) == 0
 
 
@@ -125,7 +126,11 @@ def tasks(*rows: tuple[int, str, int, int, int | None]) -> dict[int, NodeInfo]:
     """(rank, host, local rank, local size, node)"""
     return {
         rank: arrival(
-            rank, host=host, claim=Claim(rank=rank, size=len(rows), local_rank=local, local_size=size, node=node)
+            rank,
+            host=host,
+            claim=PartialPlacement(
+                rank=rank, world_size=len(rows), local_rank=local, local_world_size=size, node_rank=node
+            ),
         )
         for rank, host, local, size, node in rows
     }

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.contract.placement import PartialPlacement
 from phalanx.errors import DeviceError, JoinError, UsageError
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.rendezvous.device import backend_for
@@ -223,8 +224,8 @@ def member(rank: int, store: Any) -> WorkerProcessGroup:
     """One of two ranks that have a store between them, and no process group."""
     import torch
 
-    identity = Identity("hand-set variables", rank, 2)
-    people = tuple(Participant(one, 2, "a", "a", 1) for one in range(2))
+    identity = Identity("hand-set variables", PartialPlacement(rank=rank, world_size=2))
+    people = tuple(Participant(PartialPlacement(rank=one, world_size=2), "a", "a", 1) for one in range(2))
     place, where = MeetingPoint("given"), topology(people, rank)
     return WorkerProcessGroup(
         Membership(

@@ -29,7 +29,8 @@ HAND = {**MASTER, "RANK": "1", "WORLD_SIZE": "2"}
 
 
 def facts(found: Identity) -> tuple[Any, ...]:
-    return (found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank)
+    given = found.placement
+    return (given.rank, given.world_size, given.local_rank, given.local_world_size, given.node_rank)
 
 
 # environment, launcher, (rank, world size, local rank, local world size, node), (address, port, hosted, keeper)

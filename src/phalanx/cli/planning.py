@@ -35,7 +35,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
     command.check()
     here, unused = _slots(options, environ, context.node)
     seats = place(Cluster((Node(0, os.uname().nodename, here),)))
-    tasks = rendezvous.task.local_size if rendezvous is not None and rendezvous.task is not None else 1
+    tasks = rendezvous.task.local_tasks if rendezvous is not None and rendezvous.task is not None else 1
     inherited = _inherited(options, environ, here, crowded=len(here) * tasks > 1)
     notes = list(options.notes)
     mig = any(slot.device is not None and slot.device.kind == "mig" for slot in here)

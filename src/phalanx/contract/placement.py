@@ -18,3 +18,14 @@ class RankPlacement(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     local_world_size: Count
     node_rank: Count
     node_count: Count
+
+
+class PartialPlacement(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The placement of a rank as far as a launcher or scheduler gives it. None: not given."""
+
+    rank: Count
+    world_size: Count
+    local_rank: Count | None = None
+    local_world_size: Count | None = None
+    node_rank: Count | None = None
+    node_count: Count | None = None

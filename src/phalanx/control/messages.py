@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from phalanx.contract.placement import Count, RankPlacement
+from phalanx.contract.placement import Count, PartialPlacement, RankPlacement
 
 PROTOCOL = 1
 
@@ -63,16 +63,6 @@ class JoinAnswer(Message, frozen=True, kw_only=True, tag="answer"):
     proof: Proof
 
 
-class Claim(Message, frozen=True, kw_only=True, tag="claim"):
-    """The rank that a scheduler has assigned: this agent is one of its tasks."""
-
-    rank: Count
-    size: Count
-    local_rank: Count
-    local_size: Count
-    node: Count | None = None
-
-
 class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
     """The state of the workers of a member whose leader is lost."""
 
@@ -93,7 +83,7 @@ class NodeInfo(Message, frozen=True, kw_only=True, tag="node-info"):
     slots: Count  # workers that it takes
     versions: Names
     terms: Names  # what has to be the same everywhere: "script", "nodes", …
-    claim: Claim | None = None
+    claim: PartialPlacement | None = None  # this agent is a task of a scheduler, which has assigned the rank
     trouble: Text = ""  # why it cannot take part: it came only to say so
     time: float = 0.0
     door: Port = 0  # where it would listen if it had to lead

@@ -131,7 +131,7 @@ def _differs(leader: NodeInfo, arrival: NodeInfo) -> Refusal | None:
 def one_a_rank(members: Mapping[int, NodeInfo]) -> bool:
     """Return whether a scheduler has started one task per rank, not one per node."""
     claims = [arrival.claim for arrival in members.values()]
-    return all(claims) and any(claim is not None and claim.local_size > 1 for claim in claims)
+    return all(claims) and any(claim is not None and (claim.local_world_size or 1) > 1 for claim in claims)
 
 
 def working(members: Mapping[int, NodeInfo], before: Collection[int], most: int) -> dict[int, NodeInfo]:
@@ -191,15 +191,15 @@ def _as_claimed(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
     claimed.sort(key=lambda one: one[0].rank)
     # Where the scheduler does not number its nodes: in the order of their lowest rank.
     hosts = list(dict.fromkeys(host for _, host, _ in claimed))
-    node_ranks = [hosts.index(host) if claim.node is None else claim.node for claim, host, _ in claimed]
+    node_ranks = [hosts.index(host) if claim.node_rank is None else claim.node_rank for claim, host, _ in claimed]
     return {
         id_: RankTable(
             (
                 RankPlacement(
                     rank=claim.rank,
                     world_size=len(claimed),
-                    local_rank=claim.local_rank,
-                    local_world_size=claim.local_size,
+                    local_rank=claim.local_rank or 0,
+                    local_world_size=claim.local_world_size or 1,
                     node_rank=node_rank,
                     node_count=len(set(node_ranks)),
                 ),

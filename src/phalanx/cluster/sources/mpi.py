@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from phalanx.cluster.sources.task import BY_HAND, SchedulerTask, Variables, file_name
+from phalanx.contract.placement import PartialPlacement
 
 
 def task(environ: Mapping[str, str]) -> SchedulerTask | None:
@@ -32,11 +33,9 @@ def _open_mpi(environ: Mapping[str, str]) -> SchedulerTask:
     return SchedulerTask(
         source="Open MPI",
         job=file_name("openmpi", name) if name else "",
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        nodes=nodes,
+        placement=PartialPlacement(
+            rank=rank, world_size=size, local_rank=local_rank, local_world_size=local_size, node_count=nodes
+        ),
         said=said.said,
     )
 
@@ -56,10 +55,7 @@ def _hydra(environ: Mapping[str, str]) -> SchedulerTask:
     return SchedulerTask(
         source=said.source,
         job=_hydra_job(said),
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
+        placement=PartialPlacement(rank=rank, world_size=size, local_rank=local_rank, local_world_size=local_size),
         said=said.said,
     )
 

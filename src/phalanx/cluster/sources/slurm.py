@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from phalanx.cluster.sources.nodelist import counts, expand
 from phalanx.cluster.sources.task import BY_HAND, Allocation, SchedulerTask, Variables, file_name
+from phalanx.contract.placement import PartialPlacement
 
 T = TypeVar("T")
 
@@ -35,12 +36,14 @@ def task(environ: Mapping[str, str]) -> SchedulerTask | None:
     return SchedulerTask(
         source="Slurm",
         job=_job(said, step=True),
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=tasks[node],
-        node=node,
-        nodes=nodes,
+        placement=PartialPlacement(
+            rank=rank,
+            world_size=size,
+            local_rank=local_rank,
+            local_world_size=tasks[node],
+            node_rank=node,
+            node_count=nodes,
+        ),
         hosts=hosts,
         said=said.said,
     )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from phalanx.contract.placement import PartialPlacement
 from phalanx.errors import UsageError
 
 BY_HAND = "on every node: phalanx run -n NODES -i NODE_ID --master HOST:PORT …"
@@ -17,24 +18,25 @@ class SchedulerTask:
 
     source: str  # in words: "Slurm", "Open MPI", "MPICH", "Intel MPI"
     job: str  # the same in all tasks of the job (and step) and in no other; safe as a file name; "": it has no name
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int | None = None  # None: the source does not say
-    nodes: int | None = None
+    placement: PartialPlacement
     hosts: tuple[str, ...] = ()  # of the nodes, in order of node id, where known
     said: Mapping[str, str] = field(default_factory=dict)  # the variables this was read from, to name them in messages
 
     @property
     def one_a_node(self) -> bool | None:
         """True: each task has its own node. False: each task is one rank. None: unknown."""
-        if self.nodes is not None:
-            return self.nodes == self.size  # no node is without a task
-        if self.local_size > 1:
+        placement = self.placement
+        if placement.node_count is not None:
+            return placement.node_count == placement.world_size  # no node is without a task
+        if self.local_tasks > 1:
             return False
         # Alone on this node; whether the others are alone on theirs, this process cannot see.
-        return True if self.size == 1 else None
+        return True if placement.world_size == 1 else None
+
+    @property
+    def local_tasks(self) -> int:
+        """The number of tasks on this node, as far as is known."""
+        return self.placement.local_world_size or 1
 
 
 @dataclass(frozen=True)

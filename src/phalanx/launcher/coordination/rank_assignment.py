@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
-from phalanx.control.messages import Claim, NodeInfo, StartRanks
+from phalanx.control.messages import NodeInfo, StartRanks
 from phalanx.errors import DeviceError
 from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.plan import Plan
@@ -17,15 +17,6 @@ from phalanx.launcher.plan import Plan
 def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = "", door: int = 0) -> NodeInfo:
     """Return what this node tells the leader when it joins. `trouble`: why it cannot take part."""
     task = rendezvous.task
-    claim = None
-    if task is not None:
-        claim = Claim(
-            rank=task.rank,
-            size=task.size,
-            local_rank=task.local_rank,
-            local_size=task.local_size,
-            node=task.node,
-        )
     return NodeInfo(
         run=rendezvous.run,
         member=rendezvous.member,
@@ -34,7 +25,7 @@ def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = ""
         slots=len(plan.seats) if plan is not None else 0,
         versions=rendezvous.versions,
         terms=rendezvous.terms,
-        claim=claim,
+        claim=None if task is None else task.placement,
         trouble=trouble,
         time=time.time(),
         door=door,

@@ -257,7 +257,7 @@ def _found(
 
     where = roll_call.topology(people, identity.rank, identity.topology)
     placement = roll_call.placement(people, where)
-    own = device.wanted(asked, local_rank=placement.local_rank if identity.local_rank is None else identity.local_rank)
+    own = device.wanted(asked, local_rank=_device_number(identity, placement))
     name = device.backend_for(backend, own, [one.kind for one in people], [one.machine for one in people])
     if group:
         device.refuse_sharing(own, name, [people[rank].devices for rank in where.local_ranks])
@@ -290,6 +290,12 @@ def _found(
         )
         _tell_ranks(dist.group.WORLD)
     return membership
+
+
+def _device_number(identity: Identity, placement: RankPlacement) -> int:
+    """Return the launcher's local rank, if it gives one: with --virtual-local-rank every rank sees one device, as 0."""
+    given = identity.placement.local_rank
+    return placement.local_rank if given is None else given
 
 
 def _tell_ranks(group: Any) -> None:
@@ -343,7 +349,7 @@ def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
     store, people = _meet(_get_default_store(), identity, place, os.environ, timeout)
     where = roll_call.topology(people, identity.rank, identity.topology)
     placement = roll_call.placement(people, where)
-    own = device.wanted(asked, local_rank=placement.local_rank if identity.local_rank is None else identity.local_rank)
+    own = device.wanted(asked, local_rank=_device_number(identity, placement))
     device.use(own)
     backend = str(dist.get_backend_config())
     return Membership(

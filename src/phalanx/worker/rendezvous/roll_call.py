@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.placement import PartialPlacement, RankPlacement
 from phalanx.contract.topology import decode
 from phalanx.errors import JoinError
 from phalanx.worker.rendezvous.identity import Identity
@@ -25,17 +25,24 @@ HEARD = 3.0  # seconds for all present ranks to read why it failed, before the s
 class Participant(msgspec.Struct, frozen=True, array_like=True):
     """What a rank reports about itself."""
 
-    rank: int
-    world_size: int
+    placement: PartialPlacement
     host: str
     machine: str  # unique per host; host names may not be
     pid: int
     address: str = ""
-    node: int | None = None
-    local_rank: int | None = None
     devices: str | None = None  # CUDA_VISIBLE_DEVICES, which may differ between ranks of a node
     offer: str = ""  # the state that it holds, for a handover
     kind: str = ""  # of its device: "cpu", "cuda"
+
+    @property
+    def rank(self) -> int:
+        """The rank, as in its placement."""
+        return self.placement.rank
+
+    @property
+    def world_size(self) -> int:
+        """The world size, as in its placement."""
+        return self.placement.world_size
 
     def __str__(self) -> str:
         where = f" ({self.address})" if self.address else ""
@@ -51,14 +58,11 @@ def here(
 ) -> Participant:
     """Return the report of this process."""
     return Participant(
-        rank=identity.rank,
-        world_size=identity.world_size,
+        placement=identity.placement,
         host=socket.gethostname(),
         machine=f"{socket.gethostname()} {_boot()}",
         pid=os.getpid(),
         address=address,
-        node=identity.node_rank,
-        local_rank=identity.local_rank,
         devices=devices,
         offer=offer,
         kind=kind,
@@ -127,7 +131,10 @@ def _count(
     if odd := [person for person in people if person.world_size != me.world_size]:
         error = JoinError(
             "the ranks do not agree on how many they are",
-            details=[f"rank 0: WORLD_SIZE={me.world_size}", *(f"{one}: WORLD_SIZE={one.world_size}" for one in odd)],
+            details=[
+                f"rank 0: WORLD_SIZE={me.world_size}",
+                *(f"{one}: WORLD_SIZE={one.world_size}" for one in odd),
+            ],
             fix="the same WORLD_SIZE for every rank",
         )
         raise _refused(store, me, error)
@@ -256,10 +263,10 @@ def topology(people: Sequence[Participant], rank: int, spelled: str = "") -> Top
     """Return the topology: as `phalanx run` says, else by the launcher's nodes, else by host."""
     if spelled:
         return Topology(decode(spelled), rank)
-    by_node = all(person.node is not None for person in people)
+    by_node = all(person.placement.node_rank is not None for person in people)
     nodes: dict[object, list[int]] = {}
     for person in people:
-        nodes.setdefault(person.node if by_node else person.machine, []).append(person.rank)
+        nodes.setdefault(person.placement.node_rank if by_node else person.machine, []).append(person.rank)
     order = sorted(nodes, key=lambda node: node) if by_node else list(nodes)  # type: ignore[arg-type, return-value]
     return Topology(tuple(tuple(nodes[node]) for node in order), rank)
 
@@ -269,8 +276,8 @@ def placement(people: Sequence[Participant], where: Topology) -> RankPlacement:
 
     With --virtual-local-rank it is not.
     """
-    said = [people[rank].local_rank for rank in where.local_ranks]
-    mine = people[where.rank].local_rank
+    said = [people[rank].placement.local_rank for rank in where.local_ranks]
+    mine = people[where.rank].placement.local_rank
     unique = sorted(map(str, said)) == sorted(map(str, range(len(said))))
     return RankPlacement(
         rank=where.rank,
