@@ -1,4 +1,4 @@
-"""What a scheduler says about this process: its place among the tasks, or allocated nodes."""
+"""What a scheduler says about this process: its task, or the allocated nodes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ BY_HAND = "on every node: phalanx run -n NODES -i NODE_ID --master HOST:PORT …
 
 @dataclass(frozen=True)
 class SchedulerTask:
-    """The place of this process among the tasks of a scheduler."""
+    """This process as a task of a scheduler."""
 
-    source: str  # in words: "Slurm", "Open MPI", "MPICH", "Intel MPI"
+    source: str  # "Slurm", "Open MPI", "MPICH" or "Intel MPI", for messages
     job: str  # the same in all tasks of the job (and step) and in no other; safe as a file name; "": it has no name
     placement: PartialPlacement
-    hosts: tuple[str, ...] = ()  # of the nodes, in order of node id, where known
-    said: Mapping[str, str] = field(default_factory=dict)  # the variables this was read from, to name them in messages
+    hosts: tuple[str, ...] = ()  # by node rank, if known
+    said: Mapping[str, str] = field(default_factory=dict)  # the variables that were read, for messages
 
     @property
     def one_a_node(self) -> bool | None:
@@ -46,8 +46,8 @@ class Allocation:
     source: str
     job: str
     hosts: tuple[str, ...]
-    tasks: tuple[int, ...] = ()  # a node, as asked; empty: the source does not say
-    here: str | None = None  # the node this process runs on, where it is one of them
+    tasks: tuple[int, ...] = ()  # requested per node; empty: unknown
+    here: str | None = None  # the node of this process, if it is one of them
     said: Mapping[str, str] = field(default_factory=dict)
 
 
