@@ -18,8 +18,8 @@ from phalanx.worker.rendezvous.methods import MeetingPoint, parse
 from tests.kit.cli import free_port, python
 
 SCRIPTS = Path(__file__).parent / "scripts"
-KEEPER = Identity("hand-set variables", PartialPlacement(rank=0, world_size=2), keeper=True)
-CALLER = Identity("hand-set variables", PartialPlacement(rank=1, world_size=2), keeper=False)
+KEEPER = Identity("hand-set variables", PartialPlacement(rank=0, world_size=2), hosts_store=True)
+CALLER = Identity("hand-set variables", PartialPlacement(rank=1, world_size=2), hosts_store=False)
 
 
 def place(host: str, port: int = 29500) -> MeetingPoint:

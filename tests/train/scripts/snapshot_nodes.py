@@ -61,7 +61,7 @@ class Rank:
     def __init__(self, nodes: Nodes, names: list[str], how: str) -> None:
         self.run = phalanx.init()
         membership, topology = self.run.membership, Topology(nodes, self.run.rank)
-        placement = roll_call.placement(membership.people, topology)
+        placement = roll_call.placement(membership.participants, topology)
         self.run.membership = dataclasses.replace(membership, topology=topology, placement=placement)
         self.said: list[str] = []
         each = len(names) > len(nodes)  # a vault for each rank, and not for each node

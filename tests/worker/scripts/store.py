@@ -16,7 +16,7 @@ from phalanx.worker.rendezvous.identity import Identity
 from phalanx.worker.rendezvous.methods import MeetingPoint
 
 tcp_store.ANSWER = 2.0
-caller = Identity("hand-set variables", PartialPlacement(rank=1, world_size=2), keeper=False)
+caller = Identity("hand-set variables", PartialPlacement(rank=1, world_size=2), hosts_store=False)
 with socket.create_server(("127.0.0.1", 0)) as stranger:
     port = stranger.getsockname()[1]
     with pytest.raises(JoinError, match=f"what listens on 127.0.0.1 port {port} is not the store of this job"):

@@ -252,12 +252,12 @@ class WorkerProcessGroup(GroupMember):
     def _say_farewell(self, failed: bool) -> None:
         """Keep the store for ranks that are a little behind, before this process ends and the store with it."""
         membership = self.membership
-        if not membership.kept_by_a_rank or not (membership.keeper or tcp_store.answers(membership.place)):
+        if not membership.store_on_a_rank or not (membership.hosts_store or tcp_store.answers(membership.place)):
             return
         store = _prefixed(membership.store, "farewell")
         with contextlib.suppress(RuntimeError):  # torch's, when the store is gone
             gone = store.add("gone", 1)
-            end = time.monotonic() + (FAREWELL if membership.keeper and not failed else 0)
+            end = time.monotonic() + (FAREWELL if membership.hosts_store and not failed else 0)
             while gone < self.world_size and time.monotonic() < end:
                 time.sleep(0.005)
                 gone = store.add("gone", 0)
@@ -266,7 +266,7 @@ class WorkerProcessGroup(GroupMember):
         if not self.backend:
             return None
         membership = self.membership
-        store, me = _prefixed(membership.store, "groups"), membership.people[self.rank]
+        store, me = _prefixed(membership.store, "groups"), membership.participants[self.rank]
         roll_call.together(store, me, membership.timeout, name=name, say=tcp_store.notice)
         return make(timeout=timedelta(seconds=membership.timeout))
 

@@ -1,4 +1,4 @@
-"""The rank of this process, as the launcher says: one reader per launcher, pure functions of the environment."""
+"""Reads the rank of this process from the variables of its launcher: one reader per launcher. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALONE = PartialPlacement(rank=0, world_size=1)
 
 @dataclass(frozen=True)
 class Identity:
-    """What is known before the ranks meet. None: the launcher does not say."""
+    """What the launcher gives, before the ranks meet. None: it is not given."""
 
     launcher: str  # for messages
     placement: PartialPlacement = ALONE
@@ -36,7 +36,7 @@ class Identity:
     port: int | None = None
     assumed: bool = False  # the address was not given: all ranks are expected on one host
     hosted: bool = False  # the launcher hosts the store, not a rank
-    keeper: bool = True  # otherwise: whether this rank hosts it
+    hosts_store: bool = True  # this rank hosts the store
     job: str = ""  # the same in all ranks of the job and in no other; safe as a file name
     attempt: str = ""  # of a job that is restarted on a store that stays
     generation: int | None = None  # of a group that can regroup
@@ -119,7 +119,7 @@ def _elastic(environ: Mapping[str, str]) -> Identity | None:
         address=said.needed("MASTER_ADDR"),
         port=said.number("MASTER_PORT", least=1, below=1 << 16),
         hosted=hosted,
-        keeper=rank == 0 and not hosted,
+        hosts_store=rank == 0 and not hosted,
         # torchrun keeps its store when it restarts the ranks, with the keys of those that died. A phalanx run has a
         # name that all nodes know; its id may be different in each task of a scheduler.
         attempt=f"{environ.get(RUN, run_id)}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
@@ -145,7 +145,7 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
             )
     said = Variables(task.source, environ, fix="unset MASTER_ADDR and MASTER_PORT, or set both")
     address, port = said.text("MASTER_ADDR"), None
-    assumed, keeper = False, placement.rank == 0
+    assumed, hosts_store = False, placement.rank == 0
     if said.text("MASTER_PORT"):
         port = said.number("MASTER_PORT", least=1, below=1 << 16)
     elif task.job:
@@ -153,7 +153,7 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
     if address is None and task.hosts:
         address = task.hosts[0]
         # Rank 0 need not be on the first node of the list: that depends on the distribution of Slurm.
-        keeper = (placement.node_rank, placement.local_rank) == (0, 0)
+        hosts_store = (placement.node_rank, placement.local_rank) == (0, 0)
     elif address is None and not task.job and placement.local_world_size == placement.world_size:
         address, port, assumed = LOOPBACK, port or DEFAULT_PORT, True
     if placement.node_count is None and placement.local_world_size == 1:  # it may not know of the others on this node
@@ -164,7 +164,7 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
         address=address,
         port=port if address is not None else None,
         assumed=assumed,
-        keeper=keeper,
+        hosts_store=hosts_store,
         job=task.job,
     )
 
@@ -197,7 +197,7 @@ def _hand_set(environ: Mapping[str, str]) -> Identity | None:
             local_world_size=local_size,
             node_rank=next((said.number(name) for name in ("GROUP_RANK", "NODE_RANK") if said.text(name)), None),
         ),
-        keeper=rank == 0,
+        hosts_store=rank == 0,
         **_master(said),
     )
 
@@ -229,7 +229,7 @@ def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | Non
         _check(rank, world_size)
         said = Variables("The environment", environ, fix=_by_hand(rank, world_size))
         placement = PartialPlacement(rank=rank, world_size=world_size)
-        return Identity(ARGUMENTS, placement, keeper=rank == 0, **_master(said))
+        return Identity(ARGUMENTS, placement, hosts_store=rank == 0, **_master(said))
     rank = found.rank if rank is None else rank
     world_size = found.world_size if world_size is None else world_size
     _check(rank, world_size)
@@ -243,7 +243,7 @@ def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | Non
     return replace(
         found,
         placement=PartialPlacement(rank=rank, world_size=world_size),
-        keeper=rank == 0 and not found.hosted,
+        hosts_store=rank == 0 and not found.hosted,
         attempt=f"{found.attempt}.{world_size}",
         topology="",
         notes=(*found.notes, note),

@@ -39,19 +39,19 @@ class Membership:
     """This rank in a process group that has formed."""
 
     identity: Identity
-    people: tuple[Participant, ...]  # all ranks
+    participants: tuple[Participant, ...]  # all ranks
     topology: Topology
     placement: RankPlacement
     device: torch.device
     backend: str  # "": no process group was made, because there is one process
     store: Any  # torch's, with a prefix for this group
-    keeper: bool  # whether this process hosts the store, which ends with it
+    hosts_store: bool  # whether this process hosts the store, which ends with it
     place: MeetingPoint
     owned: bool  # whether the process group was made here, and must be destroyed here
     timeout: float
 
     @property
-    def kept_by_a_rank(self) -> bool:
+    def store_on_a_rank(self) -> bool:
         """Whether the store ends with one of the ranks."""
         return self.place.kind == "tcp" and not _hosted(self.identity, self.place)
 
@@ -114,18 +114,18 @@ def form(
     for note in identity.notes:
         tcp_store.notice(note)
     place = methods.choose(identity, told, environ, given=store is not None)
-    keeper = place.kind == "tcp" and _keeps(identity, place)
-    bare = store if store is not None else _open(place, identity, keeper, timeout)
-    where, people = _meet(bare, identity, place, environ, timeout, offer=offer, kind=kind(device))
+    hosts_store = place.kind == "tcp" and _hosts_store(identity, place)
+    bare = store if store is not None else _open(place, identity, hosts_store, timeout)
+    where, participants = _meet(bare, identity, place, environ, timeout, offer=offer, kind=kind(device))
     asked = not identity.nobody or backend is not None or rank is not None or world_size is not None
     return _found(
         backend,
         device,
         identity,
-        people,
+        participants,
         store=where,
         place=place,
-        keeper=keeper,
+        hosts_store=hosts_store,
         timeout=timeout,
         group=asked,
         met=met,
@@ -141,10 +141,10 @@ def _seconds(timeout: float | timedelta) -> float:
     return seconds
 
 
-def _keeps(identity: Identity, place: MeetingPoint) -> bool:
+def _hosts_store(identity: Identity, place: MeetingPoint) -> bool:
     """Return whether this rank hosts the store. At an address that is not the launcher's, rank 0 does."""
     if (place.host, place.port) == (identity.address, identity.port):
-        return identity.keeper
+        return identity.hosts_store
     return identity.rank == 0
 
 
@@ -152,13 +152,15 @@ def _hosted(identity: Identity, place: MeetingPoint) -> bool:
     return identity.hosted and (place.host, place.port) == (identity.address, identity.port)
 
 
-def _open(place: MeetingPoint, identity: Identity, keeper: bool, timeout: float) -> Any:
+def _open(place: MeetingPoint, identity: Identity, hosts_store: bool, timeout: float) -> Any:
     from torch.distributed import HashStore
 
     if place.kind == "alone":
         return HashStore()
     if place.kind == "tcp":
-        return tcp_store.open_store(place, replace(identity, keeper=keeper, hosted=_hosted(identity, place)), timeout)
+        return tcp_store.open_store(
+            place, replace(identity, hosts_store=hosts_store, hosted=_hosted(identity, place)), timeout
+        )
     return _open_file(place, identity, timeout)
 
 
@@ -244,33 +246,33 @@ def _found(
     backend: str | None,
     asked: str | torch.device | None,
     identity: Identity,
-    people: tuple[Participant, ...],
+    participants: tuple[Participant, ...],
     *,
     store: Any,
     place: MeetingPoint,
-    keeper: bool,
+    hosts_store: bool,
     timeout: float,
     group: bool,
     met: Callable[[Membership], None] | None,
 ) -> Membership:
     import torch.distributed as dist
 
-    where = roll_call.topology(people, identity.rank, identity.topology)
-    placement = roll_call.placement(people, where)
+    where = roll_call.topology(participants, identity.rank, identity.topology)
+    placement = roll_call.placement(participants, where)
     own = device.wanted(asked, local_rank=_device_number(identity, placement))
-    name = device.backend_for(backend, own, [one.kind for one in people], [one.machine for one in people])
+    name = device.backend_for(backend, own, [one.kind for one in participants], [one.machine for one in participants])
     if group:
-        device.refuse_sharing(own, name, [people[rank].devices for rank in where.local_ranks])
+        device.refuse_sharing(own, name, [participants[rank].devices for rank in where.local_ranks])
     device.use(own)
     membership = Membership(
         identity,
-        people,
+        participants,
         where,
         placement,
         own,
         name if group else "",
         store,
-        keeper,
+        hosts_store,
         place,
         owned=group,
         timeout=timeout,
@@ -278,7 +280,7 @@ def _found(
     if met is not None:
         met(membership)
     if group:
-        choose_interface(identity, people, place)
+        choose_interface(identity, participants, place)
         eager = own if own.type == "cuda" and "nccl" in name else None
         dist.init_process_group(
             name,
@@ -346,26 +348,26 @@ def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
 
     identity = identify(os.environ, rank=dist.get_rank(), world_size=dist.get_world_size())
     place = MeetingPoint("given", said_by="the store of the process group")
-    store, people = _meet(_get_default_store(), identity, place, os.environ, timeout)
-    where = roll_call.topology(people, identity.rank, identity.topology)
-    placement = roll_call.placement(people, where)
+    store, participants = _meet(_get_default_store(), identity, place, os.environ, timeout)
+    where = roll_call.topology(participants, identity.rank, identity.topology)
+    placement = roll_call.placement(participants, where)
     own = device.wanted(asked, local_rank=_device_number(identity, placement))
     device.use(own)
     backend = str(dist.get_backend_config())
     return Membership(
-        identity, people, where, placement, own, backend, store, False, place, owned=False, timeout=timeout
+        identity, participants, where, placement, own, backend, store, False, place, owned=False, timeout=timeout
     )
 
 
-def choose_interface(identity: Identity, people: tuple[Participant, ...], place: MeetingPoint) -> None:
+def choose_interface(identity: Identity, participants: tuple[Participant, ...], place: MeetingPoint) -> None:
     """Choose an interface for gloo if the host name resolves to the loopback: gloo sends that to other ranks."""
     if identity.launcher == PHALANX or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
-    me = people[identity.rank]
-    others = [person for person in people if person.machine != me.machine]
+    me = participants[identity.rank]
+    others = [participant for participant in participants if participant.machine != me.machine]
     if not others or not addresses.name_misleads():
         return
-    targets = [person.address for person in others if person.address]
+    targets = [participant.address for participant in others if participant.address]
     if place.kind == "tcp":
         with contextlib.suppress(OSError):
             found = addresses.resolve(place.host, place.port)

@@ -1,4 +1,4 @@
-"""The roll call: all ranks meet at the store before the group forms, so that a timeout can say who is missing."""
+"""The roll call: all ranks meet at the store before the group forms, so that a timeout can name the missing ranks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Participant(msgspec.Struct, frozen=True, array_like=True):
         return f"rank {self.rank} on {self.host}{where}, pid {self.pid}"
 
 
-_people: msgspec.msgpack.Decoder[tuple[Participant, ...]] = msgspec.msgpack.Decoder(tuple[Participant, ...])
-_person: msgspec.msgpack.Decoder[Participant] = msgspec.msgpack.Decoder(Participant)
+_all_participants: msgspec.msgpack.Decoder[tuple[Participant, ...]] = msgspec.msgpack.Decoder(tuple[Participant, ...])
+_participant: msgspec.msgpack.Decoder[Participant] = msgspec.msgpack.Decoder(Participant)
 
 
 def here(
@@ -102,7 +102,7 @@ def _come_in(store: Any, me: Participant, place: str) -> None:
         return
     # The first process with this rank may be between the two calls.
     _await(store, [_key(me.rank)], 1.0)
-    other = _person.decode(store.get(_key(me.rank))) if store.check([_key(me.rank)]) else None
+    other = _participant.decode(store.get(_key(me.rank))) if store.check([_key(me.rank)]) else None
     raise JoinError(
         f"rank {me.rank} is already there{f': {other}' if other else ''}",
         details=[f"this is pid {me.pid} on {me.host}; they meet at {place}"],
@@ -127,8 +127,8 @@ def _count(
     # A rank that comes at the last moment counts.
     if not _await(store, keys, timeout, waiting) and (missing := _missing(store, me.world_size)):
         raise _refused(store, me, _absent(store, me, missing, timeout, place))
-    people = tuple(_person.decode(value) for value in _values(store, keys))
-    if odd := [person for person in people if person.world_size != me.world_size]:
+    participants = tuple(_participant.decode(value) for value in _values(store, keys))
+    if odd := [participant for participant in participants if participant.world_size != me.world_size]:
         error = JoinError(
             "the ranks do not agree on how many they are",
             details=[
@@ -138,9 +138,9 @@ def _count(
             fix="the same WORLD_SIZE for every rank",
         )
         raise _refused(store, me, error)
-    store.set("everybody", msgspec.msgpack.encode(people))
+    store.set("everybody", msgspec.msgpack.encode(participants))
     store.set("verdict", msgspec.msgpack.encode(None))
-    return people
+    return participants
 
 
 def _refused(store: Any, me: Participant, error: JoinError) -> JoinError:
@@ -177,14 +177,14 @@ def _listen(
         what, details, fix, here = verdict
         _hear(store, here)
         raise JoinError(what, details=details, fix=fix)
-    people = _people.decode(store.get("everybody"))
-    if len(people) != me.world_size:
+    participants = _all_participants.decode(store.get("everybody"))
+    if len(participants) != me.world_size:
         raise JoinError(
             "the ranks do not agree on how many they are",
-            details=[f"rank 0: WORLD_SIZE={len(people)}", f"{me}: WORLD_SIZE={me.world_size}"],
+            details=[f"rank 0: WORLD_SIZE={len(participants)}", f"{me}: WORLD_SIZE={me.world_size}"],
             fix="the same WORLD_SIZE for every rank",
         )
-    return people
+    return participants
 
 
 def together(store: Any, me: Participant, timeout: float, *, name: str, say: Callable[[str], None]) -> None:
@@ -208,11 +208,15 @@ def together(store: Any, me: Participant, timeout: float, *, name: str, say: Cal
 
 def _absent(store: Any, me: Participant, missing: list[int], timeout: float, place: str) -> JoinError:
     present = [rank for rank in range(me.world_size) if rank not in set(missing)]
-    people = [_person.decode(store.get(_key(rank))) for rank in present[:SHOWN]]
+    participants = [_participant.decode(store.get(_key(rank))) for rank in present[:SHOWN]]
     more = f"here: {len(present) - SHOWN} more" if len(present) > SHOWN else ""
     return JoinError(
         f"{len(missing)} of {me.world_size} ranks did not come in {timeout:g} s: {_ranks(missing)}",
-        details=[*(f"here: {person}" for person in people), *([more] if more else []), f"they meet at {place}"],
+        details=[
+            *(f"here: {participant}" for participant in participants),
+            *([more] if more else []),
+            f"they meet at {place}",
+        ],
         fix="see why the missing ones did not start or stopped before phalanx.init; "
         "they need the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
     )
@@ -259,29 +263,31 @@ def _await(store: Any, keys: list[str], timeout: float, waiting: Callable[[], No
     return True
 
 
-def topology(people: Sequence[Participant], rank: int, spelled: str = "") -> Topology:
+def topology(participants: Sequence[Participant], rank: int, spelled: str = "") -> Topology:
     """Return the topology: as `phalanx run` says, else by the launcher's nodes, else by host."""
     if spelled:
         return Topology(decode(spelled), rank)
-    by_node = all(person.placement.node_rank is not None for person in people)
+    by_node = all(participant.placement.node_rank is not None for participant in participants)
     nodes: dict[object, list[int]] = {}
-    for person in people:
-        nodes.setdefault(person.placement.node_rank if by_node else person.machine, []).append(person.rank)
+    for participant in participants:
+        nodes.setdefault(participant.placement.node_rank if by_node else participant.machine, []).append(
+            participant.rank
+        )
     order = sorted(nodes, key=lambda node: node) if by_node else list(nodes)  # type: ignore[arg-type, return-value]
     return Topology(tuple(tuple(nodes[node]) for node in order), rank)
 
 
-def placement(people: Sequence[Participant], where: Topology) -> RankPlacement:
+def placement(participants: Sequence[Participant], where: Topology) -> RankPlacement:
     """Return the placement of this rank, with the launcher's local rank if that is unique on the node.
 
     With --virtual-local-rank it is not.
     """
-    said = [people[rank].placement.local_rank for rank in where.local_ranks]
-    mine = people[where.rank].placement.local_rank
+    said = [participants[rank].placement.local_rank for rank in where.local_ranks]
+    mine = participants[where.rank].placement.local_rank
     unique = sorted(map(str, said)) == sorted(map(str, range(len(said))))
     return RankPlacement(
         rank=where.rank,
-        world_size=len(people),
+        world_size=len(participants),
         local_rank=mine if mine is not None and unique else where.local_rank,
         local_world_size=len(where.local_ranks),
         node_rank=where.node_rank,

@@ -29,8 +29,8 @@ NO_WAY = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN
 
 
 def open_store(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
-    """Host the store if `identity.keeper` is set; otherwise connect to it, as soon as it exists."""
-    return _keep(place, identity, timeout) if identity.keeper else _call(place, identity, timeout)
+    """Host the store if `identity.hosts_store` is set; otherwise connect to it, as soon as it exists."""
+    return _keep(place, identity, timeout) if identity.hosts_store else _call(place, identity, timeout)
 
 
 def answers(place: MeetingPoint) -> bool:
@@ -279,7 +279,7 @@ def _unresolved(place: MeetingPoint, error: OSError) -> JoinError:
 
 
 def _loopback(place: MeetingPoint, identity: Identity) -> JoinError:
-    known = [address for _, address in addresses.own()] if identity.keeper else []
+    known = [address for _, address in addresses.own()] if identity.hosts_store else []
     node_rank, local_world_size = identity.placement.node_rank, identity.placement.local_world_size
     return JoinError(
         f"{place.host} is the loopback address, but the ranks are on several hosts",
