@@ -78,15 +78,15 @@ def seen(line: str, environ: dict[str, str], home: Path, here: int = 1) -> Expec
     ],
 )
 def test_the_same_placement_from_each(line: str, environ: dict[str, str], tmp_path: Path) -> None:
-    placement = seen(line, environ, tmp_path).placement
-    assert placement is not None
-    assert [(seat.rank, seat.node, seat.local_rank) for seat in placement.seats] == SEATS
+    seats = seen(line, environ, tmp_path).seats
+    assert seats is not None
+    assert [(seat.rank, seat.placement.node_rank, seat.local_rank) for seat in seats] == SEATS
 
 
 def test_what_a_node_has_is_known_when_it_has_joined(tmp_path: Path) -> None:
     found = seen("-n 2 -i 1 --master node1", {}, tmp_path, here=4)
     assert [(node.host, node.workers) for node in found.nodes] == [("node1", None), ("node2", 4)]
-    assert found.placement is None
+    assert found.seats is None
 
 
 def test_by_hand(tmp_path: Path) -> None:

@@ -100,9 +100,11 @@ def test_tasks(
     task = mpi.task(environ)
     assert task is not None
     assert (task.source, task.job) == names
-    assert (task.rank, task.size, task.local_rank, task.local_size, task.nodes) == place
+    found = task.placement
+    numbers = (found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_count)
+    assert numbers == place
     assert task.one_a_node is alone
-    assert (task.node, task.hosts) == (None, ())
+    assert (found.node_rank, task.hosts) == (None, ())
     assert task.said.items() <= environ.items()
     assert find(environ) == task
 
@@ -212,7 +214,7 @@ INSIDE = [
 def test_inside_slurm(name: str, environ: dict[str, str], place: tuple[str, str, int, int]) -> None:
     task = find(environ)
     assert isinstance(task, SchedulerTask), name
-    assert (task.source, task.job, task.rank, task.size) == place
+    assert (task.source, task.job, task.placement.rank, task.placement.world_size) == place
 
 
 def test_the_shell_of_salloc_with_pmi2() -> None:

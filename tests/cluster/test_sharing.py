@@ -10,13 +10,14 @@ from phalanx.cluster.inventory import Inventory
 from phalanx.cluster.placement import Seat
 from phalanx.cluster.slots import choose
 from phalanx.errors import DeviceError
+from tests.kit.placements import seat
 
 GPUS = tuple(Device("gpu", n, str(n), f"GPU-{n}", "NVIDIA H200") for n in range(2))
 SLICES = tuple(Device("mig", 0, f"MIG-{n}", f"MIG-{n}", "NVIDIA H200 MIG 1g.18gb") for n in range(2))
 
 
 def seats(devices: list[Device | None]) -> list[Seat]:
-    return [Seat(rank, 0, rank, len(devices), Slot(device)) for rank, device in enumerate(devices)]
+    return [seat(rank, len(devices), Slot(device)) for rank, device in enumerate(devices)]
 
 
 def told(devices: list[Device | None], nodes: int = 1) -> list[dict[str, str]]:

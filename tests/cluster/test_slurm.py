@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from phalanx.cluster.sources import slurm
@@ -72,11 +73,11 @@ STEPS = [
 def test_steps(name: str, environ: dict[str, str], place: tuple[int, ...], alone: bool) -> None:
     task = slurm.task(environ)
     assert task is not None, name
-    assert (task.rank, task.size, task.local_rank, task.local_size, task.node, task.nodes) == place
+    assert msgspec.structs.astuple(task.placement) == place
     assert (task.source, task.job, task.hosts) == ("Slurm", "slurm-lab-6.0", ("node1", "node2"))
     assert task.one_a_node is alone
     assert task.said.items() <= environ.items()
-    assert task.said["SLURM_PROCID"] == str(task.rank)
+    assert task.said["SLURM_PROCID"] == str(task.placement.rank)
     assert find(environ) == task
     assert slurm.allocation(environ) is None
 
@@ -85,7 +86,7 @@ def test_the_step_is_believed_before_the_batch_script() -> None:
     """`mpiexec.hydra -ppn 1` of Intel MPI keeps the variables of the script that it ran in, beside the step's."""
     task = slurm.task(PAIR[1] | variables("NTASKS=4 NPROCS=4 TASKS_PER_NODE=2(x2) SLURMD_NODENAME=node1"))
     assert task is not None
-    assert (task.size, task.local_size, task.node) == (2, 1, 1)
+    assert (task.placement.world_size, task.local_tasks, task.placement.node_rank) == (2, 1, 1)
 
 
 def test_a_step_on_the_second_node_alone() -> None:
@@ -93,7 +94,7 @@ def test_a_step_on_the_second_node_alone() -> None:
     environ = step("PROCID=0 LOCALID=0 NODEID=0 STEP_ID=3", size=1, tasks="1", nodes=1, nodelist="node2")
     task = slurm.task(environ)
     assert task is not None
-    assert (task.hosts, task.nodes, task.one_a_node, task.job) == (("node2",), 1, True, "slurm-lab-6.3")
+    assert (task.hosts, task.placement.node_count, task.one_a_node, task.job) == (("node2",), 1, True, "slurm-lab-6.3")
 
 
 ALLOCATIONS = [
@@ -229,4 +230,4 @@ def test_pty() -> None:
     """srun --pty bash, and phalanx typed there: one task, alone."""
     task = find(step("PROCID=0 LOCALID=0 NODEID=0", size=1, tasks="1", nodes=1, nodelist="node1"))
     assert isinstance(task, SchedulerTask)
-    assert (task.size, task.one_a_node) == (1, True)
+    assert (task.placement.world_size, task.one_a_node) == (1, True)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.contract.encoding import Decoder
+from phalanx.contract.placement import PartialPlacement
 from phalanx.control import messages
 from phalanx.control.messages import (
     Challenge,
-    Claim,
     EndMessage,
     Failing,
     FailureReport,
@@ -44,21 +44,19 @@ from phalanx.control.messages import (
     Waiting,
     Welcome,
 )
+from tests.kit.placements import placement
 
 DECODERS: dict[str, Decoder[Any]] = {
     name: getattr(messages, name) for name in ("handshake", "node_info", "answer", "from_leader", "from_member")
 }
-CLAIM = Claim(rank=3, size=4, local_rank=1, local_size=2, node=1)
+CLAIM = PartialPlacement(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1)
 FULL = NodeInfo(
     run="r", member=3, host="h", pid=1, slots=8, versions={"torch": "2"}, terms={"script": "a"}, claim=CLAIM, time=1.5
 )
 PLACE = StartRanks(
-    world_size=4,
-    node=1,
-    nodes=2,
-    ranks=(2, 3),
-    local_ranks=(0, 1),
-    local_world_size=2,
+    placements=tuple(
+        placement(rank, 4, local_rank=rank - 2, local_world_size=2, node_rank=1, node_count=2) for rank in (2, 3)
+    ),
     topology="0-1/2-3",
     store_port=29500,
 )

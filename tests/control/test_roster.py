@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from phalanx.contract import topology
+from phalanx.contract.placement import PartialPlacement
 from phalanx.control import roster
-from phalanx.control.messages import Claim, NodeInfo, Refusal
+from phalanx.control.messages import NodeInfo, Refusal
 from phalanx.control.roster import RankTable, Roster
 from tests.control.parties import arrival
+from tests.kit.placements import placement
 
 
 def with_leader(expected: int = 3, promised: tuple[int, ...] = (), **changes: Any) -> Roster:
@@ -95,7 +97,7 @@ def test_promises(member: int | None, slots: int, kind: str | None) -> None:
 
 def test_what_a_scheduler_started_promised_nothing() -> None:
     made = Roster(2, (4, 4))
-    claim = Claim(rank=0, size=2, local_rank=0, local_size=2)
+    claim = PartialPlacement(rank=0, world_size=2, local_rank=0, local_world_size=2)
     assert made.admit(arrival(0, slots=1, claim=claim)) == 0
 
 
@@ -109,9 +111,13 @@ def test_warnings() -> None:
 def test_ranks_run_through_uneven_nodes() -> None:
     members = {0: arrival(0, slots=2), 2: arrival(2, slots=1), 1: arrival(1, slots=3)}
     assert roster.seat(members) == {
-        0: RankTable(0, (0, 1), (0, 1), 2),
-        1: RankTable(1, (2, 3, 4), (0, 1, 2), 3),
-        2: RankTable(2, (5,), (0,), 1),
+        member: RankTable(
+            tuple(
+                placement(first + local, 6, local_rank=local, local_world_size=size, node_rank=member, node_count=3)
+                for local in range(size)
+            )
+        )
+        for member, first, size in ((0, 0, 2), (1, 2, 3), (2, 5, 1))
     }
     assert roster.world(roster.seat(members)) == topology.encode([[0, 1], [2, 3, 4], [5]])
 
@@ -120,7 +126,11 @@ def tasks(*rows: tuple[int, str, int, int, int | None]) -> dict[int, NodeInfo]:
     """(rank, host, local rank, local size, node)"""
     return {
         rank: arrival(
-            rank, host=host, claim=Claim(rank=rank, size=len(rows), local_rank=local, local_size=size, node=node)
+            rank,
+            host=host,
+            claim=PartialPlacement(
+                rank=rank, world_size=len(rows), local_rank=local, local_world_size=size, node_rank=node
+            ),
         )
         for rank, host, local, size, node in rows
     }
@@ -132,16 +142,26 @@ def test_ranks_as_a_scheduler_dealt_them(node: bool) -> None:
     dealt = [(0, "a", 0, 2, 0), (1, "b", 0, 2, 1), (2, "a", 1, 2, 0), (3, "b", 1, 2, 1)]
     members = tasks(*(row if node else (*row[:4], None) for row in dealt))
     assert roster.one_a_rank(members)
-    seats = roster.seat(members)
-    assert [seats[rank].node for rank in range(4)] == [0, 1, 0, 1]
-    assert [seats[rank].local_ranks for rank in range(4)] == [(0,), (0,), (1,), (1,)]
-    assert roster.world(seats) == topology.encode([[0, 2], [1, 3]])
+    tables = roster.seat(members)
+    for rank, (_, _, local, _, node_rank) in enumerate(dealt):
+        only = placement(rank, 4, local_rank=local, local_world_size=2, node_rank=node_rank, node_count=2)
+        assert tables[rank].placements == (only,)
+    assert roster.world(tables) == topology.encode([[0, 2], [1, 3]])
 
 
 def test_one_task_a_node_takes_all_of_its_slots() -> None:
     members = tasks((0, "a", 0, 1, 0), (1, "b", 0, 1, 1))
     assert not roster.one_a_rank(members)
-    assert [seating.ranks for seating in roster.seat(members).values()] == [(0,), (1,)]
+    assert [table.ranks for table in roster.seat(members).values()] == [(0,), (1,)]
+
+
+def test_workers_of_a_spare_node_are_numbered_after_the_ranks() -> None:
+    tables = roster.seat({0: arrival(0, slots=2), 1: arrival(1, slots=1)})
+    assert roster.spare_table(2, tables).placements == (
+        placement(3, 3, local_rank=0, local_world_size=2, node_count=2),
+        placement(4, 3, local_rank=1, local_world_size=2, node_count=2),
+    )
+    assert roster.spare_table(1, {0: RankTable()}).ranks == (0,)  # a new leader does not know the ranks of the others
 
 
 def test_thousands_are_numbered_in_no_time() -> None:

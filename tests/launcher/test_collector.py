@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import links
-from phalanx.cluster.cluster import Slot
-from phalanx.cluster.placement import Seat
 from phalanx.contract import encoding, events, worker_messages
 from phalanx.contract.events import UNSEEN, LinkMeasured, RankInfo, RankSample
 from phalanx.control import messages
@@ -29,6 +27,7 @@ from phalanx.launcher.telemetry import collector, metrics, node_sampler, rank_sa
 from phalanx.launcher.telemetry.collector import Collector, NodeSamples
 from phalanx.launcher.telemetry.metrics import Downsampler
 from phalanx.launcher.telemetry.node_sampler import NodeSampler
+from tests.kit.placements import seat
 
 WALL = 1000.0  # seconds that the clock on the wall is ahead of the other
 
@@ -119,7 +118,7 @@ def test_shares_are_of_what_was_seen() -> None:
 
 
 def test_samples_a_second_are_those_of_the_last_seconds() -> None:
-    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), rank_samples._WorkerHistory()
+    worker, seen = Worker(seat(), ""), rank_samples._WorkerHistory()
     assert seen.rate(worker) == -1
     found = []
     for second in range(20):
@@ -132,7 +131,7 @@ def test_samples_a_second_are_those_of_the_last_seconds() -> None:
 
 
 def test_steps_are_as_new_as_the_page() -> None:
-    worker, seen = Worker(Seat(0, 0, 0, 1, Slot()), ""), rank_samples._WorkerHistory()
+    worker, seen = Worker(seat(), ""), rank_samples._WorkerHistory()
     assert [seen.steps(worker, paged) for paged in (0, 7)] == [-1, 7]
     worker.step, worker.slot_step, worker.steps_match = 1000, 100, True
     assert seen.steps(worker, 103) == 1003
@@ -197,11 +196,13 @@ class Scene:
         assert slot is not None
         self.probe = ProbeClient(self.board, slot, lambda *_: None)
         self.page = status_slot.StatusSlot(self.board.memory, slot)
-        self.worker = Worker(Seat(0, 0, 0, 1, Slot()), str(folder), pid=os.getpid(), probe=self.probe)
+        self.worker = Worker(seat(), str(folder), pid=os.getpid(), probe=self.probe)
         self.attempt = SimpleNamespace(
             workers={"0": self.worker}, living=[], debugged=frozenset(), measured=None, generation=3
         )
-        plan = SimpleNamespace(seats=[self.worker.seat], spare=False, node=0, environ={"PHALANX_HOME": str(folder)})
+        plan = SimpleNamespace(
+            seats=[self.worker.seat], spare=False, node_rank=0, environ={"PHALANX_HOME": str(folder)}
+        )
         self.coordinator = Coordinator()
         self.rpc = NodeRpc(self.coordinator)
         self.folder = RunFolder(str(folder))
@@ -372,7 +373,7 @@ async def _dead(scene: Scene) -> None:
         scene.second()
         (sample,) = scene.of(events.ClusterSample)[-1].ranks
         assert sample.state in (state, "S" if code is None else state)
-    again = Worker(Seat(0, 0, 0, 1, Slot()), "", pid=os.getpid())
+    again = Worker(seat(), "", pid=os.getpid())
     scene.attempt.workers["1"] = again
     again.spare = True
     scene.second()

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.cluster import Slot
-from phalanx.cluster.placement import Seat
 from phalanx.control import messages
 from phalanx.diagnose.evidence import Gpu
 from phalanx.launcher.agent.worker import Worker
@@ -19,6 +17,7 @@ from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.telemetry import node_sampler
 from phalanx.launcher.telemetry.node_sampler import NodeReading, NodeSampler
 from phalanx.launcher.telemetry.step_timings import RankTiming
+from tests.kit.placements import seat
 from tests.launcher.test_step_timings import reading
 
 
@@ -76,8 +75,8 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = SimpleNamespace(now=50.0, probe=Probe(), carrier=Carrier())
     clock = SimpleNamespace(monotonic=lambda: found.now, time=lambda: found.now + 1000)
     monkeypatch.setattr(node_sampler, "time", clock)
-    worker = Worker(Seat(0, 0, 0, 1, Slot()), "", pid=os.getpid(), probe=found.probe)
-    spare = Worker(Seat(1, 0, 0, 1, Slot()), "", pid=os.getpid(), probe=found.probe)
+    worker = Worker(seat(), "", pid=os.getpid(), probe=found.probe)
+    spare = Worker(seat(1, local_rank=0), "", pid=os.getpid(), probe=found.probe)
     spare.spare = True
     found.attempt = SimpleNamespace(workers={"0": worker, "1": spare}, living=[("0", worker), ("1", spare)])
     found.agent = SimpleNamespace(attempt=found.attempt)

@@ -6,15 +6,14 @@ import random
 
 import pytest
 
-from phalanx.cluster.cluster import Slot
-from phalanx.cluster.placement import Seat
 from phalanx.diagnose.rules.stragglers import Total
 from phalanx.forkserver.probe.status_slot import PHASES, StatusReading
 from phalanx.launcher.agent.worker import Worker
 from phalanx.launcher.telemetry import step_timings
 from phalanx.launcher.telemetry.step_timings import RankTiming
+from tests.kit.placements import seat
 
-WORKER = Worker(Seat(3, 0, 1, 2, Slot()), "")
+WORKER = Worker(seat(3, 4, local_rank=1), "")
 
 
 def reading(step: int, looks: int, phase: str = "forward", **phases: int) -> StatusReading:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.cluster.cluster import Slot
-from phalanx.cluster.placement import Seat
 from phalanx.launcher.agent.worker import Worker, WorkerState
+from tests.kit.placements import seat
 
 STARTING, RUNNING, CONNECTED, FINISHED, STOPPING, EXITED = WorkerState
 
 
 def after(*states: WorkerState) -> Worker:
-    worker = Worker(Seat(0, 0, 0, 1, Slot()), "")
+    worker = Worker(seat(), "")
     for state in states:
         worker.enter(state)
     return worker

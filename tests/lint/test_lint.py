@@ -35,7 +35,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert told.err == ""
     assert told.out == (
         f"train.py:{line}: error [rank-collective]\n"
-        f"  only ranks with `rank == 0` (line {line - 1}) come to it: all_reduce waits for the others for ever\n"
+        f"  only ranks with `rank == 0` (line {line - 1}) come to it: all_reduce waits forever for the others\n"
         "  fix: call all_reduce on every rank, outside the condition\n"
         "\n1 error in 2 files\n"
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -89,8 +90,8 @@ def runs(*, ddp: bool = False) -> Iterator[phalanx.Run]:
 
 def pretend(run: phalanx.Run, world_size: int) -> None:
     """Make a run of one rank say another world size."""
-    identity = dataclasses.replace(run.membership.identity, world_size=world_size)
-    run.membership = dataclasses.replace(run.membership, identity=identity)
+    placement = msgspec.structs.replace(run.membership.placement, world_size=world_size)
+    run.membership = dataclasses.replace(run.membership, placement=placement)
 
 
 def check(name: str, question: Callable[[], str]) -> None:

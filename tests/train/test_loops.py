@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import tempfile
@@ -13,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -254,7 +254,7 @@ def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) ->
     training = Training(run)
     data = run.loader(numbers(), batch_size=4, last="uneven")
     data.world_size = 2  # as a rank of two would see it
-    run._reader._identity = dataclasses.replace(run.membership.identity, world_size=2)
+    run._reader._placement = msgspec.structs.replace(run.membership.placement, world_size=2)
 
     def epoch() -> None:
         for x, y in run.batches(data):

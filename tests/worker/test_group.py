@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from phalanx.contract.placement import PartialPlacement
 from phalanx.errors import DeviceError, JoinError, UsageError
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.rendezvous.device import backend_for
 from phalanx.worker.rendezvous.identity import Identity
 from phalanx.worker.rendezvous.membership import Membership
 from phalanx.worker.rendezvous.methods import MeetingPoint
-from phalanx.worker.rendezvous.roll_call import Participant, topology
+from phalanx.worker.rendezvous.roll_call import Participant, placement, topology
 from tests.kit.cli import PYTHON, free_port, phalanx, run, torchrun
 from tests.worker.ranks import ended, plain, ranks
 
@@ -223,11 +224,13 @@ def member(rank: int, store: Any) -> WorkerProcessGroup:
     """One of two ranks that have a store between them, and no process group."""
     import torch
 
-    identity = Identity("hand-set variables", rank, 2)
-    people = tuple(Participant(one, 2, "a", "a", 1) for one in range(2))
+    identity = Identity("hand-set variables", PartialPlacement(rank=rank, world_size=2))
+    people = tuple(Participant(PartialPlacement(rank=one, world_size=2), "a", "a", 1) for one in range(2))
     place, where = MeetingPoint("given"), topology(people, rank)
     return WorkerProcessGroup(
-        Membership(identity, people, where, rank, torch.device("cpu"), "", store, False, place, False, 10)
+        Membership(
+            identity, people, where, placement(people, where), torch.device("cpu"), "", store, False, place, False, 10
+        )
     )
 
 

@@ -29,10 +29,11 @@ HAND = {**MASTER, "RANK": "1", "WORLD_SIZE": "2"}
 
 
 def facts(found: Identity) -> tuple[Any, ...]:
-    return (found.rank, found.world_size, found.local_rank, found.local_world_size, found.node_rank)
+    given = found.placement
+    return (given.rank, given.world_size, given.local_rank, given.local_world_size, given.node_rank)
 
 
-# environment, launcher, (rank, world size, local rank, local world size, node), (address, port, hosted, keeper)
+# environment, launcher, (rank, world size, local rank, local world size, node), (address, port, hosted, hosts_store)
 FOUND = [
     ({}, "nobody", (0, 1, None, None, None), (None, None, False, True)),
     (MASTER, "nobody", (0, 1, None, None, None), (None, None, False, True)),  # left in a shell
@@ -122,7 +123,7 @@ def test_who_started_it(
 ) -> None:
     found = identify(environ)
     assert (found.launcher, facts(found)) == (launcher, place)
-    assert (found.address, found.port, found.hosted, found.keeper) == master
+    assert (found.address, found.port, found.hosted, found.hosts_store) == master
     assert found.assumed == (found.address == "127.0.0.1")
 
 
@@ -157,7 +158,7 @@ def test_half_set(environ: dict[str, str], seen: tuple[str, ...]) -> None:
         assert text in str(caught.value)
 
 
-# environment, arguments, (launcher, rank, world size), keeper
+# environment, arguments, (launcher, rank, world size), hosts_store
 GIVEN = [
     ({}, {"rank": 1, "world_size": 3}, ("arguments", 1, 3), False),
     ({}, {"rank": 0, "world_size": 3}, ("arguments", 0, 3), True),
@@ -172,13 +173,13 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize(("environ", "arguments", "found", "keeper"), GIVEN)
+@pytest.mark.parametrize(("environ", "arguments", "found", "hosts_store"), GIVEN)
 def test_arguments_win(
-    environ: dict[str, str], arguments: dict[str, int], found: tuple[str, int, int], keeper: bool
+    environ: dict[str, str], arguments: dict[str, int], found: tuple[str, int, int], hosts_store: bool
 ) -> None:
     identity = identify(environ, **arguments)
     assert (identity.launcher, identity.rank, identity.world_size) == found
-    assert identity.keeper == keeper
+    assert identity.hosts_store == hosts_store
 
 
 def test_a_contradiction_is_named() -> None:

@@ -8,14 +8,24 @@ from typing import Any
 
 import pytest
 
+from phalanx.contract.placement import PartialPlacement
 from phalanx.errors import JoinError
 from phalanx.worker.rendezvous import roll_call
 from phalanx.worker.rendezvous.identity import Identity
 from phalanx.worker.rendezvous.roll_call import Participant
 
 
-def person(rank: int, size: int = 4, machine: str = "a", **more: Any) -> Participant:
-    return Participant(rank, size, machine, machine, 100 + rank, **more)
+def person(
+    rank: int,
+    size: int = 4,
+    machine: str = "a",
+    *,
+    node: int | None = None,
+    local_rank: int | None = None,
+    **more: Any,
+) -> Participant:
+    placement = PartialPlacement(rank=rank, world_size=size, local_rank=local_rank, node_rank=node)
+    return Participant(placement, machine, machine, 100 + rank, **more)
 
 
 def attend(
@@ -105,7 +115,7 @@ def test_a_rank_that_is_there_already() -> None:
 
     store = HashStore()
     attend([person(0, 1)], store=store)
-    (error,) = attend([Participant(0, 1, "b", "b", 7)], store=store)
+    (error,) = attend([Participant(PartialPlacement(rank=0, world_size=1), "b", "b", 7)], store=store)
     assert isinstance(error, JoinError)
     assert error.what == "rank 0 is already there: rank 0 on a, pid 100"
     assert "pid 7 on b" in str(error)
@@ -140,10 +150,12 @@ def test_topology(people: list[Participant], spelled: str, nodes: tuple[tuple[in
 def test_local_ranks() -> None:
     for said, mine in (((None, None), 1), ((0, 1), 1), ((1, 0), 0), ((0, 0), 1)):
         people = [person(rank, 2, local_rank=one) for rank, one in enumerate(said)]
-        assert roll_call.local_rank(people, roll_call.topology(people, 1)) == mine
+        assert roll_call.placement(people, roll_call.topology(people, 1)).local_rank == mine
 
 
 def test_what_a_rank_says_about_itself() -> None:
-    me = roll_call.here(Identity("torchrun", 3, 4, local_rank=1, node_rank=1), address="10.0.0.1", devices="0")
-    assert (me.rank, me.world_size, me.local_rank, me.node, me.address, me.devices) == (3, 4, 1, 1, "10.0.0.1", "0")
-    assert me.machine == roll_call.here(Identity("torchrun", 2, 4)).machine
+    given = PartialPlacement(rank=3, world_size=4, local_rank=1, node_rank=1)
+    me = roll_call.here(Identity("torchrun", given), address="10.0.0.1", devices="0")
+    assert (me.placement, me.address, me.devices) == (given, "10.0.0.1", "0")
+    other = PartialPlacement(rank=2, world_size=4)
+    assert me.machine == roll_call.here(Identity("torchrun", other)).machine

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.contract.placement import PartialPlacement
 from phalanx.errors import PhalanxError, PortError
 from phalanx.worker.rendezvous import tcp_store
 from phalanx.worker.rendezvous.addresses import own
@@ -17,8 +18,8 @@ from phalanx.worker.rendezvous.methods import MeetingPoint, parse
 from tests.kit.cli import free_port, python
 
 SCRIPTS = Path(__file__).parent / "scripts"
-KEEPER = Identity("hand-set variables", rank=0, world_size=2, keeper=True)
-CALLER = Identity("hand-set variables", rank=1, world_size=2, keeper=False)
+KEEPER = Identity("hand-set variables", PartialPlacement(rank=0, world_size=2), hosts_store=True)
+CALLER = Identity("hand-set variables", PartialPlacement(rank=1, world_size=2), hosts_store=False)
 
 
 def place(host: str, port: int = 29500) -> MeetingPoint:
@@ -56,7 +57,9 @@ def test_rank_0_is_not_on_the_address() -> None:
 
 
 def test_loopback_is_no_address_for_several_nodes() -> None:
-    for identity in (replace(KEEPER, local_world_size=1), replace(CALLER, local_world_size=1, node_rank=1)):
+    alone = PartialPlacement(rank=0, world_size=2, local_world_size=1)
+    second = PartialPlacement(rank=1, world_size=2, local_world_size=1, node_rank=1)
+    for identity in (replace(KEEPER, placement=alone), replace(CALLER, placement=second)):
         error, seconds = refusal(place("127.0.0.1", free_port()), identity)
         assert "127.0.0.1 is the loopback address, but the ranks are on several hosts" in error.what
         assert "with 1 ranks on this node" in str(error)

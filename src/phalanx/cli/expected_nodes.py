@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phalanx.cli.launch_context import LaunchContext
 from phalanx.cli.options import RunOptions
 from phalanx.cluster.cluster import Cluster, Node, Slot
-from phalanx.cluster.placement import Placement, place
+from phalanx.cluster.placement import Seat, place
 from phalanx.cluster.sources.nodelist import counts
 from phalanx.cluster.sources.task import SchedulerTask
 
@@ -29,8 +29,8 @@ class ExpectedNodes:
     nodes: tuple[ExpectedNode, ...]
 
     @property
-    def placement(self) -> Placement | None:
-        """Return the node of every rank, if all counts are known. Assumes a scheduler's usual order of ranks."""
+    def seats(self) -> tuple[Seat, ...] | None:
+        """Return the seats of all ranks, if all counts are known. Assumes a scheduler's usual order of ranks."""
         sizes = [node.workers for node in self.nodes]
         if not all(sizes):
             return None
@@ -78,12 +78,12 @@ def _of_task(options: RunOptions, task: SchedulerTask, here: int) -> ExpectedNod
         text = task.said.get("SLURM_STEP_TASKS_PER_NODE") or task.said.get("SLURM_TASKS_PER_NODE")
         if text and task.hosts:
             return ExpectedNodes(source, _nodes(task.hosts, counts(text)))
-        rest = task.size - task.local_size
+        rest = task.placement.world_size - task.local_tasks
         others = (ExpectedNode("", rest),) if rest else ()
-        return ExpectedNodes(source, (ExpectedNode("", task.local_size), *others))
-    hosts = task.hosts or tuple("" for _ in range(task.size))
+        return ExpectedNodes(source, (ExpectedNode("", task.local_tasks), *others))
+    hosts = task.hosts or tuple("" for _ in range(task.placement.world_size))
     sizes = _requested(options, [None] * len(hosts))
-    own = task.node if task.node is not None else task.rank
+    own = task.placement.node_rank if task.placement.node_rank is not None else task.placement.rank
     return ExpectedNodes(
         f"{task.source}, one task per node",
         _nodes(hosts, [here if id_ == own else size for id_, size in enumerate(sizes)]),

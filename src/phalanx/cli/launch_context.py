@@ -34,9 +34,9 @@ def detect_context(options: RunOptions, environ: Mapping[str, str], home: str) -
     if options.nodes.standalone or (options.nodes.count_given and not several):
         return LaunchContext()
     found = _scheduler(options, environ)
-    if isinstance(found, SchedulerTask) and found.size > 1:
+    if isinstance(found, SchedulerTask) and found.placement.world_size > 1:
         _agree(options, found)
-        return LaunchContext(_from_task(options, environ, home, found), node=found.node or 0)
+        return LaunchContext(_from_task(options, environ, home, found), node=found.placement.node_rank or 0)
     if several:
         rendezvous = _from_command_line(options, environ, home)
         return LaunchContext(rendezvous, node=rendezvous.member or 0)
@@ -105,16 +105,20 @@ def _from_task(options: RunOptions, environ: Mapping[str, str], home: str, task:
             details=[_said(task)],
             fix="mpiexec … phalanx run --master HOST …, with the host of rank 0",
         )
-    by_node = task.one_a_node is True and task.node is not None
+    placement = task.placement
+    by_node = task.one_a_node is True and placement.node_rank is not None
+    leads = placement.rank == 0
+    if placement.node_rank is not None:  # rank 0 need not be on the first node
+        leads = (placement.node_rank, placement.local_rank) == (0, 0)
     port = options.rendezvous.master_port if address is not None else None
     if port is None:
         port = _PORTS[zlib.crc32(task.job.encode()) % len(_PORTS)] if task.hosts else 0
-    shared = home if task.nodes == 1 else preferred(environ)
+    shared = home if placement.node_count == 1 else preferred(environ)
     return replace(
-        _common(options, environ, home, task.size),
+        _common(options, environ, home, placement.world_size),
         source=task.source,
-        member=task.node if by_node else task.rank,
-        leads=(task.node, task.local_rank) == (0, 0) if task.node is not None else task.rank == 0,
+        member=placement.node_rank if by_node else placement.rank,
+        leads=leads,
         host=address or (task.hosts[0] if task.hosts else None),
         port=port,
         echo=False,
@@ -130,9 +134,9 @@ def _agree(options: RunOptions, task: SchedulerTask) -> None:
         raise OptionError(
             f"--hosts and {task.source} both say where the ranks run",
             details=[_said(task)],
-            fix=f"leave --hosts out: this is task {task.rank} of {task.size} already",
+            fix=f"leave --hosts out: this is task {task.placement.rank} of {task.placement.world_size} already",
         )
-    nodes = task.nodes if task.one_a_node is not False else None
+    nodes = task.placement.node_count if task.one_a_node is not False else None
     count, rank, workers = options.nodes.max_nodes, options.nodes.node_rank, options.workers.count
     if options.nodes.count_given and nodes is not None and count != nodes:
         raise OptionError(
@@ -140,16 +144,17 @@ def _agree(options: RunOptions, task: SchedulerTask) -> None:
             details=[_said(task)],
             fix=f"leave --nnodes out, or --nnodes {nodes}; --standalone runs on this node alone",
         )
-    if rank is not None and task.node is not None and rank != task.node:
+    node_rank = task.placement.node_rank
+    if rank is not None and node_rank is not None and rank != node_rank:
         raise OptionError(
-            f"--node-rank {rank} and {task.source}, where this is node {task.node}, contradict each other",
+            f"--node-rank {rank} and {task.source}, where this is node {node_rank}, contradict each other",
             details=[_said(task)],
             fix="leave --node-rank out",
         )
     if task.one_a_node is False and workers not in (None, 1):
         raise OptionError(
             f"{workers} workers were requested, but {task.source} has started one task per rank "
-            f"({task.local_size} on this node)",
+            f"({task.local_tasks} on this node)",
             details=[_said(task)],
             fix="leave -g out, or start one task per node: srun --ntasks-per-node 1 phalanx run -g N …",
         )

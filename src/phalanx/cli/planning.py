@@ -34,8 +34,8 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
     )
     command.check()
     here, unused = _slots(options, environ, context.node)
-    placement = place(Cluster((Node(0, os.uname().nodename, here),)))
-    tasks = rendezvous.task.local_size if rendezvous is not None and rendezvous.task is not None else 1
+    seats = place(Cluster((Node(0, os.uname().nodename, here),)))
+    tasks = rendezvous.task.local_tasks if rendezvous is not None and rendezvous.task is not None else 1
     inherited = _inherited(options, environ, here, crowded=len(here) * tasks > 1)
     notes = list(options.notes)
     mig = any(slot.device is not None and slot.device.kind == "mig" for slot in here)
@@ -64,9 +64,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
     return Plan(
         run_id=options.rendezvous.run_id or make_run_id(script.target),
         command=command,
-        placement=placement,
-        node=0,
-        nodes=1,
+        seats=seats,
         environ=inherited,
         devices_isolated=workers.isolate or mig or workers.share_gpu,
         virtual_local_rank=workers.virtual_local_rank or mig or workers.share_gpu,
@@ -81,7 +79,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
         output=output,
         viewers=options.viewers,
         notes=tuple(notes),
-        topology=str(placement.world_size),
+        topology=str(len(seats)),
         rendezvous=rendezvous,
         spares=nodes.spares if rendezvous is None else 0,
         unused=unused,

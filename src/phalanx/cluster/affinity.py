@@ -1,4 +1,4 @@
-"""Which cores each worker is bound to: torchrun's --numa-binding, as pure functions of a Topology."""
+"""Which cores each worker is bound to: torchrun's --numa-binding, as pure functions of a CpuTopology."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MODES = ("node", "socket", "exclusive", "core-complex")
 
 @dataclass(frozen=True)
 class CpuTopology:
-    """How the cores of this machine lie to each other and to its PCI devices.
+    """The NUMA nodes, sockets and caches of the cores of this host, and the NUMA nodes of its PCI devices.
 
-    A group of cores (the threads of a physical core, those that share a cache) goes by its lowest number.
-    What the kernel does not tell is taken to be simple: one socket, one cache, one thread a core.
+    A group of cores (threads of a physical core, cores that share a cache) is identified by its lowest number.
+    Defaults, if the kernel does not report it: one socket, one cache, one thread per core.
     """
 
     nodes: Mapping[int, frozenset[int]]  # NUMA node -> its cores
@@ -27,7 +27,7 @@ class CpuTopology:
     near: Mapping[str, int] = field(default_factory=dict)  # PCI address -> NUMA node
     socket: Mapping[int, int] = field(default_factory=dict)
     physical: Mapping[int, int] = field(default_factory=dict)  # core -> its physical core
-    cache: Mapping[int, int] = field(default_factory=dict)  # core -> those that share its last-level cache
+    cache: Mapping[int, int] = field(default_factory=dict)  # core -> the group that shares its last-level cache
 
     def cores(self, node: int) -> frozenset[int]:
         """Return the usable cores of a NUMA node."""
@@ -38,27 +38,26 @@ class CpuTopology:
         return self.socket.get(min(self.cores(node)), 0)
 
     def physical_cores(self, node: int) -> list[list[int]]:
-        """Each with its threads, in the order of their lowest numbers."""
+        """Return the threads of each usable physical core of a NUMA node, in the order of their lowest numbers."""
         groups = _group(self.cores(node), lambda core: self.physical.get(core, core))
         return [groups[core] for core in sorted(groups)]
 
     def complexes(self, node: int) -> list[list[int]]:
-        """Cores that share a last-level cache, those with most cores for us first."""
+        """Return the groups of usable cores that share a last-level cache, the largest first."""
         groups = _group(self.cores(node), lambda core: self.cache.get(core, -1))
         return [groups[key] for key in sorted(groups, key=lambda key: (-len(groups[key]), key))]
 
 
 def bind(slots: Sequence[Slot], mode: str, topology: CpuTopology) -> tuple[Slot, ...]:
-    """The slots with their cores filled in.
+    """Return the slots with the cores of each worker.
 
-    - `node`: all cores of the NUMA node that the worker's GPU is next to
-    - `socket`: all cores of that node's socket
-    - `exclusive`: a share of the node's physical cores that no other worker of the node has
-    - `core-complex`: the cores around one last-level cache of the node, as far as possible not shared
+    - `node`: all cores of the NUMA node of the worker's GPU
+    - `socket`: all cores of the socket of this node
+    - `exclusive`: an equal share of the physical cores of the node, not shared with other workers
+    - `core-complex`: the cores of one last-level cache of the node, not shared if possible
 
-    A worker without a GPU goes to the node that has the most physical cores a worker; on an even machine that
-    is each node in turn. Where torchrun shares a node's cores among all GPUs there, this shares them among
-    the workers there: the same unless GPUs stay unused.
+    A worker without a GPU is assigned to the node with the most physical cores per worker. torchrun divides the cores
+    of a node by all GPUs of the node, this function by the workers: the result differs only if GPUs are unused.
     """
     if mode not in MODES:
         raise DeviceError(
@@ -77,7 +76,7 @@ def bind(slots: Sequence[Slot], mode: str, topology: CpuTopology) -> tuple[Slot,
 
 
 def _cores(mode: str, topology: CpuTopology, home: int, turn: int, workers: int) -> Iterable[int]:
-    """What the worker gets that is number `turn` of the `workers` on NUMA node `home`."""
+    """Return the cores of worker number `turn` of the `workers` on NUMA node `home`."""
     if mode == "node":
         return topology.cores(home)
     if mode == "socket":
@@ -100,7 +99,7 @@ def _cores(mode: str, topology: CpuTopology, home: int, turn: int, workers: int)
 
 
 def _homes(slots: Sequence[Slot], topology: CpuTopology) -> list[int]:
-    """The NUMA node of each worker."""
+    """Return the NUMA node of each worker."""
     usable = {node: len(topology.physical_cores(node)) for node in topology.nodes if topology.cores(node)}
     if not usable:
         raise DeviceError(
@@ -147,7 +146,7 @@ def _home(slot: Slot, topology: CpuTopology, usable: Sequence[int]) -> int | Non
 
 
 def read(root: str = "/sys", allowed: Iterable[int] | None = None) -> CpuTopology:
-    """The topology of this machine, from the kernel's tree."""
+    """Read the topology of this host from /sys."""
     mine = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     nodes = {
         int(path.name.removeprefix("node")): frozenset(parse(_text(path / "cpulist")))
@@ -169,7 +168,7 @@ def _near(devices: Path) -> dict[str, int]:
     for path in devices.glob("*"):
         text = _text(path / "numa_node")
         if text:
-            found[path.name] = max(int(text), 0)  # -1: the firmware did not say, mostly for want of a second node
+            found[path.name] = max(int(text), 0)  # -1: not reported by the firmware, usually because there is one node
     return found
 
 
@@ -183,7 +182,7 @@ def _last_level(cpu: Path) -> int:
 
 
 def _table(cpus: Mapping[int, Path], ask: Callable[[Path], int]) -> dict[int, int]:
-    """What `ask` says about each core; those that the kernel tells nothing about are left out."""
+    """Return the value of `ask` per core, without cores that the kernel does not describe."""
     table = {}
     for cpu, path in cpus.items():
         try:
@@ -208,7 +207,7 @@ def _group(cores: Iterable[int], key: Callable[[int], int]) -> dict[int, list[in
 
 
 def parse(text: str) -> list[int]:
-    """The kernel's lists: `0-2,7` is 0, 1, 2, 7."""
+    """Parse a list of the kernel: `0-2,7` is 0, 1, 2, 7."""
     numbers: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, _, last = part.partition("-")
@@ -217,7 +216,7 @@ def parse(text: str) -> list[int]:
 
 
 def spell(numbers: Iterable[int]) -> str:
-    """The inverse of `parse`."""
+    """Return numbers as a list of the kernel: the inverse of `parse`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

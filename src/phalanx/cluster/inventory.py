@@ -1,4 +1,4 @@
-"""What accelerators there are on this machine, and which of them a process started here would be let see."""
+"""The accelerators of this host, and which of them a process that is started here sees. Pure."""
 
 from __future__ import annotations
 
@@ -11,59 +11,58 @@ from phalanx.cluster.cluster import Device
 
 @dataclass(frozen=True)
 class Slice(Device):
-    """A MIG slice; `alias` is the name that drivers before R470 gave it, which CUDA still takes."""
+    """A MIG slice. `alias`: its name in drivers before R470, which CUDA still accepts."""
 
     alias: str = ""  # MIG-GPU-<uuid of the GPU>/<GPU instance>/<compute instance>
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The driver's list, what CUDA_VISIBLE_DEVICES leaves of it, and what is on the PCI bus in any case.
+    """The devices that the driver lists, those that CUDA_VISIBLE_DEVICES selects, and those on the PCI bus.
 
-    A GPU that is cut into MIG slices stands in `driver` before its slices, with an empty handle: no process
-    can have the whole of it.
+    A GPU with MIG slices is in `driver` before its slices, with an empty handle: no process can use all of it.
     """
 
     driver: tuple[Device, ...] = ()
     visible: tuple[Device, ...] = ()
     mask: str | None = None  # CUDA_VISIBLE_DEVICES
-    bus: tuple[str, ...] = ()  # PCI addresses of the NVIDIA GPUs that are there, and in no other driver's hands
-    silent: tuple[str, ...] = ()  # those of them that no longer answer: they fell off the bus
-    trouble: str = ""  # why the driver could not be asked; empty where there is none to ask
+    bus: tuple[str, ...] = ()  # PCI addresses of NVIDIA GPUs that no other driver uses
+    silent: tuple[str, ...] = ()  # those that no longer respond: they fell off the bus
+    trouble: str = ""  # why the driver could not be queried; empty if there is no driver
 
     @property
     def gone(self) -> tuple[str, ...]:
-        """On the bus, but not in the driver's list. Says nothing where the driver did not answer."""
+        """GPUs on the bus that the driver does not list. Empty if the driver could not be queried."""
         listed = {device.bus for device in self.driver}
         return tuple(address for address in self.bus if self.driver and address not in listed)
 
     @property
     def hidden(self) -> tuple[Device, ...]:
-        """What a process could use if CUDA_VISIBLE_DEVICES were not set."""
+        """Devices that CUDA_VISIBLE_DEVICES hides."""
         seen = {device.uuid for device in self.visible}
         return tuple(device for device in apply_mask(self.driver, None) if device.uuid not in seen)
 
     @property
     def refused(self) -> bool:
-        """Whether CUDA_VISIBLE_DEVICES was set in order to hide every GPU, rather than by mistake."""
+        """Whether CUDA_VISIBLE_DEVICES hides all GPUs on purpose."""
         return self.mask is not None and self.mask.strip() in ("", "-1", "NoDevFiles")
 
 
 def apply_mask(devices: Sequence[Device], mask: str | None) -> tuple[Device, ...]:
-    """The devices that CUDA_VISIBLE_DEVICES=mask leaves, in its order; the rules are CUDA's own.
+    """Return the devices that CUDA_VISIBLE_DEVICES=mask selects, in its order, by the rules of CUDA.
 
-    - Not set: all of them. A GPU cut into MIG slices counts as its slices.
-    - The first entry says what the entries are: numbers, GPU UUIDs or MIG UUIDs; a unique beginning will do.
-    - The list ends before the first entry that names nothing, or is of another kind.
-    - A device named twice before that leaves no device at all.
+    - Not set: all devices. A GPU with MIG slices counts as its slices.
+    - The first entry determines the kind of all entries: numbers, GPU UUIDs or MIG UUIDs. A unique prefix is enough.
+    - The list ends before the first entry that matches no device, or is of another kind.
+    - If a device occurs twice before that, no device is selected.
 
-    Numbers count in the order of the PCI bus, as nvidia-smi does. CUDA does so too if CUDA_DEVICE_ORDER is
-    PCI_BUS_ID, or if all GPUs are of one model; else it puts the fastest first, and only CUDA knows which one
-    that is. A GPU taken by number therefore keeps that number as its handle: the right one whatever the
-    order, though its name and UUID here may then be another's.
+    Numbers follow the order of the PCI bus, as in nvidia-smi. CUDA uses the same order if CUDA_DEVICE_ORDER is
+    PCI_BUS_ID, or if all GPUs are the same model. Otherwise it puts the fastest GPU first, and only CUDA knows which
+    one that is. So a GPU that is selected by number keeps this number as its handle: it is right in any order, although
+    its name and UUID here may be those of another GPU.
 
-    One process sees one MIG slice, the first of the list. Each worker has a list of its own, so all of them
-    count here, as schedulers mean it; a sliced GPU named as a whole is its first slice, as it is for CUDA.
+    A process sees only one MIG slice, the first of the list. Each worker gets its own list, so all slices count here,
+    as schedulers intend. A GPU with slices that is selected as a whole means its first slice, as for CUDA.
     """
     if mask is None:
         return tuple(device for device in devices if device.handle)
@@ -81,7 +80,7 @@ def apply_mask(devices: Sequence[Device], mask: str | None) -> tuple[Device, ...
 
 
 def match_uuid(devices: Sequence[Device], text: str) -> Device | None:
-    """The only device that `text` names: a UUID or the beginning of one, or the old name of a MIG slice."""
+    """Return the only device with this UUID, UUID prefix, or old name of a MIG slice."""
     for device in devices:
         if text == device.uuid or (isinstance(device, Slice) and text == device.alias):
             return device
@@ -91,7 +90,7 @@ def match_uuid(devices: Sequence[Device], text: str) -> Device | None:
 
 
 def _digits(uuid: str) -> str:
-    """The digits after GPU- or MIG-, as CUDA reads them: dashes anywhere, and anything after the last of 32."""
+    """Return the digits after GPU- or MIG-. Like CUDA, ignore dashes and everything after 32 digits."""
     digits = uuid[4:].replace("-", "")[:32].lower()
     return digits if set(digits) <= set("0123456789abcdef") else ""
 

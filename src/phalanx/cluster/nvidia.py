@@ -1,8 +1,8 @@
-"""Asks the NVIDIA driver and the PCI bus what GPUs there are.
+"""Lists the GPUs of this host, from the NVIDIA driver and the PCI bus.
 
-Through NVML, never CUDA: a process that has initialised CUDA cannot fork workers that use it. But NVML is not
-without traces either: newer drivers (R580) load libcuda from it and start a thread that stays, with a few open
-files. So the agent asks, never the fork server, and the fork server is not forked from a process that has asked.
+It uses NVML, not CUDA: a process that has initialized CUDA cannot fork workers that use it. NVML has side effects too:
+newer drivers (R580) load libcuda and start a thread that stays, with a few open files. So the agent calls it, never the
+fork server, and the fork server is not forked from a process that has called it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from phalanx.cluster.cluster import Device
 from phalanx.cluster.inventory import Inventory, Slice, apply_mask
 
 NVIDIA = "0x10de"
-DISPLAY = "0x03"  # the PCI class of display controllers; a GPU without an outlet is one too
+DISPLAY = "0x03"  # PCI class of display controllers, which includes GPUs without display outputs
 
 
 def survey(environ: Mapping[str, str], root: str = "/") -> Inventory:
-    """What there is on this machine, as a process with this environment would see it."""
+    """Return the GPUs of this host, as a process with this environment sees them."""
     bus, silent = scan(Path(root, "sys"))
     driver: tuple[Device, ...] = ()
     trouble = ""
@@ -32,19 +32,19 @@ def survey(environ: Mapping[str, str], root: str = "/") -> Inventory:
 
 
 def driver_present(root: Path) -> bool:
-    """Whether an NVIDIA kernel driver is loaded: cheaper to see than by importing NVML in vain."""
-    traces = ("proc/driver/nvidia", "dev/nvidiactl", "dev/dxg")  # the last one is Windows' own, under WSL
+    """Return whether an NVIDIA kernel driver is loaded. This is cheaper than to import NVML."""
+    traces = ("proc/driver/nvidia", "dev/nvidiactl", "dev/dxg")  # dxg: WSL
     return any((root / trace).exists() for trace in traces)
 
 
 def scan(sys: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """NVIDIA GPUs on the PCI bus, and those of them that no longer answer."""
+    """Return the PCI addresses of NVIDIA GPUs, and of those that no longer respond."""
     bus: list[str] = []
     silent: list[str] = []
     for device in sorted((sys / "bus/pci/devices").glob("*")):
         if _read(device / "vendor") != NVIDIA or not _read(device / "class").startswith(DISPLAY):
             continue
-        # A virtual function is no GPU of its own, and one that was given to a guest is not ours to miss.
+        # Skip virtual functions, and GPUs that were passed to a virtual machine.
         if (device / "physfn").exists() or _bound_to(device) not in ("", "nvidia"):
             continue
         bus.append(device.name)
@@ -54,9 +54,10 @@ def scan(sys: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def ask(*, by_bus: bool, expected: bool) -> tuple[tuple[Device, ...], str]:
-    """The driver's devices, and what kept it from answering; `expected`: there are GPUs that it should list.
+    """Return the devices that the driver lists, and why it could not be queried, if so.
 
-    `by_bus` says that CUDA numbers GPUs in the order of the bus, as NVML does.
+    by_bus    CUDA numbers GPUs in the order of the bus, as NVML does
+    expected  there are GPUs on the bus, so a driver that is not loaded is a problem
     """
     try:
         import pynvml as nvml
@@ -86,19 +87,19 @@ def _list(nvml: Any, by_bus: bool) -> tuple[tuple[Device, ...], str]:
         try:
             found.extend(_gpu(nvml, index))
         except nvml.NVMLError_NoPermission:
-            continue  # another job's: the scheduler keeps it from us
+            continue  # of another job: the scheduler denies access
         except nvml.NVMLError as error:
             troubles.append(f"GPU {index} does not answer the driver: {error}")
     whole = [device for device in found if device.kind == "gpu"]
     numbered = len(whole) == count and all(device.handle for device in whole)
     if numbered and (by_bus or len({device.name for device in whole}) == 1):
-        # People and scripts expect numbers in CUDA_VISIBLE_DEVICES: UUIDs only where those could mislead.
+        # Users and scripts expect numbers in CUDA_VISIBLE_DEVICES. UUIDs are used only if numbers are ambiguous.
         found = [replace(device, handle=str(device.index)) for device in found]
     return tuple(found), "; ".join(troubles)
 
 
 def _gpu(nvml: Any, index: int) -> Iterator[Device]:
-    """One GPU, followed by its MIG slices."""
+    """Yield a GPU, then its MIG slices."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     uuid = nvml.nvmlDeviceGetUUID(handle)
     sliced = _mig_enabled(nvml, handle)
@@ -116,7 +117,7 @@ def _gpu(nvml: Any, index: int) -> Iterator[Device]:
         try:
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
         except nvml.NVMLError:
-            continue  # there is room for it, but it was not made, or is not ours
+            continue  # not created, or no permission
         name = nvml.nvmlDeviceGetUUID(part)
         place = f"{nvml.nvmlDeviceGetGpuInstanceId(part)}/{nvml.nvmlDeviceGetComputeInstanceId(part)}"
         yield Slice(
@@ -135,7 +136,7 @@ def _mig_enabled(nvml: Any, handle: Any) -> bool:
     try:
         current, _pending = nvml.nvmlDeviceGetMigMode(handle)
     except nvml.NVMLError:
-        return False  # most GPUs cannot be sliced, and say so with an error
+        return False  # GPUs without MIG raise an error
     return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
 
 
@@ -143,11 +144,11 @@ def _memory(nvml: Any, handle: Any) -> int:
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     except nvml.NVMLError:
-        return 0  # GPUs that share the memory of the CPU do not say
+        return 0  # not reported by GPUs that share the memory of the CPU
 
 
 def _address(text: str | bytes) -> str:
-    """The kernel's spelling (0000:3b:00.0) of NVML's PCI address (00000000:3B:00.0)."""
+    """Convert a PCI address of NVML (00000000:3B:00.0) to that of the kernel (0000:3b:00.0)."""
     domain, rest = (text.decode() if isinstance(text, bytes) else text).lower().split(":", 1)
     return f"{int(domain, 16):04x}:{rest}"
 
@@ -160,7 +161,7 @@ def _bound_to(device: Path) -> str:
 
 
 def _answers(device: Path) -> bool:
-    """A device that fell off the bus reads as all ones, its vendor's number included."""
+    """Return whether a device responds. The configuration of one that fell off the bus reads as all ones."""
     try:
         with open(device / "config", "rb") as config:
             return config.read(2) != b"\xff\xff"

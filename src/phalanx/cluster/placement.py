@@ -5,35 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.cluster.cluster import Cluster, Slot
+from phalanx.contract.placement import RankPlacement
 
 
 @dataclass(frozen=True)
 class Seat:
-    """The node, local rank and slot of one rank."""
+    """The placement and the slot of one rank."""
 
-    rank: int
-    node: int
-    local_rank: int
-    local_world_size: int
+    placement: RankPlacement
     slot: Slot
 
+    @property
+    def rank(self) -> int:
+        """The rank, as in its placement."""
+        return self.placement.rank
 
-@dataclass(frozen=True)
-class Placement:
-    """The known seats: all, or those of this node after the rendezvous."""
-
-    seats: tuple[Seat, ...]
-    world_size: int
-
-    def on(self, node: int) -> tuple[Seat, ...]:
-        """Return the seats of a node."""
-        return tuple(seat for seat in self.seats if seat.node == node)
+    @property
+    def local_rank(self) -> int:
+        """The local rank, as in its placement."""
+        return self.placement.local_rank
 
 
-def place(cluster: Cluster) -> Placement:
+def place(cluster: Cluster) -> tuple[Seat, ...]:
     """Assign ranks to the nodes in order, and on each node to its slots in order."""
+    world_size = sum(len(node.slots) for node in cluster.nodes)
     seats: list[Seat] = []
     for node in cluster.nodes:
         for local_rank, slot in enumerate(node.slots):
-            seats.append(Seat(len(seats), node.id, local_rank, len(node.slots), slot))
-    return Placement(tuple(seats), len(seats))
+            placement = RankPlacement(
+                rank=len(seats),
+                world_size=world_size,
+                local_rank=local_rank,
+                local_world_size=len(node.slots),
+                node_rank=node.id,
+                node_count=len(cluster.nodes),
+            )
+            seats.append(Seat(placement, slot))
+    return tuple(seats)

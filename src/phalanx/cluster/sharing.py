@@ -16,19 +16,19 @@ HOST = "NCCL_HOSTID"
 
 
 def most(slots: Sequence[Slot]) -> int:
-    """Ranks on the device that has most of them."""
+    """Return the largest number of ranks on one device."""
     devices = [slot.device for slot in slots if slot.device is not None]
     return max(map(devices.count, devices), default=0)
 
 
 def for_all(slots: Sequence[Slot]) -> dict[str, str]:
-    """Variables of every worker of this node: an equal share of the memory for each."""
+    """Return variables for all workers of this node: each gets an equal share of the memory."""
     sharers = most(slots)
     return {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{1 / sharers:.3f}"} if sharers > 1 else {}
 
 
 def for_one(seat: Seat, seats: Sequence[Seat], *, run: str, nodes: int) -> dict[str, str]:
-    """Variables of one worker. `seats` are those of its node."""
+    """Return variables for one worker. `seats`: those of its node."""
     device = seat.slot.device
     beside = [other.slot.device for other in seats if other.slot.device is not None]
     if device is None or sum(other.index == device.index for other in beside) < 2:

@@ -1,4 +1,4 @@
-"""How many workers this machine takes, and which device each of them gets: a pure function."""
+"""Chooses the number of workers on this host, and the device of each. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from phalanx.errors import DeviceError
 def choose(
     inventory: Inventory, *, asked: int | None, devices: str | None, cpu: bool = False, share: bool = False
 ) -> tuple[Slot, ...]:
-    """One slot a worker, in the order of local ranks.
+    """Return one slot per worker, in the order of local ranks.
 
-    `asked` is how many workers the user wants: by default one a visible GPU, or a single one where there is
-    no GPU. `devices` is the text of --devices: `0,2,5`, `0-3`, UUIDs; numbers are those that a process
-    started here would use (`cuda:2`). `cpu` gives workers without a device, whatever GPUs there are. `share` deals
-    the devices out again and again where there are more workers.
+    asked    number of workers. Default: one per visible GPU; 1 without GPUs
+    devices  value of --devices: `0,2,5`, `0-3`, UUIDs. Numbers as in `cuda:2` for a process that is started here
+    cpu      workers without a device, even if there are GPUs
+    share    allow more workers than devices: workers are assigned to devices in turn
     """
     if asked is not None and asked < 1:
         raise DeviceError(f"{asked} workers were asked for; a node takes at least 1.", fix="phalanx run -g 1 …")
@@ -47,7 +47,7 @@ def _cpu_slots(inventory: Inventory, asked: int | None, devices: str | None) -> 
 
 
 def _check_absence(inventory: Inventory, asked: int | None) -> None:
-    """Workers on the CPU are right where there is no GPU or the user hid them all; elsewhere, a surprise."""
+    """Raise if CPU workers would be a surprise: there are GPUs, and the user did not hide them all."""
     if inventory.refused or not (inventory.driver or inventory.trouble):
         return
     whole = [device for device in inventory.driver if device.kind == "gpu"]
@@ -75,7 +75,7 @@ def _too_few(inventory: Inventory, asked: int) -> DeviceError:
 
 
 def _named(inventory: Inventory, text: str, asked: int | None) -> list[Device]:
-    """The devices that --devices names, in its order."""
+    """Return the devices of --devices, in its order."""
     if not inventory.visible:
         raise _refuse(inventory, text, "no GPU can be used here")
     chosen: list[Device] = []
@@ -124,7 +124,7 @@ def _refuse(inventory: Inventory, text: str, why: str) -> DeviceError:
 
 
 def _facts(inventory: Inventory) -> list[str]:
-    """What is known about this machine's GPUs, a line each."""
+    """Return what is known about the GPUs of this host, one line per fact."""
     lines = [_describe(inventory, device) for device in inventory.driver]
     if not lines:
         lines.append("the driver lists no GPU")
@@ -146,7 +146,7 @@ def _facts(inventory: Inventory) -> list[str]:
 
 
 def _describe(inventory: Inventory, device: Device) -> str:
-    """`the driver lists gpu 3: NVIDIA H200 GPU-… (--devices 1)`"""
+    """Return e.g. `the driver lists gpu 3: NVIDIA H200 GPU-… (--devices 1)`."""
     seen = [other.uuid for other in inventory.visible]
     note = f" (--devices {seen.index(device.uuid)})" if device.uuid in seen else ""
     if not device.handle:

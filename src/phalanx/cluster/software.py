@@ -16,7 +16,7 @@ _NAMES = re.compile(r"(torch|phalanx|nvidia-nccl.*)")
 def versions() -> dict[str, str]:
     """Return the versions that must match across nodes."""
     found = {"phalanx": __version__, "python": platform.python_version()}
-    there = dict(reversed(packages()))  # of what is there twice, the first is imported
+    there = dict(reversed(packages()))  # of duplicates, the first is imported
     if "torch" in there:
         found["torch"] = there["torch"]
     nccl = next(filter(None, (there.get(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))), "")
@@ -28,14 +28,14 @@ def versions() -> dict[str, str]:
 def packages() -> list[tuple[str, str]]:
     """Return torch, phalanx and NCCL packages with versions, in the order of sys.path.
 
-    By folder names: reading the metadata of all packages takes half a second.
+    It reads folder names only: the metadata of all packages would take half a second.
     """
     found: list[tuple[str, str]] = []
     for folder in dict.fromkeys(sys.path):
         try:
             entries = sorted(os.listdir(folder or "."))
         except OSError:
-            continue  # an archive, or nothing at all
+            continue  # an archive, or missing
         for entry in entries:
             name, _, version = entry.removesuffix(_INFO).rpartition("-")
             name = re.sub(r"[-_.]+", "-", name).lower()
@@ -47,7 +47,7 @@ def packages() -> list[tuple[str, str]]:
 
 
 def _otherwise(name: str) -> list[tuple[str, str]]:
-    """Installed in another way, as from an egg."""
+    """Return a package without a .dist-info folder, such as an egg."""
     from importlib import metadata
 
     try:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phalanx.contract.placement import RankPlacement
+
 if TYPE_CHECKING:
     from phalanx.contract.worker_messages import Assignment
 
@@ -41,12 +43,7 @@ def for_cuda(environ: Mapping[str, str]) -> dict[str, str]:
 class WorkerVariables:
     """All that the environment says about a worker."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node: int
-    nodes: int
+    placement: RankPlacement
     role: str
     run_id: str
     run: str  # its name: the same on every node
@@ -65,7 +62,7 @@ class WorkerVariables:
 def worker_environment(member: WorkerVariables, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a worker. `inherited`: what it has besides."""
     return {
-        **place(member),
+        **rank_variables(member),
         "ROLE_NAME": member.role,
         "TORCHELASTIC_RESTART_COUNT": str(member.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(member.max_restarts),
@@ -82,17 +79,18 @@ def worker_environment(member: WorkerVariables, inherited: Mapping[str, str]) ->
     }
 
 
-def place(member: WorkerVariables | Assignment) -> dict[str, str]:
+def rank_variables(member: WorkerVariables | Assignment) -> dict[str, str]:
     """Return the variables of the rank, which change when the group changes."""
+    placement = member.placement
     return {
-        "RANK": str(member.rank),
-        "LOCAL_RANK": str(member.local_rank),
-        "WORLD_SIZE": str(member.world_size),
-        "LOCAL_WORLD_SIZE": str(member.local_world_size),
-        "GROUP_RANK": str(member.node),
-        "GROUP_WORLD_SIZE": str(member.nodes),
-        "ROLE_RANK": str(member.rank),
-        "ROLE_WORLD_SIZE": str(member.world_size),
+        "RANK": str(placement.rank),
+        "LOCAL_RANK": str(placement.local_rank),
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_WORLD_SIZE": str(placement.local_world_size),
+        "GROUP_RANK": str(placement.node_rank),
+        "GROUP_WORLD_SIZE": str(placement.node_count),
+        "ROLE_RANK": str(placement.rank),
+        "ROLE_WORLD_SIZE": str(placement.world_size),
         "MASTER_ADDR": member.address,
         "MASTER_PORT": str(member.port),
         TOPOLOGY: member.topology,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from phalanx.contract.encoding import Decoder
+from phalanx.contract.placement import RankPlacement
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -87,15 +88,10 @@ class Rescued(msgspec.Struct, frozen=True, tag="rescued"):
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
-    """The rank of a worker. A generation higher than its own: leave the group and join this one."""
+    """The placement of a worker. A generation higher than its own: leave the group and join this one."""
 
     generation: int
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node: int
-    nodes: int
+    placement: RankPlacement
     topology: str
     address: str  # of the store
     port: int

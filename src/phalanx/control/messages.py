@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from phalanx.contract.encoding import Decoder, encode_msgpack
+from phalanx.contract.placement import Count, PartialPlacement, RankPlacement
 
 PROTOCOL = 1
 
@@ -28,7 +29,6 @@ Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Proof = Annotated[bytes, Meta(max_length=32)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=1 << 16)]
-Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Signal = Annotated[int, Meta(ge=1, le=31)]  # those that have a name
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Names = Annotated[dict[Name, Name], Meta(max_length=64)]
@@ -63,16 +63,6 @@ class JoinAnswer(Message, frozen=True, kw_only=True, tag="answer"):
     proof: Proof
 
 
-class Claim(Message, frozen=True, kw_only=True, tag="claim"):
-    """The rank that a scheduler has assigned: this agent is one of its tasks."""
-
-    rank: Count
-    size: Count
-    local_rank: Count
-    local_size: Count
-    node: Count | None = None
-
-
 class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
     """The state of the workers of a member whose leader is lost."""
 
@@ -93,7 +83,7 @@ class NodeInfo(Message, frozen=True, kw_only=True, tag="node-info"):
     slots: Count  # workers that it takes
     versions: Names
     terms: Names  # what has to be the same everywhere: "script", "nodes", …
-    claim: Claim | None = None
+    claim: PartialPlacement | None = None  # this agent is a task of a scheduler, which has assigned the rank
     trouble: Text = ""  # why it cannot take part: it came only to say so
     time: float = 0.0
     door: Port = 0  # where it would listen if it had to lead
@@ -142,16 +132,12 @@ class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
 
 
 class StartRanks(Message, frozen=True, kw_only=True, tag="start-ranks"):
-    """The ranks of the receiving member, and what they need to know of the others. No ranks: it is a spare."""
+    """The placements of the workers of the receiving member, and what they need to know of the others."""
 
-    world_size: Count
-    node: Count
-    nodes: Count
-    ranks: tuple[Count, ...]
-    local_ranks: tuple[Count, ...]
-    local_world_size: Count
+    placements: Annotated[tuple[RankPlacement, ...], Meta(min_length=1)]
     topology: Annotated[str, Meta(max_length=FRAME_LIMIT)]  # contract/topology.py
     store_port: Port  # at the address by which the member has reached the leader
+    spare: bool = False  # the workers have no ranks yet
 
 
 class Start(Message, frozen=True, kw_only=True, tag="start"):

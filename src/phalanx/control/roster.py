@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from phalanx.contract import topology
+from phalanx.contract.placement import RankPlacement
 from phalanx.control.messages import NodeInfo, Refusal
 
 # Compared by their first number: another one is another program.
@@ -14,12 +15,14 @@ _VERSIONS = ("phalanx", "python", "torch", "nccl")
 
 @dataclass(frozen=True)
 class RankTable:
-    """The ranks of one member."""
+    """The placements of the ranks of one member. Empty: they are not known."""
 
-    node: int
-    ranks: tuple[int, ...]
-    local_ranks: tuple[int, ...]
-    local_world_size: int
+    placements: tuple[RankPlacement, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the member."""
+        return tuple(placement.rank for placement in self.placements)
 
 
 @dataclass
@@ -128,7 +131,7 @@ def _differs(leader: NodeInfo, arrival: NodeInfo) -> Refusal | None:
 def one_a_rank(members: Mapping[int, NodeInfo]) -> bool:
     """Return whether a scheduler has started one task per rank, not one per node."""
     claims = [arrival.claim for arrival in members.values()]
-    return all(claims) and any(claim is not None and claim.local_size > 1 for claim in claims)
+    return all(claims) and any(claim is not None and (claim.local_world_size or 1) > 1 for claim in claims)
 
 
 def working(members: Mapping[int, NodeInfo], before: Collection[int], most: int) -> dict[int, NodeInfo]:
@@ -142,13 +145,45 @@ def seat(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
     """Assign ranks to members in order, or as a scheduler has assigned them."""
     if one_a_rank(members):
         return _as_claimed(members)
-    seats: dict[int, RankTable] = {}
+    tables: dict[int, RankTable] = {}
+    world_size = sum(member.slots for member in members.values())
     first = 0
-    for node, id_ in enumerate(sorted(members)):
+    for node_rank, id_ in enumerate(sorted(members)):
         slots = members[id_].slots
-        seats[id_] = RankTable(node, tuple(range(first, first + slots)), tuple(range(slots)), slots)
+        tables[id_] = RankTable(
+            tuple(
+                RankPlacement(
+                    rank=first + local_rank,
+                    world_size=world_size,
+                    local_rank=local_rank,
+                    local_world_size=slots,
+                    node_rank=node_rank,
+                    node_count=len(members),
+                )
+                for local_rank in range(slots)
+            )
+        )
         first += slots
-    return seats
+    return tables
+
+
+def spare_table(slots: int, tables: Mapping[int, RankTable]) -> RankTable:
+    """Return the placements of the workers of a spare node: they are numbered after the ranks of the other members."""
+    others = [placement for table in tables.values() for placement in table.placements]
+    world_size, node_count = len(others), len({placement.node_rank for placement in others})
+    return RankTable(
+        tuple(
+            RankPlacement(
+                rank=world_size + local_rank,
+                world_size=world_size,
+                local_rank=local_rank,
+                local_world_size=slots,
+                node_rank=0,
+                node_count=node_count,
+            )
+            for local_rank in range(slots)
+        )
+    )
 
 
 def _as_claimed(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
@@ -156,20 +191,28 @@ def _as_claimed(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
     claimed.sort(key=lambda one: one[0].rank)
     # Where the scheduler does not number its nodes: in the order of their lowest rank.
     hosts = list(dict.fromkeys(host for _, host, _ in claimed))
+    node_ranks = [hosts.index(host) if claim.node_rank is None else claim.node_rank for claim, host, _ in claimed]
     return {
         id_: RankTable(
-            hosts.index(host) if claim.node is None else claim.node,
-            (claim.rank,),
-            (claim.local_rank,),
-            claim.local_size,
+            (
+                RankPlacement(
+                    rank=claim.rank,
+                    world_size=len(claimed),
+                    local_rank=claim.local_rank or 0,
+                    local_world_size=claim.local_world_size or 1,
+                    node_rank=node_rank,
+                    node_count=len(set(node_ranks)),
+                ),
+            )
         )
-        for claim, host, id_ in claimed
+        for node_rank, (claim, _, id_) in zip(node_ranks, claimed, strict=True)
     }
 
 
-def world(seats: Mapping[int, RankTable]) -> str:
+def world(tables: Mapping[int, RankTable]) -> str:
     """Return which ranks share a node, as workers get it."""
     nodes: dict[int, list[int]] = {}
-    for seating in seats.values():
-        nodes.setdefault(seating.node, []).extend(seating.ranks)
+    for table in tables.values():
+        for placement in table.placements:
+            nodes.setdefault(placement.node_rank, []).append(placement.rank)
     return topology.encode([sorted(nodes[node]) for node in sorted(nodes)])

@@ -170,18 +170,16 @@ def _supervise(
             command=command,
             cwd=os.getcwd(),
             folder=folder.path,
-            world_size=plan.placement.world_size,
+            world_size=plan.world_size,
             started=now,
             host=os.uname().nodename,
         )
     )
     folder.event(
-        events.RunStarted(
-            time=now, run=folder.name, command=tuple(command), world_size=plan.placement.world_size, pid=pid
-        )
+        events.RunStarted(time=now, run=folder.name, command=tuple(command), world_size=plan.world_size, pid=pid)
     )
     # Among several nodes no rank is alone, however many this one has.
-    world = plan.placement.world_size if plan.rendezvous is None else 2
+    world = plan.world_size if plan.rendezvous is None else 2
     console = Console(world, prefixes=_prefixes(plan), colour=plan.output.use_color)
     if plan.output.print_events:
         folder.echo = console.say
@@ -250,7 +248,7 @@ def _prefixes(plan: Plan) -> dict[int, str]:
 def _announcement(plan: Plan, folder: RunFolder, sockets: list[socket.socket]) -> list[str]:
     gathering = plan.rendezvous
     if gathering is None:
-        ranks = plan.placement.world_size
+        ranks = plan.world_size
         return [f"{folder.name}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"]
     if not gathering.leads:
         return []

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from phalanx.cluster import sharing
 from phalanx.cluster.cluster import Slot
-from phalanx.cluster.placement import Placement, Seat
+from phalanx.cluster.placement import Seat
+from phalanx.contract.placement import RankPlacement
 from phalanx.contract.variables import INTERFACES, WorkerVariables, worker_environment
 from phalanx.launcher.command import Command
 from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
@@ -27,9 +30,7 @@ class Plan:
 
     run_id: str
     command: Command
-    placement: Placement
-    node: int
-    nodes: int
+    seats: tuple[Seat, ...]  # the ranks of this node; at least one
     environ: Mapping[str, str]  # inherited by every worker
     devices_isolated: bool
     virtual_local_rank: bool
@@ -51,9 +52,19 @@ class Plan:
     unused: tuple[Slot, ...] = ()  # devices of this node that no rank uses
 
     @property
-    def seats(self) -> tuple[Seat, ...]:
-        """Return the ranks of this node, and where they run."""
-        return self.placement.on(self.node)
+    def world_size(self) -> int:
+        """Return the number of ranks on all nodes."""
+        return self.seats[0].placement.world_size
+
+    @property
+    def node_rank(self) -> int:
+        """Return the number of this node."""
+        return self.seats[0].placement.node_rank
+
+    @property
+    def node_count(self) -> int:
+        """Return the number of nodes."""
+        return self.seats[0].placement.node_count
 
     def line_prefix(self, seat: Seat, host: str) -> str | None:
         """Return the prefix of a rank's output lines. None: phalanx's own."""
@@ -64,12 +75,7 @@ class Plan:
     ) -> dict[str, str]:
         """Return the whole environment of one worker."""
         member = WorkerVariables(
-            rank=seat.rank,
-            world_size=self.placement.world_size,
-            local_rank=0 if self.virtual_local_rank else seat.local_rank,
-            local_world_size=seat.local_world_size,
-            node=self.node,
-            nodes=self.nodes,
+            placement=self.worker_placement(seat),
             role=self.role,
             run_id=self.run_id,
             run=run,
@@ -86,8 +92,12 @@ class Plan:
         )
         devices = self.devices(seat)
         own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        shared = sharing.for_one(seat, self.seats, run=run, nodes=self.nodes)
+        shared = sharing.for_one(seat, self.seats, run=run, nodes=self.node_count)
         return {**shared, **self.environ, **worker_environment(member, self.environ), **own}
+
+    def worker_placement(self, seat: Seat) -> RankPlacement:
+        """Return the placement that a worker sees: with `virtual_local_rank`, every local rank is 0."""
+        return msgspec.structs.replace(seat.placement, local_rank=0) if self.virtual_local_rank else seat.placement
 
     def devices(self, seat: Seat) -> str | None:
         """Return the CUDA_VISIBLE_DEVICES of one worker. None: the same as all workers have."""
@@ -97,8 +107,6 @@ class Plan:
         self,
         seats: Sequence[Seat],
         *,
-        world_size: int,
-        nodes: int,
         topology: str,
         master: tuple[str, int],
         interface: str | None,
@@ -109,12 +117,12 @@ class Plan:
         if interface is not None:
             own = {name: form.format(interface) for name, form in INTERFACES.items() if name not in self.environ}
         # With several tasks on this node and one device each, the device is number 0 in every task.
-        alone = len(self.seats) == 1 and self.seats[0].slot.device is not None and seats[0].local_world_size > 1
+        alone = (
+            len(self.seats) == 1 and self.seats[0].slot.device is not None and seats[0].placement.local_world_size > 1
+        )
         return replace(
             self,
-            placement=Placement(tuple(seats), world_size),
-            node=seats[0].node,
-            nodes=nodes,
+            seats=tuple(seats),
             topology=topology,
             master_addr=master[0],
             master_port=master[1],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from functools import cached_property
 
+from phalanx.lint.divergence import Divergences
 from phalanx.lint.operations import Operations
 from phalanx.lint.origin import Origin
-from phalanx.lint.parting import Partings
 from phalanx.lint.ranks import chance, ranks, worlds
 from phalanx.lint.reach import CodeReach
 from phalanx.lint.script import Script
@@ -29,7 +29,7 @@ class Model:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.operations = Operations(script)
-        self.partings = Partings(script, self.operations)
+        self.divergences = Divergences(script, self.operations)
 
     @cached_property
     def ranks(self) -> Origin:
@@ -49,7 +49,7 @@ class Model:
     @cached_property
     def reach(self) -> CodeReach:
         """Which code every rank reaches."""
-        return CodeReach(self.script, self.ranks, self.partings)
+        return CodeReach(self.script, self.ranks, self.divergences)
 
     @cached_property
     def distributed(self) -> bool:

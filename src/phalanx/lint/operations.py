@@ -100,7 +100,7 @@ class RankOperation:
     kind: Kind = "collective"
     part: bool = False  # in a group of its own: some ranks only are right
     via: str = ""  # the function of this file, called here, that does it
-    quiet: bool = False  # without gradients: DDP has nothing to say then but to a model with buffers
+    quiet: bool = False  # without gradients: DDP then communicates only for a model with buffers
 
     @property
     def what(self) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from functools import cached_property
 
+from phalanx.lint.divergence import Divergences
 from phalanx.lint.origin import Origin
-from phalanx.lint.parting import Partings
 from phalanx.lint.ranks import SPAWNS
 from phalanx.lint.script import Function, Script
 
@@ -16,17 +16,17 @@ _PROCESSES = ("Process", "start_processes", "spawn", "notebook_launcher", "elast
 class CodeReach:
     """Which code every rank reaches."""
 
-    def __init__(self, script: Script, ranks: Origin, partings: Partings) -> None:
+    def __init__(self, script: Script, ranks: Origin, divergences: Divergences) -> None:
         self.script = script
         self.ranks = ranks
-        self.partings = partings
+        self.divergences = divergences
         self._known: dict[ast.AST, bool] = {}
 
     def everywhere(self, node: ast.AST) -> bool:
         """Return whether every rank reaches a node. Functions without callers in this file are not reached."""
         if node not in self._known:
             self._known[node] = False
-            self._known[node] = self.partings.find(node, self.ranks.depends) is None and self._entered(node)
+            self._known[node] = self.divergences.find(node, self.ranks.depends) is None and self._entered(node)
         return self._known[node]
 
     def _entered(self, node: ast.AST) -> bool:

@@ -63,7 +63,7 @@ class Script:
 
     @cached_property
     def imports(self) -> dict[str, str]:
-        """What imported names stand for: dist -> torch.distributed."""
+        """The full names of imported names: dist -> torch.distributed."""
         found = {}
         for node in self.nodes:
             if isinstance(node, ast.Import):

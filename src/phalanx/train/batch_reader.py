@@ -43,7 +43,7 @@ class BatchReader:
         stepper: Stepper,
         warnings: ScriptWarnings,
     ) -> None:
-        self._identity = membership.identity
+        self._placement = membership.placement
         self._device = membership.device
         self._seed = seed
         self._kept = kept
@@ -114,7 +114,7 @@ class BatchReader:
         fresh = self._stepper.fresh
         while True:
             epoch, consumed = data.taken
-            number = rng.number(self._seed, self._identity.rank, epoch, consumed)
+            number = rng.number(self._seed, self._placement.rank, epoch, consumed)
             fresh.begin(number, self._device)
             self._batch_seed = number + 1
             try:
@@ -181,10 +181,10 @@ class BatchReader:
     def check_weights(self) -> None:
         """Warn if the ranks have different numbers of samples and the loss was not weighted."""
         data = self._current.data if self._current is not None and not self._stepper.scaled else None
-        if isinstance(data, Loader) and data.last_count * self._identity.world_size != data.last_total:
+        if isinstance(data, Loader) and data.last_count * self._placement.world_size != data.last_total:
             self._warnings.warn(
                 "weights",
-                f"rank {self._identity.rank} has {data.last_count} of this batch's {data.last_total} samples, and "
+                f"rank {self._placement.rank} has {data.last_count} of this batch's {data.last_total} samples, and "
                 "loss.backward() does not take that into account: run.backward(loss) averages by sample",
             )
 

@@ -1,1 +1,1 @@
-"""Inside a worker: where it stands among the others."""
+"""Inside a worker: its placement, its process group, and the channel to its agent."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import phalanx
+from phalanx.contract.placement import RankPlacement
 from phalanx.contract.worker_messages import Assignment
 from phalanx.train.elastic.handover import Handover
 from phalanx.train.elastic.recovery_state import Generation, RecoveryState
@@ -28,12 +29,14 @@ def join(generation: int, offer: StateOffer | None, *, number: int = 0) -> Run:
     size = int(environ["WORLD_SIZE"])
     assignment = Assignment(
         generation=generation,
-        rank=int(environ["RANK"]),
-        world_size=size,
-        local_rank=int(environ["LOCAL_RANK"]),
-        local_world_size=size,
-        node=0,
-        nodes=1,
+        placement=RankPlacement(
+            rank=int(environ["RANK"]),
+            world_size=size,
+            local_rank=int(environ["LOCAL_RANK"]),
+            local_world_size=size,
+            node_rank=0,
+            node_count=1,
+        ),
         topology=environ.get("PHALANX_TOPOLOGY", ""),
         address=environ["MASTER_ADDR"],
         port=int(environ["MASTER_PORT"]),

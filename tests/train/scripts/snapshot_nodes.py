@@ -22,6 +22,7 @@ from torch import nn
 import phalanx
 from phalanx.launcher.agent import snapshot_memory
 from phalanx.train.snapshot.snapshots import Snapshots
+from phalanx.worker.rendezvous import roll_call
 from phalanx.worker.rendezvous.topology import Topology
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
@@ -59,7 +60,9 @@ def vaults(*rooms: int) -> Iterator[list[str]]:
 class Rank:
     def __init__(self, nodes: Nodes, names: list[str], how: str) -> None:
         self.run = phalanx.init()
-        self.run.membership = dataclasses.replace(self.run.membership, topology=Topology(nodes, self.run.rank))
+        membership, topology = self.run.membership, Topology(nodes, self.run.rank)
+        placement = roll_call.placement(membership.participants, topology)
+        self.run.membership = dataclasses.replace(membership, topology=topology, placement=placement)
         self.said: list[str] = []
         each = len(names) > len(nodes)  # a vault for each rank, and not for each node
         self.vault = SnapshotMemoryClient(names[self.run.rank if each else self.run.node_rank])

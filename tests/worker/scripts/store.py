@@ -9,13 +9,14 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx.contract.placement import PartialPlacement
 from phalanx.errors import JoinError
 from phalanx.worker.rendezvous import tcp_store
 from phalanx.worker.rendezvous.identity import Identity
 from phalanx.worker.rendezvous.methods import MeetingPoint
 
 tcp_store.ANSWER = 2.0
-caller = Identity("hand-set variables", rank=1, world_size=2, keeper=False)
+caller = Identity("hand-set variables", PartialPlacement(rank=1, world_size=2), hosts_store=False)
 with socket.create_server(("127.0.0.1", 0)) as stranger:
     port = stranger.getsockname()[1]
     with pytest.raises(JoinError, match=f"what listens on 127.0.0.1 port {port} is not the store of this job"):
@@ -30,7 +31,7 @@ with socket.create_server(("127.0.0.1", 0)) as ending:
     calling.start()
     for _ in range(2):  # it looks whether somebody is there, and calls
         ending.accept()[0].close()
-kept = tcp_store.open_store(place, Identity("hand-set variables", rank=0, world_size=2), 30)
+kept = tcp_store.open_store(place, Identity("hand-set variables", PartialPlacement(rank=0, world_size=2)), 30)
 calling.join(30)
 kept.set("key", "value")
 assert found[0].get("key") == b"value"

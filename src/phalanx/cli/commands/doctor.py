@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     result_: Result | None
     if hosts:
         result_ = _over_ssh(hosts, DoctorRun(environ, patience, quick))
-    elif isinstance(found, SchedulerTask) and found.size > 1:
+    elif isinstance(found, SchedulerTask) and found.placement.world_size > 1:
         result_ = _as_task(found, DoctorRun(environ, patience, quick))
     elif isinstance(found, Allocation) and (len(found.hosts) > 1 or found.here is None):
         # `phalanx run` starts its own srun. On one node it takes two ranks to test anything.
@@ -171,7 +171,7 @@ def _over_ssh(hosts: Sequence[Host], test: DoctorRun) -> Result:
 
 def _as_task(task: SchedulerTask, test: DoctorRun) -> Result | None:
     """Test as one of several tasks. Only the leading task gets a result: None in the others."""
-    tried = test.run(["-g", "1"], task.size, shared=True)
+    tried = test.run(["-g", "1"], task.placement.world_size, shared=True)
     return tried if tried.nodes or tried.between else None
 
 

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from phalanx.cli.expected_nodes import ExpectedNodes, expected_nodes
@@ -48,18 +49,21 @@ def describe(
     plan: Plan, environ: Mapping[str, str], seen: ExpectedNodes | None = None, *, cpu: bool = False
 ) -> dict[str, Any]:
     """Return the plan as plain values, for the table and for JSON."""
-    placement = plan.placement if seen is None else seen.placement
-    seats = placement.seats if placement is not None else ()
-    if placement is not None and seen is not None:
-        nodes = [[seat.rank for seat in placement.on(node)] for node in range(len(seen.nodes))]
-        plan = replace(plan, placement=placement, nodes=len(nodes), topology=topology.encode(nodes))
-    environments = {seat.rank: _changed(plan, seat, environ, several=seen is not None) for seat in seats}
+    seats = plan.seats if seen is None else seen.seats or ()
+    nodes = [list(on_node) for _, on_node in groupby(seats, lambda seat: seat.placement.node_rank)]
+    if seats and seen is not None:
+        plan = replace(plan, topology=topology.encode([[seat.rank for seat in on_node] for on_node in nodes]))
+    environments = {
+        seat.rank: _changed(replace(plan, seats=tuple(on_node)), seat, environ, several=seen is not None)
+        for on_node in nodes
+        for seat in on_node
+    }
     shared = _shared(list(environments.values())) if environments else {}
     return {
         "run": plan.run_id,
         "command": plan.command.line(0),
         "way": "fresh: one interpreter per rank" if plan.start.fresh else "fork: torch is imported once",
-        "world_size": placement.world_size if placement is not None else None,
+        "world_size": len(seats) or None,
         "nodes": None if seen is None else _nodes(seen),
         "source": None if seen is None else seen.source,
         "least_nodes": _least(plan),
@@ -74,7 +78,7 @@ def describe(
         "ranks": [
             {
                 "rank": seat.rank,
-                "node": seat.node,
+                "node": seat.placement.node_rank,
                 "local_rank": seat.local_rank,
                 "device": _device(seat, several=seen is not None, cpu=cpu),
                 "device_name": None if seat.slot.device is None else seat.slot.device.name,
@@ -144,7 +148,7 @@ def _meeting(plan: Plan) -> dict[str, Any] | None:
 
 def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str], *, several: bool) -> dict[str, str]:
     """Return the variables that differ from this shell. The run folder and port are known once the run starts."""
-    whole = replace(plan, node=seat.node).environment(
+    whole = plan.environment(
         seat,
         attempt=0,
         run="RUN",

@@ -1,4 +1,4 @@
-"""Hosts as users write them: --hosts, and the host files of Open MPI, MPICH, DeepSpeed and Horovod."""
+"""Parses --hosts, and the host files of Open MPI, MPICH, DeepSpeed and Horovod."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SPAN = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 class Host:
     """A host of --hosts or of a host file."""
 
-    name: str  # as ssh takes it: host or user@host
-    slots: int | None = None  # None: one for every device there
-    devices: str | None = None  # exact devices, as --devices takes them: "0-7", "1,3"
+    name: str  # for ssh: host or user@host
+    slots: int | None = None  # None: one per device
+    devices: str | None = None  # as for --devices: "0-7", "1,3"
 
     @property
     def workers(self) -> int | None:
@@ -29,8 +29,8 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """`a:8,b:2` slots, `a:0-7,b:1,3` exact devices, `user@a:4`, `[fd00::1]:8`. ValueError says what is wrong."""
-    entries: list[tuple[str, list[str]]] = []  # a name, and what stands behind its colon
+    """Parse `a:8,b:2` (slots), `a:0-7,b:1,3` (devices), `user@a:4`, `[fd00::1]:8`. Raises ValueError."""
+    entries: list[tuple[str, list[str]]] = []  # name, and the parts after its colon
     for entry in (part.strip() for part in text.split(",")):
         if not entry:
             raise ValueError("it has an empty entry" if text.strip() else "it is empty")
@@ -51,9 +51,9 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(text: str) -> tuple[Host, ...]:
-    """A line a host: `a slots=4 max_slots=8`, `a:4`, or `a`. Slots of a host on several lines add up."""
+    """Parse one host per line: `a slots=4 max_slots=8`, `a:4`, or `a`. Slots of a host on several lines are added."""
     found: dict[str, Host] = {}
-    lines: dict[str, int] = {}  # how many a host without slots has
+    lines: dict[str, int] = {}  # number of lines per host without slots
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         content = line.partition("#")[0].strip()
         if not content:
@@ -73,7 +73,7 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
             found[_bare(host.name)] = replace(host, slots=before.slots + host.slots)
     if not found:
         raise ValueError("it names no host")
-    # A plain name twice: such a file has a line for every slot, as batch systems write it.
+    # If a plain name occurs twice, the file has one line per slot, as batch systems write it.
     counted = any(count > 1 for count in lines.values())
     return tuple(
         replace(host, slots=lines[host.name]) if counted and host.name in lines else host for host in found.values()
@@ -104,7 +104,7 @@ def _line(content: str) -> Host:
 
 
 def _split(entry: str) -> tuple[str, str | None]:
-    """`user@[fd00::1]:8` → user@fd00::1 and 8. None: there is nothing behind the name."""
+    """Split `user@[fd00::1]:8` into user@fd00::1 and 8. None: there is no colon."""
     user, at, rest = entry.rpartition("@")
     if at and not _NAME.fullmatch(user):
         raise ValueError(f"“{entry}” has no proper user before the @")
@@ -163,5 +163,5 @@ def _slots(name: str, text: str) -> int:
 
 
 def _bare(name: str) -> str:
-    """Without the user, and as DNS compares names."""
+    """Return the name without the user, in lower case as DNS compares names."""
     return name.rpartition("@")[2].lower()

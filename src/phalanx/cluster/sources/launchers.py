@@ -9,14 +9,14 @@ from phalanx.cluster.sources.task import Allocation, SchedulerTask
 
 
 def find(environ: Mapping[str, str]) -> SchedulerTask | Allocation | None:
-    """Return the innermost one: mpirun before the allocation that it runs in, a step before it too."""
+    """Return what the innermost scheduler says: mpirun or a job step before the allocation around it."""
     if not _slurm_speaks_pmi(environ) and (task := mpi.task(environ)) is not None:
         return task
     return slurm.task(environ) or slurm.allocation(environ)
 
 
 def _slurm_speaks_pmi(environ: Mapping[str, str]) -> bool:
-    """srun may give its tasks the variables of MPICH, which then say the same as its own."""
+    """Return whether the variables of MPICH come from srun: they then have the same values as its own."""
     if "OMPI_COMM_WORLD_RANK" in environ or "SLURM_STEP_ID" not in environ:
         return False
     # Only Slurm sets PMI_JOBID. A task can inherit these from the shell it was started from, and they are stale then.

@@ -1,4 +1,4 @@
-"""What MPI launchers say: mpirun of Open MPI 4 and 5, hydra of MPICH and Intel MPI."""
+"""Reads the variables of MPI launchers: mpirun of Open MPI 4 and 5, hydra of MPICH and Intel MPI."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Mapping
 
 from phalanx.cluster.sources.task import BY_HAND, SchedulerTask, Variables, file_name
+from phalanx.contract.placement import PartialPlacement
 
 
 def task(environ: Mapping[str, str]) -> SchedulerTask | None:
-    """This process's place in an MPI job. None: no MPI launcher started it."""
+    """Return the task of this process in an MPI job. None: no MPI launcher started it."""
     if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
         return _open_mpi(environ)
     if "PMI_RANK" in environ or "PMI_SIZE" in environ or {"PMI_ID", "PMI_PORT"} <= environ.keys():
@@ -23,7 +24,7 @@ def _open_mpi(environ: Mapping[str, str]) -> SchedulerTask:
     rank = said.number("OMPI_COMM_WORLD_RANK", below=size)
     local_rank, local_size = _local(said, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", size)
     nodes = None
-    if said.text("OMPI_MCA_orte_num_nodes") is not None:  # Open MPI 4; 5 does not say
+    if said.text("OMPI_MCA_orte_num_nodes") is not None:  # Open MPI 4 only
         nodes = said.number("OMPI_MCA_orte_num_nodes", least=1, below=size + 1)
     name = said.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or ""
     if name and (key := environ.get("OMPI_MCA_orte_precondition_transports")):
@@ -32,17 +33,15 @@ def _open_mpi(environ: Mapping[str, str]) -> SchedulerTask:
     return SchedulerTask(
         source="Open MPI",
         job=file_name("openmpi", name) if name else "",
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        nodes=nodes,
+        placement=PartialPlacement(
+            rank=rank, world_size=size, local_rank=local_rank, local_world_size=local_size, node_count=nodes
+        ),
         said=said.said,
     )
 
 
 def _hydra(environ: Mapping[str, str]) -> SchedulerTask:
-    # Not by any I_MPI_*: modules and users set I_MPI_ROOT and the like wherever they go.
+    # Other I_MPI_* variables do not identify Intel MPI: modules and users set I_MPI_ROOT and the like everywhere.
     intel = any(name == "I_MPI_HYDRA_UUID" or name.startswith("I_MPI_INFO_") for name in environ)
     said = _variables("Intel MPI" if intel else "MPICH", environ)
     if "PMI_RANK" not in environ and "PMI_SIZE" not in environ:
@@ -56,10 +55,7 @@ def _hydra(environ: Mapping[str, str]) -> SchedulerTask:
     return SchedulerTask(
         source=said.source,
         job=_hydra_job(said),
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
+        placement=PartialPlacement(rank=rank, world_size=size, local_rank=local_rank, local_world_size=local_size),
         said=said.said,
     )
 
@@ -67,7 +63,7 @@ def _hydra(environ: Mapping[str, str]) -> SchedulerTask:
 def _hydra_job(said: Variables) -> str:
     if name := said.text("I_MPI_HYDRA_UUID"):
         return file_name("intelmpi", name)
-    # MPICH gives no name. Where it started its proxies by srun, they are a step of their own.
+    # MPICH gives no name. If it has started its proxies by srun, they have their own job step.
     if (
         said.text("SLURM_EXTERNAL_LAUNCHER")
         and (job := said.text("SLURM_JOB_ID"))
@@ -80,7 +76,7 @@ def _hydra_job(said: Variables) -> str:
 
 
 def _local(said: Variables, rank: str, count: str, size: int) -> tuple[int, int]:
-    """Rank and number of tasks on this node; where nothing is said, alone as far as can be known."""
+    """Return the rank among the tasks on this node, and their number. Default: 0 of 1."""
     if said.text(rank) is None and said.text(count) is None:
         return 0, 1
     local_size = said.number(count, least=1, below=size + 1)

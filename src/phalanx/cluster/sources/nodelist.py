@@ -1,4 +1,4 @@
-"""Slurm's short spellings of node names and counts, without scontrol."""
+"""Expands node lists and counts of Slurm, without scontrol."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ LIMIT = 1 << 16
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """`node[1-3,07],gpu1` → node1, node2, node3, node07, gpu1. ValueError says what is wrong with the text."""
+    """Expand `node[1-3,07],gpu1` to node1, node2, node3, node07, gpu1. Raises ValueError with the reason."""
     names: list[str] = []
     for entry in _entries(text):
         pieces = _pieces(entry)
-        # Counted before anything is built: a few characters can name billions.
+        # Check the number before the names are built: a few characters can name billions.
         count = math.prod(len(piece) for piece in pieces)
         if len(names) + count > LIMIT:
             raise ValueError(f"{text[:80]!r} names more than {LIMIT} nodes")
-        # The last bracket runs fastest, as with scontrol.
+        # The last bracket varies fastest, as with scontrol.
         names.extend("".join(choice) for choice in itertools.product(*map(_names, pieces)))
     return tuple(names)
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """`2(x3),1` → 2, 2, 2, 1: tasks of each node."""
+    """Expand `2(x3),1` to 2, 2, 2, 1: the tasks per node."""
     found: list[int] = []
     for entry in text.strip().split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", entry.strip(), re.ASCII)
@@ -40,7 +40,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 class _Span:
-    """`07`, or `1-12`, inside brackets."""
+    """A number or range inside brackets: `07`, `1-12`."""
 
     def __init__(self, text: str) -> None:
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text, re.ASCII)
@@ -52,7 +52,7 @@ class _Span:
             raise ValueError(f"the range {text} runs backwards")
 
     def __len__(self) -> int:
-        return min(self.last - self.first, LIMIT) + 1  # len() takes no more than a machine word
+        return min(self.last - self.first, LIMIT) + 1  # len() cannot return more than a machine word
 
     def names(self) -> list[str]:
         return [f"{number:0{self.width}d}" for number in range(self.first, self.last + 1)]
@@ -73,7 +73,7 @@ def _names(piece: list[str] | _Bracket) -> list[str]:
 
 
 def _entries(text: str) -> list[str]:
-    """What stands between the commas outside of brackets."""
+    """Return the parts between commas outside of brackets."""
     if not text.strip():
         raise ValueError("it is empty")
     entries, depth, start = [], 0, 0
@@ -91,7 +91,7 @@ def _entries(text: str) -> list[str]:
 
 
 def _pieces(entry: str) -> list[list[str] | _Bracket]:
-    """`rack[1-2]n[1-4]x` → rack, [1-2], n, [1-4], x"""
+    """Split `rack[1-2]n[1-4]x` into rack, [1-2], n, [1-4], x."""
     if not entry:
         raise ValueError("a name between two commas is empty")
     pieces: list[list[str] | _Bracket] = []

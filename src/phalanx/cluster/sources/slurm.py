@@ -1,4 +1,4 @@
-"""What Slurm says: this process's place in a job step, or the nodes of an allocation."""
+"""Reads the variables of Slurm: the task of this process in a job step, or the nodes of an allocation."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import TypeVar
 
 from phalanx.cluster.sources.nodelist import counts, expand
 from phalanx.cluster.sources.task import BY_HAND, Allocation, SchedulerTask, Variables, file_name
+from phalanx.contract.placement import PartialPlacement
 
 T = TypeVar("T")
 
-# Steps that are no user's: the batch script, the shell of salloc (use_interactive_step), ssh into a job.
+# Steps that no user has started: the batch script, the shell of salloc (use_interactive_step), ssh into a job.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 def task(environ: Mapping[str, str]) -> SchedulerTask | None:
-    """The place of a task that srun started. None: srun did not start this process."""
+    """Return the task of this process. None: srun did not start it."""
     if not in_step(environ):
         return None
     said = _variables(environ)
@@ -35,19 +36,21 @@ def task(environ: Mapping[str, str]) -> SchedulerTask | None:
     return SchedulerTask(
         source="Slurm",
         job=_job(said, step=True),
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=tasks[node],
-        node=node,
-        nodes=nodes,
+        placement=PartialPlacement(
+            rank=rank,
+            world_size=size,
+            local_rank=local_rank,
+            local_world_size=tasks[node],
+            node_rank=node,
+            node_count=nodes,
+        ),
         hosts=hosts,
         said=said.said,
     )
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The nodes of a batch script or of salloc's shell. None: there are none, or this is a task on them."""
+    """Return the nodes of a batch script or of the shell of salloc. None: there are none, or this is a task on them."""
     said = _variables(environ)
     job, nodelist = said.text("SLURM_JOB_ID", "SLURM_JOBID"), said.text("SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if job is None or nodelist is None or in_step(environ):
@@ -55,7 +58,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     _refuse_heterogeneous(said)
     hosts = _parsed(said, expand, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     tasks: tuple[int, ...] = ()
-    # Without a word from the user, Slurm fills in as many tasks as there are CPUs.
+    # If the user gives no number of tasks, Slurm sets it to the number of CPUs.
     if said.text("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE") is not None and said.text("SLURM_TASKS_PER_NODE") is not None:
         tasks = _parsed(said, counts, "SLURM_TASKS_PER_NODE")
         if len(tasks) != len(hosts):
@@ -72,7 +75,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process for the user: a batch script has a SLURM_PROCID too."""
+    """Return whether srun started this process for the user. A batch script has a SLURM_PROCID too."""
     said = _variables(environ)
     if said.text("SLURM_STEP_ID", "SLURM_STEPID") is None:
         return False
@@ -102,7 +105,7 @@ def _parsed(said: Variables, parse: Callable[[str], T], *names: str) -> T:
 
 
 def _refuse_heterogeneous(said: Variables) -> None:
-    """Its variables describe the first component only, or all of them, depending on how srun was called."""
+    """Raise for a heterogeneous job: its variables describe one component or all, depending on srun's options."""
     size = said.text("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
     if size is not None and size not in ("0", "1"):
         raise said.refuse(

@@ -1,4 +1,4 @@
-"""What a scheduler says about this process: its place among the tasks, or allocated nodes."""
+"""What a scheduler says about this process: its task, or the allocated nodes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from phalanx.contract.placement import PartialPlacement
 from phalanx.errors import UsageError
 
 BY_HAND = "on every node: phalanx run -n NODES -i NODE_ID --master HOST:PORT …"
@@ -13,28 +14,29 @@ BY_HAND = "on every node: phalanx run -n NODES -i NODE_ID --master HOST:PORT …
 
 @dataclass(frozen=True)
 class SchedulerTask:
-    """The place of this process among the tasks of a scheduler."""
+    """This process as a task of a scheduler."""
 
-    source: str  # in words: "Slurm", "Open MPI", "MPICH", "Intel MPI"
+    source: str  # "Slurm", "Open MPI", "MPICH" or "Intel MPI", for messages
     job: str  # the same in all tasks of the job (and step) and in no other; safe as a file name; "": it has no name
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int | None = None  # None: the source does not say
-    nodes: int | None = None
-    hosts: tuple[str, ...] = ()  # of the nodes, in order of node id, where known
-    said: Mapping[str, str] = field(default_factory=dict)  # the variables this was read from, to name them in messages
+    placement: PartialPlacement
+    hosts: tuple[str, ...] = ()  # by node rank, if known
+    said: Mapping[str, str] = field(default_factory=dict)  # the variables that were read, for messages
 
     @property
     def one_a_node(self) -> bool | None:
         """True: each task has its own node. False: each task is one rank. None: unknown."""
-        if self.nodes is not None:
-            return self.nodes == self.size  # no node is without a task
-        if self.local_size > 1:
+        placement = self.placement
+        if placement.node_count is not None:
+            return placement.node_count == placement.world_size  # no node is without a task
+        if self.local_tasks > 1:
             return False
         # Alone on this node; whether the others are alone on theirs, this process cannot see.
-        return True if self.size == 1 else None
+        return True if placement.world_size == 1 else None
+
+    @property
+    def local_tasks(self) -> int:
+        """The number of tasks on this node, as far as is known."""
+        return self.placement.local_world_size or 1
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Allocation:
     source: str
     job: str
     hosts: tuple[str, ...]
-    tasks: tuple[int, ...] = ()  # a node, as asked; empty: the source does not say
-    here: str | None = None  # the node this process runs on, where it is one of them
+    tasks: tuple[int, ...] = ()  # requested per node; empty: unknown
+    here: str | None = None  # the node of this process, if it is one of them
     said: Mapping[str, str] = field(default_factory=dict)
 
 

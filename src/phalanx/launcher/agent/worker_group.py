@@ -15,6 +15,7 @@ from itertools import count
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events, worker_messages
+from phalanx.contract.placement import RankPlacement
 from phalanx.forkserver import linux, wire
 from phalanx.launcher.agent import spares
 from phalanx.launcher.agent.probes import ProbeClient, StatusBoard
@@ -131,7 +132,7 @@ class WorkerGroup:
     @property
     def world_size(self) -> int:
         """Return the number of ranks on all nodes."""
-        return self._context.plan.placement.world_size
+        return self._context.plan.world_size
 
     @property
     def silence(self) -> float:
@@ -650,12 +651,19 @@ class WorkerGroup:
         free = (place for place in count(len(plan.seats)) if place not in taken)
         for _ in range(plan.spares - sum(worker.spare for _, worker in self.living)):
             place = next(free)
-            rank = plan.placement.world_size + place - len(plan.seats)
+            placement = RankPlacement(
+                rank=plan.world_size + place - len(plan.seats),
+                world_size=plan.world_size,
+                local_rank=place,
+                local_world_size=len(plan.seats),
+                node_rank=plan.node_rank,
+                node_count=plan.node_count,
+            )
             slot = Slot()
             if plan.devices_isolated:
                 slots = dict.fromkeys([*(seat.slot for seat in plan.seats), *plan.unused])
                 slot = spares.slot([*slots], self._slots(spare=False), self._slots(spare=True))
-            self.start_worker(Seat(rank, plan.node, place, len(plan.seats), slot), spare=True)
+            self.start_worker(Seat(placement, slot), spare=True)
 
     def _slots(self, *, spare: bool) -> list[Slot]:
         return [worker.seat.slot for _, worker in self.living if worker.spare == spare]
@@ -679,12 +687,7 @@ class WorkerGroup:
         rendezvous = plan.rendezvous
         return worker_messages.Assignment(
             generation=self.generation,
-            rank=seat.rank,
-            world_size=plan.placement.world_size,
-            local_rank=0 if plan.virtual_local_rank else seat.local_rank,
-            local_world_size=seat.local_world_size,
-            node=plan.node,
-            nodes=plan.nodes,
+            placement=plan.worker_placement(seat),
             topology=plan.topology,
             address=plan.master_addr,
             port=plan.master_port,

@@ -140,7 +140,7 @@ class FollowerCoordinator:
             return RunResult(next_.code, next_.text if self._rendezvous.echo or self._lost else "")
         if self._started and next_.attempt > self.attempt:
             self.note(f"starting all ranks again: restart {next_.attempt}", repeats=True)
-        if not next_.place.ranks:
+        if next_.place.spare:
             self.note("all ranks are assigned: this node is a spare")
         self._started = True
         self.attempt, self.readiness = next_.attempt, (False, False, False)
@@ -152,15 +152,13 @@ class FollowerCoordinator:
         seats = assign_seats(self._plan, place)
         plan = self._plan.seated(
             seats,
-            world_size=place.world_size,
-            nodes=place.nodes,
             topology=place.topology,
             master=(member.leader_address, place.store_port),
             interface=interfaces.owner(member.own_address, interfaces.survey()),
-            spare=not place.ranks,
+            spare=place.spare,
         )
         prefixes = {seat.rank: plan.line_prefix(seat, os.uname().nodename) for seat in seats}
-        self._console.settle(place.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
+        self._console.settle(plan.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
         return plan
 
     # -- messages of the leader

@@ -168,10 +168,9 @@ class LeaderCoordinator:
             least=rendezvous.least,
             spares=rendezvous.spares,
         )
-        nothing = RankTable(0, (), (), 0)
         members = state.others | {leader.id}
         self._readiness = {leader.id: state.readiness[:2]}
-        self._tables = dict.fromkeys(members & state.worked, nothing)
+        self._tables = dict.fromkeys(members & state.worked, RankTable())
         self._preparing = set(members - state.worked)
         if state.readiness[2]:
             self._prepared(leader.id)
@@ -267,44 +266,38 @@ class LeaderCoordinator:
         self._settle_console()
 
     def _start_ranks(self, member: int) -> messages.StartRanks:
-        """Return the ranks of a member. None for a spare node."""
+        """Return the placements of the workers of a member."""
         store = self._store
         if store is None:
             raise LaunchError("there is no store")
-        nothing = RankTable(0, (), (), 0)
-        table = self._tables.get(member, nothing)
+        table = self._tables.get(member)
+        if spare := table is None:
+            table = roster.spare_table(self._own().roster.members[member].slots, self._tables)
         return messages.StartRanks(
-            world_size=sum(len(each.ranks) for each in self._tables.values()),
-            node=table.node,
-            nodes=len({each.node for each in self._tables.values()}),
-            ranks=table.ranks,
-            local_ranks=table.local_ranks,
-            local_world_size=table.local_world_size,
+            placements=table.placements,
             topology=roster.world(self._tables),
             store_port=int(store.getsockname()[1]),
+            spare=spare,
         )
 
     def _own_plan(self, address: str) -> Plan:
         own = self._start_ranks(self._own().id)
         return self._plan.seated(
             assign_seats(self._plan, own),
-            world_size=own.world_size,
-            nodes=own.nodes,
             topology=own.topology,
             master=(address, own.store_port),
             interface=interfaces.owner(address, interfaces.survey()),
-            spare=not own.ranks,
+            spare=own.spare,
         )
 
     def _settle_console(self) -> None:
         prefixes = {}
         members = self._own().roster.members
         for id_, table in self._tables.items():
-            for rank, local in zip(table.ranks, table.local_ranks, strict=True):
-                seat = Seat(rank, table.node, local, table.local_world_size, self._plan.seats[0].slot)
-                prefix = self._plan.line_prefix(seat, members[id_].host)
+            for placement in table.placements:
+                prefix = self._plan.line_prefix(Seat(placement, self._plan.seats[0].slot), members[id_].host)
                 if prefix is not None:
-                    prefixes[rank] = prefix
+                    prefixes[placement.rank] = prefix
         self._console.settle(sum(len(table.ranks) for table in self._tables.values()), prefixes)
 
     # -- messages of members
@@ -739,7 +732,7 @@ class LeaderCoordinator:
 
     def preempt(self, number: signal.Signals) -> bool:
         """Begin a preemption of all nodes."""
-        return self._running and self._preemption.begin(number, self._plan.placement.world_size)
+        return self._running and self._preemption.begin(number, self._plan.world_size)
 
     def _preempted_at(self, member: int, message: messages.Signalled) -> bool:
         """Begin a preemption for a member that received a signal. Return whether nothing else must be done about it."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
-from phalanx.control.messages import Claim, NodeInfo, StartRanks
+from phalanx.control.messages import NodeInfo, StartRanks
 from phalanx.errors import DeviceError
 from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.plan import Plan
@@ -16,15 +17,6 @@ from phalanx.launcher.plan import Plan
 def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = "", door: int = 0) -> NodeInfo:
     """Return what this node tells the leader when it joins. `trouble`: why it cannot take part."""
     task = rendezvous.task
-    claim = None
-    if task is not None:
-        claim = Claim(
-            rank=task.rank,
-            size=task.size,
-            local_rank=task.local_rank,
-            local_size=task.local_size,
-            node=task.node,
-        )
     return NodeInfo(
         run=rendezvous.run,
         member=rendezvous.member,
@@ -33,7 +25,7 @@ def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = ""
         slots=len(plan.seats) if plan is not None else 0,
         versions=rendezvous.versions,
         terms=rendezvous.terms,
-        claim=claim,
+        claim=None if task is None else task.placement,
         trouble=trouble,
         time=time.time(),
         door=door,
@@ -41,29 +33,20 @@ def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = ""
 
 
 def assign_seats(plan: Plan, start: StartRanks) -> list[Seat]:
-    """Return a slot for each rank of this node. A task that is one rank takes the device of its local rank.
-
-    The workers of a spare node are numbered after the last rank.
-    """
+    """Return a slot for each placement of this node. A task that is one rank takes the device of its local rank."""
     slots = [seat.slot for seat in plan.seats]
-    if not start.ranks:
-        return [Seat(start.world_size + place, start.node, place, len(slots), slot) for place, slot in enumerate(slots)]
-    if len(start.ranks) == 1 and start.local_world_size > 1:
-        slots = [_slot(plan, start)]
-    return [
-        Seat(rank, start.node, local_rank, start.local_world_size, slot)
-        for rank, local_rank, slot in zip(start.ranks, start.local_ranks, slots, strict=True)
-    ]
+    first = start.placements[0]
+    if len(start.placements) == 1 and first.local_world_size > 1:
+        slots = [_slot(slots, first.local_rank)]
+    return [Seat(placement, slot) for placement, slot in zip(start.placements, slots, strict=True)]
 
 
-def _slot(plan: Plan, start: StartRanks) -> Slot:
-    slots = [seat.slot for seat in plan.seats]
+def _slot(slots: Sequence[Slot], local_rank: int) -> Slot:
     if len(slots) == 1:
         return slots[0]
-    local = start.local_ranks[0]
-    if local >= len(slots):
+    if local_rank >= len(slots):
         raise DeviceError(
-            f"this task is number {local} on its node, and {len(slots)} devices can be used here",
+            f"this task is number {local_rank} on its node, and {len(slots)} devices can be used here",
             fix="ask the scheduler for as many tasks a node as it has devices, or for one task a node",
         )
-    return slots[local]
+    return slots[local_rank]

@@ -112,7 +112,7 @@ class Collector:
             self._builder = RankSampleBuilder(reading.attempt)
         ranks = frozenset(seat.rank for seat in plan.seats) if not plan.spare else frozenset()
         samples = self._builder.build(ranks, reading)
-        infos = self._builder.infos(ranks, reading, plan.node, os.uname().nodename)
+        infos = self._builder.infos(ranks, reading, plan.node_rank, os.uname().nodename)
         return NodeSamples(tick=reading.tick, seconds=self._builder.seconds, infos=infos, ranks=samples)
 
     # -- all nodes, on the leader

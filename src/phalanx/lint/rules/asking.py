@@ -22,7 +22,7 @@ def check(model: Model) -> Iterator[LintFinding]:
                 call.lineno,
                 NAME,
                 "error",
-                "every rank asks, and none has a terminal: input() fails, or waits for ever",
+                "every rank asks, and none has a terminal: input() fails, or waits forever",
                 "an option of the command line; or ask on rank 0 alone, before the others wait for it",
                 call.end_lineno or 0,
             )

@@ -42,7 +42,7 @@ def _times_world(model: Model, value: ast.expr, depth: int) -> str:
 
 
 def _scaled_rate(model: Model) -> bool:
-    """The learning rate or the loss follows the world size."""
+    """Return whether the learning rate or the loss depends on the world size."""
     for node in model.script.nodes:
         pairs: list[tuple[str, ast.expr]] = []
         if isinstance(node, ast.Assign):

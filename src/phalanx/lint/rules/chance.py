@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 from phalanx.lint.operations import Kind
-from phalanx.lint.rules.collective import lone
+from phalanx.lint.rules.collective import divergent
 
 NAME = "chance-collective"
 _KINDS: tuple[Kind, ...] = ("collective", "group", "model")
@@ -17,16 +17,16 @@ def check(model: Model) -> Iterator[LintFinding]:
     """Yield findings for collectives under a random condition."""
     reported: set[int] = set()  # conditions
     for kind in _KINDS:
-        for one, parting in lone(model, kind, model.chance.depends):
-            if one.quiet or parting.line in reported:
+        for one, divergence in divergent(model, kind, model.chance.depends):
+            if one.quiet or divergence.line in reported:
                 continue
-            reported.add(parting.line)
+            reported.add(divergence.line)
             yield LintFinding(
                 one.node.lineno,
                 NAME,
                 "error",
-                f"each rank decides for itself by `{parting.test}` (line {parting.line}), by its own clock or its own "
-                f"random numbers, whether it comes to {one.what}",
+                f"each rank decides for itself by `{divergence.test}` (line {divergence.line}), by its own clock or "
+                f"its own random numbers, whether it comes to {one.what}",
                 "let rank 0 decide and broadcast it, or decide by the step number",
                 one.node.end_lineno or 0,
             )

@@ -5,29 +5,29 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from phalanx.lint.divergence import Divergence, Divides
 from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 from phalanx.lint.operations import Kind, RankOperation
-from phalanx.lint.parting import Divides, Parting
 
 NAME = "rank-collective"
 
 
 def check(model: Model) -> Iterator[LintFinding]:
     """Yield findings for collectives that only some ranks call."""
-    for one, parting in lone(model, "collective", model.ranks.depends):
+    for one, divergence in divergent(model, "collective", model.ranks.depends):
         yield LintFinding(
             one.node.lineno,
             NAME,
             "error",
-            f"{parting.who}: {one.what} waits for the others for ever",
+            f"{divergence.who}: {one.what} waits forever for the others",
             f"call {one.via + '()' if one.via else one.op} on every rank, outside the condition"
-            + (" and before any rank leaves" if parting.left else ""),
+            + (" and before any rank leaves" if divergence.left else ""),
             one.node.end_lineno or 0,
         )
 
 
-def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[RankOperation, Parting]]:
+def divergent(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[RankOperation, Divergence]]:
     """Yield operations of all ranks that ranks reach on different paths."""
     if _smaller(model):
         return
@@ -36,17 +36,17 @@ def lone(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[RankOpera
     for one in model.operations.all():
         if one.kind != kind or one.part or one.node in seen or _expected(model, one.node):
             continue
-        parting = model.partings.find(one.node, divides, one.op)
-        if parting is not None and not (parting.left and parting.line in left):
+        divergence = model.divergences.find(one.node, divides, one.op)
+        if divergence is not None and not (divergence.left and divergence.line in left):
             seen.add(one.node)
-            left |= {parting.line} if parting.left else set()
-            yield one, parting
+            left |= {divergence.line} if divergence.left else set()
+            yield one, divergence
 
 
 def _smaller(model: Model) -> bool:
     """Return whether the world is only some of the ranks: nothing is known then."""
     return any(
-        one.op == "init_process_group" and one.part and model.partings.find(one.node, model.ranks.depends)
+        one.op == "init_process_group" and one.part and model.divergences.find(one.node, model.ranks.depends)
         for one in model.operations.all()
     )
 

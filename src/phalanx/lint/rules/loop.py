@@ -34,7 +34,7 @@ def check(model: Model) -> Iterator[LintFinding]:
 
 
 def _uneven(model: Model, data: ast.expr) -> bool:
-    """`data[rank::world]`, `range(rank, n, world)`, `range(rank)`, by themselves or under a name."""
+    """Return whether the length depends on the rank: `data[rank::world]`, `range(rank, n, world)`, `range(rank)`."""
     if isinstance(data, ast.Call):
         last = model.script.last(data.func)
         if last == "range" and len(data.args) == 1:

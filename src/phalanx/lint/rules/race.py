@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
-from phalanx.lint.place import private
+from phalanx.lint.private_paths import private
 
 NAME = "file-race"
 _DOWNLOADS = ("urllib.request.urlretrieve", "wget.download", "gdown.download", "torch.hub.download_url_to_file")
@@ -58,7 +58,7 @@ def _caught(model: Model, call: ast.Call) -> bool:
 
 
 def _first(model: Model, call: ast.Call) -> bool:
-    """`with accelerator.main_process_first():`, `with run.first() as first: if first:`"""
+    """Return whether it is inside `with accelerator.main_process_first():`, `with run.first():` or a lock."""
     return any(
         "first" in ast.unparse(item.context_expr).lower() or "lock" in ast.unparse(item.context_expr).lower()
         for above in model.script.above(call)

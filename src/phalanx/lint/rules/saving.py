@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
-from phalanx.lint.place import private
+from phalanx.lint.private_paths import private
 
 NAME = "save-everywhere"
 

@@ -63,7 +63,7 @@ def _of_rank(model: Model, call: ast.Call) -> bool:
 
 
 def _own_order(model: Model, call: ast.Call) -> bool:
-    """By a sampler that may do it."""
+    """Return whether the loader has a sampler that may shard the data."""
     for word in call.keywords:
         if word.arg in ("sampler", "batch_sampler") and not (isinstance(word.value, ast.Constant)):
             made = word.value
@@ -76,7 +76,7 @@ def _own_order(model: Model, call: ast.Call) -> bool:
 
 
 def _for_tests(model: Model, call: ast.Call) -> bool:
-    """Each rank may well go over all of those."""
+    """Return whether the loader is for validation: every rank may read all of that data."""
     words = ast.unparse(call.args[0]) if call.args else ""
     for above in model.script.above(call):
         if isinstance(above, ast.Assign):
@@ -88,7 +88,7 @@ def _for_tests(model: Model, call: ast.Call) -> bool:
 
 
 def _shards_itself(model: Model, data: ast.expr) -> bool:
-    """An iterable dataset, of this file or of another; or none that this file makes."""
+    """Return whether the dataset may shard itself: it is iterable, uses the rank, or is not made in this file."""
     if isinstance(data, ast.Name):
         found = [one for one in model.script.lookup(data) if one.kind == "value"]
         return not found or any(one.value is not None and _shards_itself(model, one.value) for one in found)

@@ -63,11 +63,11 @@ class Handover:
     """The handover of one generation, as one rank sees it."""
 
     def __init__(self, membership: Membership, offer: StateOffer | None) -> None:
-        self._rank = membership.identity.rank
+        self._rank = membership.placement.rank
         self._membership = membership
         # With HOST set, NCCL treats the ranks of a node as several hosts, and is much slower than shared memory.
         self._by_memory = HOST in environment() and membership.device.type == "cuda"
-        encoded, nodes = [person.offer for person in membership.people], membership.topology.nodes
+        encoded, nodes = [participant.offer for participant in membership.participants], membership.topology.nodes
         self._deal, self._shards = Deal.of(encoded, nodes), ShardDeal.of(offers(encoded), nodes)
         self.offer = self._settled(offer)  # until the handover is complete
         self._store = Store(dist.PrefixStore("handover", membership.store), membership.timeout)

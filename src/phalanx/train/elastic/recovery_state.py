@@ -99,7 +99,7 @@ class RecoveryState:
     def commit_in_two_phases(self, loaders: Callable[[], list[Loader]]) -> None:
         """Let all ranks confirm an update before any rank makes it, if a lost rank is to be replaced."""
         check = self.generation.hooks.check_group
-        if check is not None and self._two_phase is None and self._parts.membership.identity.world_size > 1:
+        if check is not None and self._two_phase is None and self._parts.membership.placement.world_size > 1:
             from phalanx.train.elastic.two_phase import TwoPhaseCommit
 
             self._two_phase = TwoPhaseCommit(
@@ -201,8 +201,8 @@ class RecoveryState:
             counter.epoch,
             kept.everything(),
             layouts,
-            self._parts.membership.identity.rank,
-            self._parts.membership.identity.world_size,
+            self._parts.membership.placement.rank,
+            self._parts.membership.placement.world_size,
             OptimizerSettings(kept.objects),
             pending,
         )

@@ -101,7 +101,7 @@ class ShardHandover:
         """Load the newest state of all ranks into the kept objects."""
         indices = shard_placement.indices(kept)
         same, givers = self._deal.keeps(indices), self._deal.givers(indices)
-        rank = self._membership.identity.rank
+        rank = self._membership.placement.rank
         if rank in self._deal.holders and offer is not None:
             offer.put_back()
             held = state.taken(offer.kept)
@@ -143,7 +143,7 @@ class ShardHandover:
             with torch.no_grad():
                 for shard, part in enumerate(divided(whole, self._deal.count, dim)):
                     body = torch.empty(part.shape, dtype=part.dtype, device=wire)
-                    if senders[shard] == self._membership.identity.rank:
+                    if senders[shard] == self._membership.placement.rank:
                         body.copy_(_local(own[name]))
                     if body.numel():
                         dist.broadcast(body, senders[shard])

@@ -260,7 +260,7 @@ def _new_group(membership: Membership, name: str, make: Callable[..., Any]) -> A
     """Return `make()`, when all ranks have asked for it. None: there is one process."""
     if not membership.backend:
         return None
-    store, me = _prefixed(membership.store, "groups"), membership.people[membership.identity.rank]
+    store, me = _prefixed(membership.store, "groups"), membership.participants[membership.placement.rank]
     roll_call.together(store, me, membership.timeout, name=name, say=tcp_store.notice)
     return make(timeout=timedelta(seconds=membership.timeout))
 
@@ -301,12 +301,12 @@ def _destroy_without_waiting() -> None:
 
 def _say_farewell(membership: Membership, failed: bool) -> None:
     """Keep the store for ranks that are a little behind, before this process ends and the store with it."""
-    if not membership.kept_by_a_rank or not (membership.keeper or tcp_store.answers(membership.place)):
+    if not membership.store_on_a_rank or not (membership.hosts_store or tcp_store.answers(membership.place)):
         return
     store = _prefixed(membership.store, "farewell")
     with contextlib.suppress(RuntimeError):  # torch's, when the store is gone
         gone = store.add("gone", 1)
-        end = time.monotonic() + (FAREWELL if membership.keeper and not failed else 0)
-        while gone < membership.identity.world_size and time.monotonic() < end:
+        end = time.monotonic() + (FAREWELL if membership.hosts_store and not failed else 0)
+        while gone < membership.placement.world_size and time.monotonic() < end:
             time.sleep(0.005)
             gone = store.add("gone", 0)

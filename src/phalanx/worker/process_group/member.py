@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GroupMember:
-    """The place of this process in the group: its rank, its node and its device."""
+    """The placement of this process in the group, and its device."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
@@ -22,37 +22,37 @@ class GroupMember:
     @property
     def rank(self) -> int:
         """`run.rank`: the number of this process, from 0 to `world_size - 1`."""
-        return self.membership.identity.rank
+        return self.membership.placement.rank
 
     @property
     def world_size(self) -> int:
         """`run.world_size`: the number of ranks."""
-        return self.membership.identity.world_size
+        return self.membership.placement.world_size
 
     @property
     def is_main(self) -> bool:
         """`run.is_main`: whether this is rank 0."""
-        return self.membership.identity.rank == 0
+        return self.membership.placement.rank == 0
 
     @property
     def local_rank(self) -> int:
         """`run.local_rank`: the number of this process on its node."""
-        return self.membership.local_rank
+        return self.membership.placement.local_rank
 
     @property
     def local_world_size(self) -> int:
         """`run.local_world_size`: the number of ranks on this node."""
-        return len(self.membership.topology.local_ranks)
+        return self.membership.placement.local_world_size
 
     @property
     def node_rank(self) -> int:
         """`run.node_rank`: the number of this node."""
-        return self.membership.topology.node_rank
+        return self.membership.placement.node_rank
 
     @property
     def nodes(self) -> int:
         """`run.nodes`: the number of nodes."""
-        return len(self.membership.topology.nodes)
+        return self.membership.placement.node_count
 
     @property
     def topology(self) -> Topology:

@@ -24,8 +24,8 @@ class ValueExchange:
     """Reduces, broadcasts and gathers for `WorkerProcessGroup`. With one process nothing is sent."""
 
     def __init__(self, membership: Membership) -> None:
-        self._rank = membership.identity.rank
-        self._world_size = membership.identity.world_size
+        self._rank = membership.placement.rank
+        self._world_size = membership.placement.world_size
         self._device = membership.device
         self._backend = membership.backend
 

@@ -1,4 +1,4 @@
-"""The rank of this process, as the launcher says: one reader per launcher, pure functions of the environment."""
+"""Reads the rank of this process from the variables of its launcher: one reader per launcher. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
+import msgspec
+
 from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.task import SchedulerTask, Variables
+from phalanx.contract.placement import PartialPlacement
 from phalanx.contract.variables import RUN, RUN_FOLDER, TOPOLOGY
 from phalanx.errors import UsageError
 
@@ -20,27 +23,36 @@ BY_HAND = "RANK={rank} WORLD_SIZE={size} MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=
 OR_RUN = "   (or phalanx run …, which sets them all)"
 
 
+ALONE = PartialPlacement(rank=0, world_size=1)
+
+
 @dataclass(frozen=True)
 class Identity:
-    """What is known before the ranks meet. None: the launcher does not say."""
+    """What the launcher gives, before the ranks meet. None: it is not given."""
 
     launcher: str  # for messages
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int | None = None
-    local_world_size: int | None = None
-    node_rank: int | None = None
+    placement: PartialPlacement = ALONE
     address: str | None = None  # of the store; None, or no port: `methods.choose` says what is missing
     port: int | None = None
     assumed: bool = False  # the address was not given: all ranks are expected on one host
     hosted: bool = False  # the launcher hosts the store, not a rank
-    keeper: bool = True  # otherwise: whether this rank hosts it
+    hosts_store: bool = True  # this rank hosts the store
     job: str = ""  # the same in all ranks of the job and in no other; safe as a file name
     attempt: str = ""  # of a job that is restarted on a store that stays
     generation: int | None = None  # of a group that can regroup
     topology: str = ""  # as `phalanx run` encodes it
     folder: str | None = None
     notes: tuple[str, ...] = ()  # what was found and ignored
+
+    @property
+    def rank(self) -> int:
+        """The rank, as in its placement."""
+        return self.placement.rank
+
+    @property
+    def world_size(self) -> int:
+        """The world size, as in its placement."""
+        return self.placement.world_size
 
     @property
     def nobody(self) -> bool:
@@ -50,7 +62,8 @@ class Identity:
     @property
     def other_nodes(self) -> bool:
         """Whether some ranks are known to be on other nodes."""
-        return self.local_world_size is not None and self.local_world_size < self.world_size
+        local_world_size = self.placement.local_world_size
+        return local_world_size is not None and local_world_size < self.world_size
 
 
 NOBODY = "nobody"
@@ -96,15 +109,17 @@ def _elastic(environ: Mapping[str, str]) -> Identity | None:
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Identity(
         launcher,
-        rank,
-        size,
-        local_rank=said.number("LOCAL_RANK"),
-        local_world_size=said.number("LOCAL_WORLD_SIZE", least=1, below=size + 1),
-        node_rank=said.number("GROUP_RANK") if said.text("GROUP_RANK") else None,
+        PartialPlacement(
+            rank=rank,
+            world_size=size,
+            local_rank=said.number("LOCAL_RANK"),
+            local_world_size=said.number("LOCAL_WORLD_SIZE", least=1, below=size + 1),
+            node_rank=said.number("GROUP_RANK") if said.text("GROUP_RANK") else None,
+        ),
         address=said.needed("MASTER_ADDR"),
         port=said.number("MASTER_PORT", least=1, below=1 << 16),
         hosted=hosted,
-        keeper=rank == 0 and not hosted,
+        hosts_store=rank == 0 and not hosted,
         # torchrun keeps its store when it restarts the ranks, with the keys of those that died. A phalanx run has a
         # name that all nodes know; its id may be different in each task of a scheduler.
         attempt=f"{environ.get(RUN, run_id)}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
@@ -120,7 +135,8 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
     task = launchers.find(environ)
     if not isinstance(task, SchedulerTask):
         return None
-    for name, value in (("RANK", task.rank), ("WORLD_SIZE", task.size)):
+    placement = task.placement
+    for name, value in (("RANK", placement.rank), ("WORLD_SIZE", placement.world_size)):
         if environ.get(name) and environ[name] != str(value):
             raise UsageError(
                 f"{name}={environ[name]} and {task.source}, where it is {value}, contradict each other",
@@ -129,7 +145,7 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
             )
     said = Variables(task.source, environ, fix="unset MASTER_ADDR and MASTER_PORT, or set both")
     address, port = said.text("MASTER_ADDR"), None
-    assumed, keeper = False, task.rank == 0
+    assumed, hosts_store = False, placement.rank == 0
     if said.text("MASTER_PORT"):
         port = said.number("MASTER_PORT", least=1, below=1 << 16)
     elif task.job:
@@ -137,20 +153,18 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
     if address is None and task.hosts:
         address = task.hosts[0]
         # Rank 0 need not be on the first node of the list: that depends on the distribution of Slurm.
-        keeper = (task.node, task.local_rank) == (0, 0)
-    elif address is None and not task.job and task.local_size == task.size:
+        hosts_store = (placement.node_rank, placement.local_rank) == (0, 0)
+    elif address is None and not task.job and placement.local_world_size == placement.world_size:
         address, port, assumed = LOOPBACK, port or DEFAULT_PORT, True
+    if placement.node_count is None and placement.local_world_size == 1:  # it may not know of the others on this node
+        placement = msgspec.structs.replace(placement, local_world_size=None)
     return Identity(
         task.source,
-        task.rank,
-        task.size,
-        local_rank=task.local_rank,
-        local_world_size=task.local_size if task.nodes is not None or task.local_size > 1 else None,
-        node_rank=task.node,
+        placement,
         address=address,
         port=port if address is not None else None,
         assumed=assumed,
-        keeper=keeper,
+        hosts_store=hosts_store,
         job=task.job,
     )
 
@@ -176,12 +190,14 @@ def _hand_set(environ: Mapping[str, str]) -> Identity | None:
     local_size = said.number("LOCAL_WORLD_SIZE", least=1, below=size + 1) if said.text("LOCAL_WORLD_SIZE") else None
     return Identity(
         ACCELERATE if _accelerate(environ) else HAND,
-        rank,
-        size,
-        local_rank=said.number("LOCAL_RANK") if "LOCAL_RANK" in present else None,
-        local_world_size=local_size,
-        node_rank=next((said.number(name) for name in ("GROUP_RANK", "NODE_RANK") if said.text(name)), None),
-        keeper=rank == 0,
+        PartialPlacement(
+            rank=rank,
+            world_size=size,
+            local_rank=said.number("LOCAL_RANK") if "LOCAL_RANK" in present else None,
+            local_world_size=local_size,
+            node_rank=next((said.number(name) for name in ("GROUP_RANK", "NODE_RANK") if said.text(name)), None),
+        ),
+        hosts_store=rank == 0,
         **_master(said),
     )
 
@@ -212,7 +228,8 @@ def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | Non
             )
         _check(rank, world_size)
         said = Variables("The environment", environ, fix=_by_hand(rank, world_size))
-        return Identity(ARGUMENTS, rank, world_size, keeper=rank == 0, **_master(said))
+        placement = PartialPlacement(rank=rank, world_size=world_size)
+        return Identity(ARGUMENTS, placement, hosts_store=rank == 0, **_master(said))
     rank = found.rank if rank is None else rank
     world_size = found.world_size if world_size is None else world_size
     _check(rank, world_size)
@@ -225,12 +242,8 @@ def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | Non
     # The launcher's nodes are for its own ranks: which rank is on which node is found when the ranks meet.
     return replace(
         found,
-        rank=rank,
-        world_size=world_size,
-        local_rank=None,
-        local_world_size=None,
-        node_rank=None,
-        keeper=rank == 0 and not found.hosted,
+        placement=PartialPlacement(rank=rank, world_size=world_size),
+        hosts_store=rank == 0 and not found.hosted,
         attempt=f"{found.attempt}.{world_size}",
         topology="",
         notes=(*found.notes, note),

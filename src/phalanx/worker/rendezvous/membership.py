@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from phalanx.contract.variables import place as place_of
+from phalanx.contract.placement import RankPlacement
+from phalanx.contract.variables import rank_variables
 from phalanx.contract.worker_messages import Assignment
 from phalanx.errors import JoinError, UsageError
 from phalanx.worker.process_group import ending
@@ -38,19 +39,19 @@ class Membership:
     """This rank in a process group that has formed."""
 
     identity: Identity
-    people: tuple[Participant, ...]  # all ranks
+    participants: tuple[Participant, ...]  # all ranks
     topology: Topology
-    local_rank: int
+    placement: RankPlacement
     device: torch.device
     backend: str  # "": no process group was made, because there is one process
     store: Any  # torch's, with a prefix for this group
-    keeper: bool  # whether this process hosts the store, which ends with it
+    hosts_store: bool  # whether this process hosts the store, which ends with it
     place: MeetingPoint
     owned: bool  # whether the process group was made here, and must be destroyed here
     timeout: float
 
     @property
-    def kept_by_a_rank(self) -> bool:
+    def store_on_a_rank(self) -> bool:
         """Whether the store ends with one of the ranks."""
         return self.place.kind == "tcp" and not _hosted(self.identity, self.place)
 
@@ -93,7 +94,7 @@ def form(
         return _adopt(device, timeout)
     environ = os.environ
     if assignment is not None:
-        environ.update(place_of(assignment))
+        environ.update(rank_variables(assignment))
         if assignment.devices is not None:  # a spare has not used any device yet
             environ["CUDA_VISIBLE_DEVICES"] = assignment.devices
     told = methods.parse(method)
@@ -113,18 +114,18 @@ def form(
     for note in identity.notes:
         tcp_store.notice(note)
     place = methods.choose(identity, told, environ, given=store is not None)
-    keeper = place.kind == "tcp" and _keeps(identity, place)
-    bare = store if store is not None else _open(place, identity, keeper, timeout)
-    where, people = _meet(bare, identity, place, environ, timeout, offer=offer, kind=kind(device))
+    hosts_store = place.kind == "tcp" and _hosts_store(identity, place)
+    bare = store if store is not None else _open(place, identity, hosts_store, timeout)
+    where, participants = _meet(bare, identity, place, environ, timeout, offer=offer, kind=kind(device))
     asked = not identity.nobody or backend is not None or rank is not None or world_size is not None
     return _found(
         backend,
         device,
         identity,
-        people,
+        participants,
         store=where,
         place=place,
-        keeper=keeper,
+        hosts_store=hosts_store,
         timeout=timeout,
         group=asked,
         met=met,
@@ -140,10 +141,10 @@ def _seconds(timeout: float | timedelta) -> float:
     return seconds
 
 
-def _keeps(identity: Identity, place: MeetingPoint) -> bool:
+def _hosts_store(identity: Identity, place: MeetingPoint) -> bool:
     """Return whether this rank hosts the store. At an address that is not the launcher's, rank 0 does."""
     if (place.host, place.port) == (identity.address, identity.port):
-        return identity.keeper
+        return identity.hosts_store
     return identity.rank == 0
 
 
@@ -151,13 +152,15 @@ def _hosted(identity: Identity, place: MeetingPoint) -> bool:
     return identity.hosted and (place.host, place.port) == (identity.address, identity.port)
 
 
-def _open(place: MeetingPoint, identity: Identity, keeper: bool, timeout: float) -> Any:
+def _open(place: MeetingPoint, identity: Identity, hosts_store: bool, timeout: float) -> Any:
     from torch.distributed import HashStore
 
     if place.kind == "alone":
         return HashStore()
     if place.kind == "tcp":
-        return tcp_store.open_store(place, replace(identity, keeper=keeper, hosted=_hosted(identity, place)), timeout)
+        return tcp_store.open_store(
+            place, replace(identity, hosts_store=hosts_store, hosted=_hosted(identity, place)), timeout
+        )
     return _open_file(place, identity, timeout)
 
 
@@ -243,33 +246,33 @@ def _found(
     backend: str | None,
     asked: str | torch.device | None,
     identity: Identity,
-    people: tuple[Participant, ...],
+    participants: tuple[Participant, ...],
     *,
     store: Any,
     place: MeetingPoint,
-    keeper: bool,
+    hosts_store: bool,
     timeout: float,
     group: bool,
     met: Callable[[Membership], None] | None,
 ) -> Membership:
     import torch.distributed as dist
 
-    where = roll_call.topology(people, identity.rank, identity.topology)
-    local_rank = roll_call.local_rank(people, where)
-    own = device.wanted(asked, local_rank=local_rank if identity.local_rank is None else identity.local_rank)
-    name = device.backend_for(backend, own, [one.kind for one in people], [one.machine for one in people])
+    where = roll_call.topology(participants, identity.rank, identity.topology)
+    placement = roll_call.placement(participants, where)
+    own = device.wanted(asked, local_rank=_device_number(identity, placement))
+    name = device.backend_for(backend, own, [one.kind for one in participants], [one.machine for one in participants])
     if group:
-        device.refuse_sharing(own, name, [people[rank].devices for rank in where.local_ranks])
+        device.refuse_sharing(own, name, [participants[rank].devices for rank in where.local_ranks])
     device.use(own)
     membership = Membership(
         identity,
-        people,
+        participants,
         where,
-        local_rank,
+        placement,
         own,
         name if group else "",
         store,
-        keeper,
+        hosts_store,
         place,
         owned=group,
         timeout=timeout,
@@ -277,7 +280,7 @@ def _found(
     if met is not None:
         met(membership)
     if group:
-        choose_interface(identity, people, place)
+        choose_interface(identity, participants, place)
         eager = own if own.type == "cuda" and "nccl" in name else None
         dist.init_process_group(
             name,
@@ -289,6 +292,12 @@ def _found(
         )
         _tell_ranks(dist.group.WORLD)
     return membership
+
+
+def _device_number(identity: Identity, placement: RankPlacement) -> int:
+    """Return the launcher's local rank, if it gives one: with --virtual-local-rank every rank sees one device, as 0."""
+    given = identity.placement.local_rank
+    return placement.local_rank if given is None else given
 
 
 def _tell_ranks(group: Any) -> None:
@@ -339,26 +348,26 @@ def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
 
     identity = identify(os.environ, rank=dist.get_rank(), world_size=dist.get_world_size())
     place = MeetingPoint("given", said_by="the store of the process group")
-    store, people = _meet(_get_default_store(), identity, place, os.environ, timeout)
-    where = roll_call.topology(people, identity.rank, identity.topology)
-    local_rank = roll_call.local_rank(people, where)
-    own = device.wanted(asked, local_rank=local_rank if identity.local_rank is None else identity.local_rank)
+    store, participants = _meet(_get_default_store(), identity, place, os.environ, timeout)
+    where = roll_call.topology(participants, identity.rank, identity.topology)
+    placement = roll_call.placement(participants, where)
+    own = device.wanted(asked, local_rank=_device_number(identity, placement))
     device.use(own)
     backend = str(dist.get_backend_config())
     return Membership(
-        identity, people, where, local_rank, own, backend, store, False, place, owned=False, timeout=timeout
+        identity, participants, where, placement, own, backend, store, False, place, owned=False, timeout=timeout
     )
 
 
-def choose_interface(identity: Identity, people: tuple[Participant, ...], place: MeetingPoint) -> None:
+def choose_interface(identity: Identity, participants: tuple[Participant, ...], place: MeetingPoint) -> None:
     """Choose an interface for gloo if the host name resolves to the loopback: gloo sends that to other ranks."""
     if identity.launcher == PHALANX or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
-    me = people[identity.rank]
-    others = [person for person in people if person.machine != me.machine]
+    me = participants[identity.rank]
+    others = [participant for participant in participants if participant.machine != me.machine]
     if not others or not addresses.name_misleads():
         return
-    targets = [person.address for person in others if person.address]
+    targets = [participant.address for participant in others if participant.address]
     if place.kind == "tcp":
         with contextlib.suppress(OSError):
             found = addresses.resolve(place.host, place.port)

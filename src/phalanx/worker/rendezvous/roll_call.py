@@ -1,4 +1,4 @@
-"""The roll call: all ranks meet at the store before the group forms, so that a timeout can say who is missing."""
+"""The roll call: all ranks meet at the store before the group forms, so that a timeout can name the missing ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from phalanx.contract.placement import PartialPlacement, RankPlacement
 from phalanx.contract.topology import decode
 from phalanx.errors import JoinError
 from phalanx.worker.rendezvous.identity import Identity
@@ -24,25 +25,32 @@ HEARD = 3.0  # seconds for all present ranks to read why it failed, before the s
 class Participant(msgspec.Struct, frozen=True, array_like=True):
     """What a rank reports about itself."""
 
-    rank: int
-    world_size: int
+    placement: PartialPlacement
     host: str
     machine: str  # unique per host; host names may not be
     pid: int
     address: str = ""
-    node: int | None = None
-    local_rank: int | None = None
     devices: str | None = None  # CUDA_VISIBLE_DEVICES, which may differ between ranks of a node
     offer: str = ""  # the state that it holds, for a handover
     kind: str = ""  # of its device: "cpu", "cuda"
+
+    @property
+    def rank(self) -> int:
+        """The rank, as in its placement."""
+        return self.placement.rank
+
+    @property
+    def world_size(self) -> int:
+        """The world size, as in its placement."""
+        return self.placement.world_size
 
     def __str__(self) -> str:
         where = f" ({self.address})" if self.address else ""
         return f"rank {self.rank} on {self.host}{where}, pid {self.pid}"
 
 
-_people: msgspec.msgpack.Decoder[tuple[Participant, ...]] = msgspec.msgpack.Decoder(tuple[Participant, ...])
-_person: msgspec.msgpack.Decoder[Participant] = msgspec.msgpack.Decoder(Participant)
+_all_participants: msgspec.msgpack.Decoder[tuple[Participant, ...]] = msgspec.msgpack.Decoder(tuple[Participant, ...])
+_participant: msgspec.msgpack.Decoder[Participant] = msgspec.msgpack.Decoder(Participant)
 
 
 def here(
@@ -50,14 +58,11 @@ def here(
 ) -> Participant:
     """Return the report of this process."""
     return Participant(
-        rank=identity.rank,
-        world_size=identity.world_size,
+        placement=identity.placement,
         host=socket.gethostname(),
         machine=f"{socket.gethostname()} {_boot()}",
         pid=os.getpid(),
         address=address,
-        node=identity.node_rank,
-        local_rank=identity.local_rank,
         devices=devices,
         offer=offer,
         kind=kind,
@@ -97,7 +102,7 @@ def _come_in(store: Any, me: Participant, place: str) -> None:
         return
     # The first process with this rank may be between the two calls.
     _await(store, [_key(me.rank)], 1.0)
-    other = _person.decode(store.get(_key(me.rank))) if store.check([_key(me.rank)]) else None
+    other = _participant.decode(store.get(_key(me.rank))) if store.check([_key(me.rank)]) else None
     raise JoinError(
         f"rank {me.rank} is already there{f': {other}' if other else ''}",
         details=[f"this is pid {me.pid} on {me.host}; they meet at {place}"],
@@ -122,17 +127,20 @@ def _count(
     # A rank that comes at the last moment counts.
     if not _await(store, keys, timeout, waiting) and (missing := _missing(store, me.world_size)):
         raise _refused(store, me, _absent(store, me, missing, timeout, place))
-    people = tuple(_person.decode(value) for value in _values(store, keys))
-    if odd := [person for person in people if person.world_size != me.world_size]:
+    participants = tuple(_participant.decode(value) for value in _values(store, keys))
+    if odd := [participant for participant in participants if participant.world_size != me.world_size]:
         error = JoinError(
             "the ranks do not agree on how many they are",
-            details=[f"rank 0: WORLD_SIZE={me.world_size}", *(f"{one}: WORLD_SIZE={one.world_size}" for one in odd)],
+            details=[
+                f"rank 0: WORLD_SIZE={me.world_size}",
+                *(f"{one}: WORLD_SIZE={one.world_size}" for one in odd),
+            ],
             fix="the same WORLD_SIZE for every rank",
         )
         raise _refused(store, me, error)
-    store.set("everybody", msgspec.msgpack.encode(people))
+    store.set("everybody", msgspec.msgpack.encode(participants))
     store.set("verdict", msgspec.msgpack.encode(None))
-    return people
+    return participants
 
 
 def _refused(store: Any, me: Participant, error: JoinError) -> JoinError:
@@ -169,14 +177,14 @@ def _listen(
         what, details, fix, here = verdict
         _hear(store, here)
         raise JoinError(what, details=details, fix=fix)
-    people = _people.decode(store.get("everybody"))
-    if len(people) != me.world_size:
+    participants = _all_participants.decode(store.get("everybody"))
+    if len(participants) != me.world_size:
         raise JoinError(
             "the ranks do not agree on how many they are",
-            details=[f"rank 0: WORLD_SIZE={len(people)}", f"{me}: WORLD_SIZE={me.world_size}"],
+            details=[f"rank 0: WORLD_SIZE={len(participants)}", f"{me}: WORLD_SIZE={me.world_size}"],
             fix="the same WORLD_SIZE for every rank",
         )
-    return people
+    return participants
 
 
 def together(store: Any, me: Participant, timeout: float, *, name: str, say: Callable[[str], None]) -> None:
@@ -200,11 +208,15 @@ def together(store: Any, me: Participant, timeout: float, *, name: str, say: Cal
 
 def _absent(store: Any, me: Participant, missing: list[int], timeout: float, place: str) -> JoinError:
     present = [rank for rank in range(me.world_size) if rank not in set(missing)]
-    people = [_person.decode(store.get(_key(rank))) for rank in present[:SHOWN]]
+    participants = [_participant.decode(store.get(_key(rank))) for rank in present[:SHOWN]]
     more = f"here: {len(present) - SHOWN} more" if len(present) > SHOWN else ""
     return JoinError(
         f"{len(missing)} of {me.world_size} ranks did not come in {timeout:g} s: {_ranks(missing)}",
-        details=[*(f"here: {person}" for person in people), *([more] if more else []), f"they meet at {place}"],
+        details=[
+            *(f"here: {participant}" for participant in participants),
+            *([more] if more else []),
+            f"they meet at {place}",
+        ],
         fix="see why the missing ones did not start or stopped before phalanx.init; "
         "they need the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
     )
@@ -251,22 +263,33 @@ def _await(store: Any, keys: list[str], timeout: float, waiting: Callable[[], No
     return True
 
 
-def topology(people: Sequence[Participant], rank: int, spelled: str = "") -> Topology:
+def topology(participants: Sequence[Participant], rank: int, spelled: str = "") -> Topology:
     """Return the topology: as `phalanx run` says, else by the launcher's nodes, else by host."""
     if spelled:
         return Topology(decode(spelled), rank)
-    by_node = all(person.node is not None for person in people)
+    by_node = all(participant.placement.node_rank is not None for participant in participants)
     nodes: dict[object, list[int]] = {}
-    for person in people:
-        nodes.setdefault(person.node if by_node else person.machine, []).append(person.rank)
+    for participant in participants:
+        nodes.setdefault(participant.placement.node_rank if by_node else participant.machine, []).append(
+            participant.rank
+        )
     order = sorted(nodes, key=lambda node: node) if by_node else list(nodes)  # type: ignore[arg-type, return-value]
     return Topology(tuple(tuple(nodes[node]) for node in order), rank)
 
 
-def local_rank(people: Sequence[Participant], where: Topology) -> int:
-    """Return the launcher's local rank, if it is unique on this node; with --virtual-local-rank it is not."""
-    said = [people[rank].local_rank for rank in where.local_ranks]
-    mine = people[where.rank].local_rank
-    return (
-        mine if mine is not None and sorted(map(str, said)) == sorted(map(str, range(len(said)))) else where.local_rank
+def placement(participants: Sequence[Participant], where: Topology) -> RankPlacement:
+    """Return the placement of this rank, with the launcher's local rank if that is unique on the node.
+
+    With --virtual-local-rank it is not.
+    """
+    said = [participants[rank].placement.local_rank for rank in where.local_ranks]
+    mine = participants[where.rank].placement.local_rank
+    unique = sorted(map(str, said)) == sorted(map(str, range(len(said))))
+    return RankPlacement(
+        rank=where.rank,
+        world_size=len(participants),
+        local_rank=mine if mine is not None and unique else where.local_rank,
+        local_world_size=len(where.local_ranks),
+        node_rank=where.node_rank,
+        node_count=len(where.nodes),
     )

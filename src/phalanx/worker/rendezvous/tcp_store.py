@@ -29,8 +29,8 @@ NO_WAY = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN
 
 
 def open_store(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
-    """Host the store if `identity.keeper` is set; otherwise connect to it, as soon as it exists."""
-    return _keep(place, identity, timeout) if identity.keeper else _call(place, identity, timeout)
+    """Host the store if `identity.hosts_store` is set; otherwise connect to it, as soon as it exists."""
+    return _keep(place, identity, timeout) if identity.hosts_store else _call(place, identity, timeout)
 
 
 def answers(place: MeetingPoint) -> bool:
@@ -114,6 +114,7 @@ def _comes_back(listener: socket.socket, found: list[str], port: int) -> bool:
 
 def _call(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
     start = time.monotonic()
+    alone = identity.placement.local_world_size == 1  # the only rank on this host
     told, wrong_since, pause = False, None, 0.02
     while True:
         kind, reason, address = _try(place)
@@ -124,9 +125,9 @@ def _call(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
             except JoinError:
                 if time.monotonic() - start > PATIENCE:  # else it may be the store of a job that is just ending
                     raise
-        elif kind == "loopback" and (identity.other_nodes or identity.node_rank) and not identity.hosted:
+        elif kind == "loopback" and (identity.other_nodes or identity.placement.node_rank) and not identity.hosted:
             raise _loopback(place, identity)
-        elif kind == "own" and identity.local_world_size == 1 and not identity.hosted and now - start > PATIENCE:
+        elif kind == "own" and alone and not identity.hosted and now - start > PATIENCE:
             raise _not_here(place, identity)
         elif kind in ("refused", "loopback", "own"):
             wrong_since = None
@@ -278,14 +279,15 @@ def _unresolved(place: MeetingPoint, error: OSError) -> JoinError:
 
 
 def _loopback(place: MeetingPoint, identity: Identity) -> JoinError:
-    known = [address for _, address in addresses.own()] if identity.keeper else []
+    known = [address for _, address in addresses.own()] if identity.hosts_store else []
+    node_rank, local_world_size = identity.placement.node_rank, identity.placement.local_world_size
     return JoinError(
         f"{place.host} is the loopback address, but the ranks are on several hosts",
         details=[
             f"the ranks meet at {place}",
             f"this is rank {identity.rank} of {identity.world_size} on {socket.gethostname()}"
-            + (f", node {identity.node_rank}" if identity.node_rank is not None else "")
-            + (f", with {identity.local_world_size} ranks on this node" if identity.local_world_size else ""),
+            + (f", node {node_rank}" if node_rank is not None else "")
+            + (f", with {local_world_size} ranks on this node" if local_world_size else ""),
         ],
         fix=_set_address(place, known[0]) if known else _set_address(place),
     )

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any, TextIO
 
+from phalanx.contract.placement import RankPlacement
 from phalanx.contract.variables import (
     INTERFACES,
     MEMORY,
@@ -219,12 +220,14 @@ def _environment(spec: SpawnSpec, rank: int) -> dict[str, str]:
         if name in (RUN, RUN_FOLDER, MEMORY, TOPOLOGY) or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     member = WorkerVariables(
-        rank=rank,
-        world_size=spec.ranks,
-        local_rank=rank,
-        local_world_size=spec.ranks,
-        node=0,
-        nodes=1,
+        placement=RankPlacement(
+            rank=rank,
+            world_size=spec.ranks,
+            local_rank=rank,
+            local_world_size=spec.ranks,
+            node_rank=0,
+            node_count=1,
+        ),
         role="default",
         run_id=f"spawn-{spec.caller}",
         run="",

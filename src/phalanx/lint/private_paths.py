@@ -1,4 +1,4 @@
-"""Paths that no other rank uses."""
+"""Recognizes paths that no other rank uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conditions that hold on some ranks only, above a place or before it."""
+"""Conditions that hold only on some ranks, around a node or before it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Divides = Callable[[ast.expr], bool]
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """A condition that only some ranks pass."""
 
     test: str  # as it is written
     line: int
-    left: str = ""  # the others have gone by this: return, break …; empty: the place is under the condition
+    left: str = ""  # how the other ranks have left: return, break …; empty: the node is inside the condition
 
     @property
     def who(self) -> str:
@@ -29,14 +29,14 @@ class Parting:
         return f"only ranks with `{self.test}` (line {self.line}) come to it"
 
 
-class Partings:
+class Divergences:
     """Finds conditions that divide the ranks."""
 
     def __init__(self, script: Script, operations: Operations) -> None:
         self.script = script
         self.operations = operations
 
-    def find(self, node: ast.AST, divides: Divides, op: str = "") -> Parting | None:
+    def find(self, node: ast.AST, divides: Divides, op: str = "") -> Divergence | None:
         """Return the innermost condition. With `op`: not if its other branch does the same."""
         child = node
         for parent in self.script.above(node):
@@ -44,7 +44,7 @@ class Partings:
                 return found
             if isinstance(parent, Function):
                 marks = [mark for mark in parent.decorator_list if divides(mark)]
-                return Parting(f"@{ast.unparse(marks[0])}", marks[0].lineno) if marks else None
+                return Divergence(f"@{ast.unparse(marks[0])}", marks[0].lineno) if marks else None
             if isinstance(parent, ast.Lambda | ast.ClassDef):
                 return None
             child = parent
@@ -52,7 +52,7 @@ class Partings:
 
     # -- under a condition
 
-    def _under(self, parent: ast.AST, child: ast.AST, divides: Divides, op: str) -> Parting | None:
+    def _under(self, parent: ast.AST, child: ast.AST, divides: Divides, op: str) -> Divergence | None:
         if isinstance(parent, ast.If | ast.While | ast.IfExp):
             if child is parent.test or not divides(parent.test):
                 return None
@@ -64,12 +64,12 @@ class Partings:
             if op and (self._does(others, op) or self._paired(parent, divides, op)):
                 return None
             text = ast.unparse(parent.test)
-            return Parting(text if there else f"not ({text})", parent.lineno)
+            return Divergence(text if there else f"not ({text})", parent.lineno)
         if isinstance(parent, ast.BoolOp) and child in parent.values:
             for value in parent.values[: parent.values.index(child)]:
                 if divides(value):
                     text = ast.unparse(value)
-                    return Parting(text if isinstance(parent.op, ast.And) else f"not ({text})", value.lineno)
+                    return Divergence(text if isinstance(parent.op, ast.And) else f"not ({text})", value.lineno)
         return None
 
     def _before(self, node: ast.AST, divides: Divides) -> Iterator[ast.stmt]:
@@ -93,7 +93,7 @@ class Partings:
         return any(one.op == op for one in self.operations.below(*nodes))
 
     def _paired(self, node: ast.AST, divides: Divides, op: str) -> bool:
-        """`if rank != 0: barrier()` … `if rank == 0: barrier()`: the first rank goes ahead, the others follow."""
+        """Return whether another condition pairs with it: `if rank != 0: barrier()` … `if rank == 0: barrier()`."""
         scope = self.script.scope(node)
         if not isinstance(node, ast.If) or isinstance(scope, ast.Lambda):
             return False
@@ -109,7 +109,7 @@ class Partings:
 
     # -- after some have left
 
-    def _after(self, parent: ast.AST, child: ast.AST, divides: Divides, op: str) -> Parting | None:
+    def _after(self, parent: ast.AST, child: ast.AST, divides: Divides, op: str) -> Divergence | None:
         for block in _blocks(parent):
             if child in block:
                 before = block[: block.index(child)]
@@ -130,7 +130,7 @@ class Partings:
                 return None
         return None
 
-    def _leaving(self, nodes: Sequence[ast.AST], divides: Divides, op: str, ways: Sequence[str]) -> Parting | None:
+    def _leaving(self, nodes: Sequence[ast.AST], divides: Divides, op: str, ways: Sequence[str]) -> Divergence | None:
         for node, depth in _with_depth(nodes):
             if not isinstance(node, ast.If) or not divides(node.test):
                 continue
@@ -141,7 +141,7 @@ class Partings:
             if left not in ways or (depth and left in ("continue", "break")) or (op and self._does(branch, op)):
                 continue
             text = ast.unparse(node.test)
-            return Parting(text if here[0] else f"not ({text})", node.lineno, left)
+            return Divergence(text if here[0] else f"not ({text})", node.lineno, left)
         return None
 
     def _way(self, branch: Sequence[ast.stmt]) -> str:
