@@ -102,7 +102,7 @@ class Exits:
                     f"rank {worker.seat.rank} has hung in the teardown of the interpreter for {seen.teardown:.0f} s "
                     f"without using the CPU: ended with SIGKILL; it counts as exit code {code}"
                 )
-                attempt.end_as(name, code)
+                attempt.workers.end_as(name, code)
 
     def _idle(self, pid: int, now: float) -> float:
         """Return for how many seconds it has slept. If it is stopped, traced or waits for a device: 0."""

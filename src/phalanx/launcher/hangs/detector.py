@@ -298,8 +298,8 @@ class HangDetector:
         for name, worker in attempt.living if attempt is not None else ():
             if worker.seat.rank in ranks and not worker.spare and attempt is not None:
                 self._agent.note(f"rank {worker.seat.rank} {root_cause.HUNG}")
-                worker.hung = True
-                attempt.send_signal(name, signal.SIGKILL)
+                worker.exit.hung = True
+                attempt.workers.send_signal(name, signal.SIGKILL)
 
     # -- evidence
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import struct
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,22 +17,17 @@ from phalanx.contract import worker_messages
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-class WorkerChannelEvents(Protocol):
-    """What happens on the channels."""
-
-    def is_worker(self, pid: int) -> bool:
-        """Return whether a process is a worker of this group."""
-        ...
-
-    def received(self, pid: int, message: worker_messages.FromWorker) -> None:
-        """Handle a message of a worker."""
-
-
 class WorkerChannels:
-    """Accepts the connections of workers on an abstract Unix socket, which vanishes with this process."""
+    """Accepts the connections of workers on an abstract Unix socket, which vanishes with this process.
 
-    def __init__(self, events: WorkerChannelEvents) -> None:
-        self._events = events
+    `is_worker` returns whether a process may connect; `received` gets each message with the pid of its worker.
+    """
+
+    def __init__(
+        self, is_worker: Callable[[int], bool], received: Callable[[int, worker_messages.FromWorker], None]
+    ) -> None:
+        self._is_worker = is_worker
+        self._received = received
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, socket.socket] = {}
         self.name = f"phalanx-{secrets.token_hex(8)}"
@@ -40,11 +35,6 @@ class WorkerChannels:
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(64)
         self._loop.add_reader(self._listener.fileno(), self._accept)
-
-    @property
-    def connections(self) -> frozenset[int]:
-        """Return the pids of connected workers."""
-        return frozenset(self._connections)
 
     def send(self, pid: int, message: worker_messages.FromAgent) -> None:
         """Send a message to a worker, if it is still connected."""
@@ -59,7 +49,7 @@ class WorkerChannels:
             pid, uid, _ = _CREDENTIALS.unpack(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
-            if uid != os.getuid() or not self._events.is_worker(pid) or pid in self._connections:
+            if uid != os.getuid() or not self._is_worker(pid) or pid in self._connections:
                 connection.close()
                 return
             connection.setblocking(False)
@@ -85,7 +75,7 @@ class WorkerChannels:
         if message is None:  # gone, or not a worker of phalanx
             self._disconnect(pid)
         else:
-            self._events.received(pid, message)
+            self._received(pid, message)
         return message is not None
 
     def _disconnect(self, pid: int) -> None:

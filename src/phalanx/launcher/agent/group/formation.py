@@ -1,0 +1,47 @@
+"""A generation of the group on this node, and the assignments of its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.contract import worker_messages
+from phalanx.launcher.agent.worker import Worker
+from phalanx.launcher.plan import Plan
+
+_SLACK = 5.0  # seconds for the loss of a node to reach all nodes
+
+
+@dataclass(frozen=True)
+class Formation:
+    """A generation of the group on this node: its plan, and why it was formed."""
+
+    plan: Plan
+    generation: int
+    why: str = ""
+    held: str = ""  # why the workers wait: too few nodes are left
+    halt: bool = False  # it writes a checkpoint and ends
+
+    def assignment(self, worker: Worker) -> worker_messages.FromAgent:
+        """Return the assignment of a worker, or Wait if it has no rank."""
+        plan, seat = self.plan, worker.seat
+        preempt = tuple(map(int, plan.shutdown.preempt_signals))
+        if worker.spare or self.held:
+            return worker_messages.Wait(self.held, preempt)
+        rendezvous = plan.rendezvous
+        return worker_messages.Assignment(
+            generation=self.generation,
+            rank=seat.rank,
+            world_size=plan.placement.world_size,
+            local_rank=0 if plan.virtual_local_rank else seat.local_rank,
+            local_world_size=seat.local_world_size,
+            node=plan.node,
+            nodes=plan.nodes,
+            topology=plan.topology,
+            address=plan.master_addr,
+            port=plan.master_port,
+            why=self.why,
+            devices=plan.devices(seat),
+            **({} if rendezvous is None else {"patience": rendezvous.node_timeout + _SLACK}),
+            halt=self.halt,
+            preempt=preempt,
+        )
