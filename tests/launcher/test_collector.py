@@ -201,7 +201,9 @@ class Scene:
         self.attempt = SimpleNamespace(
             workers={"0": self.worker}, living=[], debugged=frozenset(), measured=None, generation=3
         )
-        plan = SimpleNamespace(seats=[self.worker.seat], spare=False, node=0, environ={"PHALANX_HOME": str(folder)})
+        plan = SimpleNamespace(
+            seats=[self.worker.seat], group=SimpleNamespace(spare=False, node=0), environ={"PHALANX_HOME": str(folder)}
+        )
         self.coordinator = Coordinator()
         self.rpc = NodeRpc(self.coordinator)
         self.folder = RunFolder(str(folder))

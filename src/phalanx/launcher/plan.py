@@ -21,21 +21,72 @@ from phalanx.launcher.options import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class GroupLayout:
+    """The process group as one node sees it: the ranks of this node, the other nodes, and the store."""
+
+    placement: Placement
+    node: int
+    nodes: int
+    topology: str  # the ranks of all nodes, encoded
+    master_addr: str
+    master_port: int  # 0: a free port
+    role: str  # torchrun's name for the workers
+    spare: bool = False  # the whole node is a spare
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """Return the ranks of this node, and where they run."""
+        return self.placement.on(self.node)
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks on all nodes."""
+        return self.placement.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceVisibility:
+    """Which devices a worker sees."""
+
+    isolated: bool  # only its own
+    virtual_local_rank: bool  # only its own, as device 0, and LOCAL_RANK is 0
+
+    def local_rank(self, seat: Seat) -> int:
+        """Return the LOCAL_RANK of a worker."""
+        return 0 if self.virtual_local_rank else seat.local_rank
+
+    def visible(self, seat: Seat, environ: Mapping[str, str]) -> str | None:
+        """Return the CUDA_VISIBLE_DEVICES of one worker. None: the same as all workers have, in `environ`."""
+        if not self.isolated and not self.virtual_local_rank:
+            return None
+        if seat.slot.device is not None:
+            return seat.slot.device.handle
+        if not self.virtual_local_rank:
+            return ""
+        # torchrun's --virtual-local-rank does not check whether the device exists; neither does this.
+        inherited = environ.get("CUDA_VISIBLE_DEVICES")
+        return str(seat.local_rank) if inherited is None else inherited.split(",")[seat.local_rank].strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpareWorkers:
+    """The spare workers of this node, beside its ranks."""
+
+    count: int = 0
+    slots: tuple[Slot, ...] = ()  # devices of this node that no rank uses
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What one node runs: the command, the environment of each worker, and how the run starts and ends."""
 
     run_id: str
     command: Command
-    placement: Placement
-    node: int
-    nodes: int
     environ: Mapping[str, str]  # inherited by every worker
-    devices_isolated: bool
-    virtual_local_rank: bool
-    role: str
-    master_addr: str
-    master_port: int  # 0: a free port
+    group: GroupLayout
+    devices: DeviceVisibility
+    spares: SpareWorkers
     stdin_rank: int | None
     start: StartOptions
     recovery: RecoveryOptions
@@ -44,54 +95,47 @@ class Plan:
     output: OutputOptions
     viewers: ViewerOptions
     notes: tuple[str, ...] = ()
-    topology: str = ""
     rendezvous: RendezvousConfig | None = None  # None: one node
-    spares: int = 0  # spare workers on this node
-    spare: bool = False  # the whole node is a spare
-    unused: tuple[Slot, ...] = ()  # devices of this node that no rank uses
 
     @property
     def seats(self) -> tuple[Seat, ...]:
         """Return the ranks of this node, and where they run."""
-        return self.placement.on(self.node)
+        return self.group.seats
 
     def line_prefix(self, seat: Seat, host: str) -> str | None:
         """Return the prefix of a rank's output lines. None: phalanx's own."""
-        return self.output.prefix(seat, host, self.role)
+        return self.output.prefix(seat, host, self.group.role)
 
     def environment(
         self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int, line: str, memory: str
     ) -> dict[str, str]:
         """Return the whole environment of one worker."""
+        group = self.group
         member = WorkerVariables(
             rank=seat.rank,
-            world_size=self.placement.world_size,
-            local_rank=0 if self.virtual_local_rank else seat.local_rank,
+            world_size=group.world_size,
+            local_rank=self.devices.local_rank(seat),
             local_world_size=seat.local_world_size,
-            node=self.node,
-            nodes=self.nodes,
-            role=self.role,
+            node=group.node,
+            nodes=group.nodes,
+            role=group.role,
             run_id=self.run_id,
             run=run,
             run_folder=folder,
-            address=self.master_addr,
+            address=group.master_addr,
             port=port,
             attempt=attempt,
             max_restarts=self.recovery.max_restarts,
             error_file=f"{rank_folder}/error.json",
             signals=",".join(number.name for number in self.shutdown.signals),
-            topology=self.topology,
+            topology=group.topology,
             line=line,
             memory=memory,
         )
-        devices = self.devices(seat)
+        devices = self.devices.visible(seat, self.environ)
         own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        shared = sharing.for_one(seat, self.seats, run=run, nodes=self.nodes)
+        shared = sharing.for_one(seat, self.seats, run=run, nodes=group.nodes)
         return {**shared, **self.environ, **worker_environment(member, self.environ), **own}
-
-    def devices(self, seat: Seat) -> str | None:
-        """Return the CUDA_VISIBLE_DEVICES of one worker. None: the same as all workers have."""
-        return self._only_device(seat) if self.devices_isolated or self.virtual_local_rank else None
 
     def seated(
         self,
@@ -110,24 +154,15 @@ class Plan:
             own = {name: form.format(interface) for name, form in INTERFACES.items() if name not in self.environ}
         # With several tasks on this node and one device each, the device is number 0 in every task.
         alone = len(self.seats) == 1 and self.seats[0].slot.device is not None and seats[0].local_world_size > 1
-        return replace(
-            self,
+        group = replace(
+            self.group,
             placement=Placement(tuple(seats), world_size),
             node=seats[0].node,
             nodes=nodes,
             topology=topology,
             master_addr=master[0],
             master_port=master[1],
-            environ={**self.environ, **own},
-            virtual_local_rank=self.virtual_local_rank or alone,
             spare=spare,
         )
-
-    def _only_device(self, seat: Seat) -> str:
-        if seat.slot.device is not None:
-            return seat.slot.device.handle
-        if not self.virtual_local_rank:
-            return ""
-        # torchrun's --virtual-local-rank does not check whether the device exists; neither does this.
-        visible = self.environ.get("CUDA_VISIBLE_DEVICES")
-        return str(seat.local_rank) if visible is None else visible.split(",")[seat.local_rank].strip()
+        devices = replace(self.devices, virtual_local_rank=self.devices.virtual_local_rank or alone)
+        return replace(self, group=group, devices=devices, environ={**self.environ, **own})

@@ -48,11 +48,12 @@ def describe(
     plan: Plan, environ: Mapping[str, str], seen: ExpectedNodes | None = None, *, cpu: bool = False
 ) -> dict[str, Any]:
     """Return the plan as plain values, for the table and for JSON."""
-    placement = plan.placement if seen is None else seen.placement
+    placement = plan.group.placement if seen is None else seen.placement
     seats = placement.seats if placement is not None else ()
     if placement is not None and seen is not None:
         nodes = [[seat.rank for seat in placement.on(node)] for node in range(len(seen.nodes))]
-        plan = replace(plan, placement=placement, nodes=len(nodes), topology=topology.encode(nodes))
+        group = replace(plan.group, placement=placement, nodes=len(nodes), topology=topology.encode(nodes))
+        plan = replace(plan, group=group)
     environments = {seat.rank: _changed(plan, seat, environ, several=seen is not None) for seat in seats}
     shared = _shared(list(environments.values())) if environments else {}
     return {
@@ -63,9 +64,9 @@ def describe(
         "nodes": None if seen is None else _nodes(seen),
         "source": None if seen is None else seen.source,
         "least_nodes": _least(plan),
-        "spares": plan.rendezvous.spares if plan.rendezvous is not None else plan.spares,
+        "spares": plan.rendezvous.spares if plan.rendezvous is not None else plan.spares.count,
         "meeting": _meeting(plan),
-        "store": f"{plan.master_addr}:{plan.master_port or 'a free port'}"
+        "store": f"{plan.group.master_addr}:{plan.group.master_port or 'a free port'}"
         if seen is None
         else "a free port of node 0, on the address by which the others reach it",
         "restarts": plan.recovery.max_restarts,
@@ -144,17 +145,17 @@ def _meeting(plan: Plan) -> dict[str, Any] | None:
 
 def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str], *, several: bool) -> dict[str, str]:
     """Return the variables that differ from this shell. The run folder and port are known once the run starts."""
-    whole = replace(plan, node=seat.node).environment(
+    whole = replace(plan, group=replace(plan.group, node=seat.node)).environment(
         seat,
         attempt=0,
         run="RUN",
         folder="RUN",
         rank_folder=f"RUN/attempt_0/{seat.rank}",
-        port=plan.master_port,
+        port=plan.group.master_port,
         line="(free)",
         memory="(free)",
     )
-    if not plan.master_port or several:
+    if not plan.group.master_port or several:
         whole["MASTER_PORT"] = "(free)"
     if several:
         whole["MASTER_ADDR"] = "(of node 0)"
@@ -171,15 +172,15 @@ def equivalent(plan: Plan) -> list[str]:
     """Return the closest torchrun command."""
     words = ["torchrun", "--nproc-per-node", str(len(plan.seats))]
     words += (
-        ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)]
-        if plan.master_port
+        ["--master-addr", plan.group.master_addr, "--master-port", str(plan.group.master_port)]
+        if plan.group.master_port
         else ["--standalone"]
     )
     if plan.recovery.max_restarts:
         words += ["--max-restarts", str(plan.recovery.max_restarts)]
-    if plan.role != "default":
-        words += ["--role", plan.role]
-    if plan.virtual_local_rank:
+    if plan.group.role != "default":
+        words += ["--role", plan.group.role]
+    if plan.devices.virtual_local_rank:
         words.append("--virtual-local-rank")
     if plan.output.log_dir:
         words += ["--log-dir", plan.output.log_dir]

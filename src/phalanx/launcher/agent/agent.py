@@ -539,7 +539,7 @@ class NodeAgent:
         for seat in start.plan.seats:
             if self._signal is not None or self._early_stop is not None or attempt.stopping or attempt.over.is_set():
                 break
-            attempt.start_worker(seat, spare=start.plan.spare)
+            attempt.start_worker(seat, spare=start.plan.group.spare)
             await asyncio.sleep(0)  # handle messages of the fork server, and signals
         self._early_stop = None
         if self._watchers_start is None:

@@ -110,7 +110,7 @@ class WorkerGroup:
     @property
     def world_size(self) -> int:
         """Return the number of ranks on all nodes."""
-        return self._regrouper.formation.plan.placement.world_size
+        return self._regrouper.formation.plan.group.world_size
 
     @property
     def generation(self) -> int:
@@ -268,7 +268,7 @@ class WorkerGroup:
             return
         if not self.living:
             self.over.set()
-        elif not self._regrouper.formation.plan.spare and all(worker.spare for _, worker in self.living):
+        elif not self._regrouper.formation.plan.group.spare and all(worker.spare for _, worker in self.living):
             for name, worker in self.living:
                 worker.enter(WorkerState.STOPPING)
                 self.workers.send_signal(name, signal.SIGKILL)
@@ -315,7 +315,7 @@ def _duplicate_lines(output: OutputCapture, plan: Plan, folder: str) -> None:
         stderr=options.stderr_filters,
         teed={seat.rank: options.duplicated(seat) for seat in plan.seats},
         headers={
-            seat.rank: plan.line_prefix(seat, os.uname().nodename) or f"[{plan.role}{seat.local_rank}]:"
+            seat.rank: plan.line_prefix(seat, os.uname().nodename) or f"[{plan.group.role}{seat.local_rank}]:"
             for seat in plan.seats
         },
     )

@@ -211,7 +211,7 @@ class HangDetector:
             for each in reading.workers
             if each.worker.pid
         )
-        return NodeHeartbeat(node=self._agent.plan.node, host=os.uname().nodename, ranks=ranks)
+        return NodeHeartbeat(node=self._agent.plan.group.node, host=os.uname().nodename, ranks=ranks)
 
     def receive(self, member: int, content: bytes) -> None:
         """Take the heartbeat of another node."""
@@ -350,7 +350,7 @@ class HangDetector:
             waited=round(self._tracker.waited, 1) if self._tracker is not None else 0.0,
             ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
             nodes=tuple(each.node for each in found),
-            world_size=plan.placement.world_size,
+            world_size=plan.group.world_size,
             limit=plan.hang.stall_timeout or 30.0,
         )
 
@@ -396,7 +396,7 @@ class HangDetector:
     async def _own_evidence(self) -> NodeEvidence:
         total, available = process_stats.host_memory()
         node = NodeFacts(
-            node=self._agent.plan.node,
+            node=self._agent.plan.group.node,
             host=os.uname().nodename,
             memory=total,
             available=available,

@@ -23,7 +23,7 @@ class Formation:
 
     def assignment(self, worker: Worker) -> worker_messages.FromAgent:
         """Return the assignment of a worker, or Wait if it has no rank."""
-        plan, seat = self.plan, worker.seat
+        plan, group, seat = self.plan, self.plan.group, worker.seat
         preempt = tuple(map(int, plan.shutdown.preempt_signals))
         if worker.spare or self.held:
             return worker_messages.Wait(self.held, preempt)
@@ -31,16 +31,16 @@ class Formation:
         return worker_messages.Assignment(
             generation=self.generation,
             rank=seat.rank,
-            world_size=plan.placement.world_size,
-            local_rank=0 if plan.virtual_local_rank else seat.local_rank,
+            world_size=group.world_size,
+            local_rank=plan.devices.local_rank(seat),
             local_world_size=seat.local_world_size,
-            node=plan.node,
-            nodes=plan.nodes,
-            topology=plan.topology,
-            address=plan.master_addr,
-            port=plan.master_port,
+            node=group.node,
+            nodes=group.nodes,
+            topology=group.topology,
+            address=group.master_addr,
+            port=group.master_port,
             why=self.why,
-            devices=plan.devices(seat),
+            devices=plan.devices.visible(seat, plan.environ),
             **({} if rendezvous is None else {"patience": rendezvous.node_timeout + _SLACK}),
             halt=self.halt,
             preempt=preempt,

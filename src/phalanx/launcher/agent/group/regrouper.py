@@ -81,7 +81,7 @@ class Regrouper:
         for seat in to.plan.seats:
             name = names.get(seat.local_rank)
             if name is not None:
-                ranks |= self._assign(self._workers[name], seat, spare=to.plan.spare)
+                ranks |= self._assign(self._workers[name], seat, spare=to.plan.group.spare)
         self._output.renumber(ranks)
         for seat in to.plan.seats:
             self._fill(seat, names.get(seat.local_rank))
@@ -98,7 +98,7 @@ class Regrouper:
                 if self._workers[gone].seat.local_rank == seat.local_rank:
                     self._workers.forget(gone)
             if name is None:
-                self._spawner.start(self.formation, seat, spare=self.formation.plan.spare)
+                self._spawner.start(self.formation, seat, spare=self.formation.plan.group.spare)
                 return
             self._output.renumber(self._assign(self._workers[name], seat, spare=False))
         self._send_assignment(self._workers[name])
@@ -151,4 +151,4 @@ class Regrouper:
 
     def report_readiness(self) -> None:
         """Report whether the workers can regroup, if that has changed."""
-        self._readiness.update(self._workers.values(), spare_node=self.formation.plan.spare)
+        self._readiness.update(self._workers.values(), spare_node=self.formation.plan.group.spare)

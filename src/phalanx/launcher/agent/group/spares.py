@@ -44,19 +44,19 @@ class SparePool:
     def keep(self, formation: Formation) -> None:
         """Start missing spares. The script must be able to regroup: others would begin to train."""
         plan = formation.plan
-        if plan.spare or self._lost >= _MOST_LOST:
+        if plan.group.spare or self._lost >= _MOST_LOST:
             return
         living = self._workers.living
         taken = {worker.seat.local_rank for _, worker in living}
         free = (place for place in count(len(plan.seats)) if place not in taken)
-        for _ in range(plan.spares - sum(worker.spare for _, worker in living)):
+        for _ in range(plan.spares.count - sum(worker.spare for _, worker in living)):
             place = next(free)
-            rank = plan.placement.world_size + place - len(plan.seats)
+            rank = plan.group.world_size + place - len(plan.seats)
             one = Slot()
-            if plan.devices_isolated:
-                slots = dict.fromkeys([*(seat.slot for seat in plan.seats), *plan.unused])
+            if plan.devices.isolated:
+                slots = dict.fromkeys([*(seat.slot for seat in plan.seats), *plan.spares.slots])
                 one = slot([*slots], self._slots(spare=False), self._slots(spare=True))
-            self._spawner.start(formation, Seat(rank, plan.node, place, len(plan.seats), one), spare=True)
+            self._spawner.start(formation, Seat(rank, plan.group.node, place, len(plan.seats), one), spare=True)
 
     def take(self, wanted: Slot) -> str | None:
         """Return the name of a spare that can replace a rank on the slot `wanted`. None: none fits."""

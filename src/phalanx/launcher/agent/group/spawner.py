@@ -99,7 +99,7 @@ class Spawner:
             run=self._context.folder.name,
             folder=self._context.folder.path,
             rank_folder=folder,
-            port=plan.master_port,
+            port=plan.group.master_port,
             line=self._channel,
             memory=self._context.memory,
         )

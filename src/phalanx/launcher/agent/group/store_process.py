@@ -66,7 +66,7 @@ class StoreProcess:
             return
         self._started, self._stopped = True, False
         fork_server = self._workers.fork_server
-        order = fork_servers.store_order(fork_server, self._plan, self._plan.master_port)
+        order = fork_servers.store_order(fork_server, self._plan, self._plan.group.master_port)
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
