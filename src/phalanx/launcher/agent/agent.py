@@ -559,11 +559,11 @@ class NodeAgent:
             nodes = (self, self._coordinator, self.rpc)
             self._sampler = sampler(*nodes, attempt=attempt)
             stats = self._sampler.stats
-            self._exits = exits(self, stats)
+            self._exits = exits(self.note, stats)
             self._hang_detector = detector(*nodes, self._control_socket, self._folder, stats=stats, attempt=attempt)
             self._step_timings = timings(*nodes, self._control_socket, self._folder)
             self._collector = collector(*nodes, self._folder)
-            self._sampler.start(self._hang_detector, self._step_timings, self._collector)
+            self._sampler.start(self._exits, self._hang_detector, self._step_timings, self._collector)
 
     async def _blame(self, rank: int, timeout: Timeout) -> list[str]:
         if self._hang_detector is None and self._watchers_start is not None:
