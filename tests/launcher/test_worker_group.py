@@ -166,7 +166,7 @@ def test_a_worker_without_a_heartbeat_is_killed_once() -> None:
 
 
 def test_a_worker_waits_if_it_is_a_spare_or_its_group_is_held() -> None:
-    plan: Any = SimpleNamespace(shutdown=SimpleNamespace(preempt_signals=(signal.SIGUSR1,)))
+    plan: Any = SimpleNamespace(shutdown=SimpleNamespace(preempt_signals=(signal.SIGUSR1,)), group=None)
     waits = worker_messages.Wait("", (int(signal.SIGUSR1),))
     assert Formation(plan, 1).assignment(worker(0, spare=True)) == waits
     held = Formation(plan, 1, held="1 of 2 nodes is left")
