@@ -398,6 +398,7 @@ def test_json_is_for_plan() -> None:
     ("line", "environ", "words"),
     [
         ("--monitor-interval 5 t.py", {}, ["--monitor-interval has no effect"]),
+        ("--local-addr 10.0.0.1 t.py", {}, ["--local-addr has no effect"]),
         ("--monitor_interval 5 t.py", {}, ["--monitor_interval has no effect"]),
         ("t.py", {"PET_MONITOR_INTERVAL": "5"}, ["PET_MONITOR_INTERVAL has no effect"]),
         ("--start-method fork t.py", {}, ["--start-method has no effect"]),

@@ -43,7 +43,6 @@ def decide(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
         "workers.count": config.nproc_per_node,
         "workers.role": config.role,
         "recovery.max_restarts": config.max_restarts,
-        "rendezvous.local_addr": config.local_addr,
         "output.log_dir": args.log_dir,
         "output.redirects": _streams(config.logs_specs.redirects),
         "output.tee": _streams(config.logs_specs.tee),

@@ -122,22 +122,22 @@ def test_samples_a_second_are_those_of_the_last_seconds() -> None:
     assert seen.rate(worker) == -1
     found = []
     for second in range(20):
-        worker.samples, worker.sampled = 100 * second + 50 * max(0, second - 10), float(second)
+        worker.progress.samples, worker.progress.sampled = 100 * second + 50 * max(0, second - 10), float(second)
         found.append(seen.rate(worker))
     assert found[:11] == [-1.0, *[100.0] * 10]
     assert found[-1] == 150.0
-    worker.samples, worker.sampled = 10, 20.5  # it has begun anew
+    worker.progress.samples, worker.progress.sampled = 10, 20.5  # it has begun anew
     assert seen.rate(worker) == -1
 
 
 def test_steps_are_as_new_as_the_page() -> None:
     worker, seen = Worker(seat(), ""), rank_samples._WorkerHistory()
     assert [seen.steps(worker, paged) for paged in (0, 7)] == [-1, 7]
-    worker.step, worker.slot_step, worker.steps_match = 1000, 100, True
+    worker.progress.step, worker.progress.slot_step, worker.progress.steps_match = 1000, 100, True
     assert seen.steps(worker, 103) == 1003
-    worker.step, worker.slot_step, worker.steps_match = 0, 103, False  # its group forms anew
+    worker.progress.step, worker.progress.slot_step, worker.progress.steps_match = 0, 103, False  # its group forms anew
     assert seen.steps(worker, 103) == 1003
-    worker.step = 1000
+    worker.progress.step = 1000
     assert seen.steps(worker, 106) == 1000  # it makes two of them for one that it commits
 
 
@@ -201,7 +201,9 @@ class Scene:
             workers={"0": self.worker}, living=[], debugged=frozenset(), measured=None, generation=3
         )
         plan = SimpleNamespace(
-            seats=[self.worker.seat], spare=False, node_rank=0, environ={"PHALANX_HOME": str(folder)}
+            seats=[self.worker.seat],
+            group=SimpleNamespace(spare=False, node_rank=0),
+            environ={"PHALANX_HOME": str(folder)},
         )
         self.coordinator = Coordinator()
         self.rpc = NodeRpc(self.coordinator)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from phalanx.cluster.cluster import Slot
+from phalanx.cluster.placement import Seat
 from phalanx.diagnose.evidence import Frame, Process, Rank, ThreadStack
-from phalanx.launcher.agent.exits import Exit, decide, waits_for
+from phalanx.launcher.agent.exits import Exit, Exits, decide, waits_for
+from phalanx.launcher.agent.worker import Worker
+from phalanx.launcher.telemetry.node_sampler import WorkerReading
+from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
 
 
 @pytest.mark.parametrize(
@@ -65,3 +72,46 @@ def rank(main: tuple[Frame, ...], *threads: str, process: Process | None = None)
 )
 def test_what_it_waits_for(seen: Rank, text: dict[str, Any], expected: str) -> None:
     assert waits_for(seen, text) == expected
+
+
+def reading(*workers: WorkerReading, **more: Any) -> Any:
+    attempt = SimpleNamespace(stopping=more.get("stopping", False), debugged=more.get("debugged", frozenset()))
+    return SimpleNamespace(attempt=attempt, workers=workers, last=more.get("last", False))
+
+
+def read(code: int | None = None, **text: Any) -> WorkerReading:
+    worker = Worker(Seat(1, 0, 0, 1, Slot()), "", pid=1, code=code)
+    status: Any = SimpleNamespace(text=text) if text else None
+    return WorkerReading("1", worker, status)
+
+
+@pytest.mark.parametrize(
+    ("seen", "checked"),
+    [
+        (reading(read(over=1.0)), True),
+        (reading(read(place="train.py")), False),
+        (reading(read()), False),  # it has no probe
+        (reading(read(code=0, over=1.0)), False),
+        (reading(read(over=1.0), debugged=frozenset({1})), False),
+        (reading(read(over=1.0), stopping=True), False),
+        (reading(read(over=1.0), last=True), False),
+    ],
+)
+def test_only_workers_whose_script_is_over_are_checked(
+    seen: Any, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    async def look(_: Exits, __: Any, name: str, *___: Any) -> None:
+        looked.append(name)
+
+    async def play() -> None:
+        exits = Exits(lambda _: None, ProcessStatsReader())
+        exits.observe(seen)
+        exits.observe(seen)  # the first check still runs
+        await asyncio.sleep(0.01)
+        await exits.end()
+
+    monkeypatch.setattr(Exits, "_look", look)
+    asyncio.run(play())
+    assert looked == ["1"] * checked

@@ -47,7 +47,7 @@ def among(play: Callable[[SingleNodeCoordinator, Agent], Coroutine[Any, Any, Non
             shutdown=SHUTDOWN,
             environ={"PHALANX_CHECKPOINTS": "/kept"},
             recovery=SimpleNamespace(policy=RestartPolicy(most)),
-            world_size=2,
+            group=SimpleNamespace(world_size=2),
         )
         agent = Agent()
         alone: Any = SingleNodeCoordinator(plan, agent, None)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from phalanx.cluster.sources.surroundings import cores
 from phalanx.contract.variables import PAGE_KEY, THREADS, TOKEN
 from phalanx.errors import DeviceError, ScriptError
 from phalanx.launcher.command import Command
-from phalanx.launcher.plan import Plan
+from phalanx.launcher.plan import DeviceVisibility, GroupLayout, Plan, SpareWorkers
 from phalanx.launcher.runs.run_folder import make_run_id
 
 # Modules that run a script, and fail if torch was imported before it.
@@ -64,13 +64,19 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
     return Plan(
         run_id=options.rendezvous.run_id or make_run_id(script.target),
         command=command,
-        seats=seats,
         environ=inherited,
-        devices_isolated=workers.isolate or mig or workers.share_gpu,
-        virtual_local_rank=workers.virtual_local_rank or mig or workers.share_gpu,
-        role=workers.role,
-        master_addr=options.rendezvous.master_addr or "127.0.0.1",
-        master_port=options.rendezvous.master_port or 0,
+        group=GroupLayout(
+            seats=seats,
+            topology=str(len(seats)),
+            master_addr=options.rendezvous.master_addr or "127.0.0.1",
+            master_port=options.rendezvous.master_port or 0,
+            role=workers.role,
+        ),
+        devices=DeviceVisibility(
+            isolated=workers.isolate or mig or workers.share_gpu,
+            virtual_local_rank=workers.virtual_local_rank or mig or workers.share_gpu,
+        ),
+        spares=SpareWorkers(count=nodes.spares if rendezvous is None else 0, slots=unused),
         stdin_rank=script.stdin_rank,
         start=replace(options.start, fresh=fresh),
         recovery=options.recovery,
@@ -79,10 +85,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
         output=output,
         viewers=options.viewers,
         notes=tuple(notes),
-        topology=str(len(seats)),
         rendezvous=rendezvous,
-        spares=nodes.spares if rendezvous is None else 0,
-        unused=unused,
     )
 
 

@@ -103,7 +103,9 @@ class Chaos:
                 last = time.monotonic()
                 before = (attempt.number, attempt.generation)
                 self._inject(agent, attempt, fault)
-                if fault.kind != "store" and not await self._had_effect(agent, before, attempt.silence):
+                if fault.kind != "store" and not await self._had_effect(
+                    agent, before, agent.plan.recovery.worker_timeout
+                ):
                     self.without_effect += 1
                     continue
                 await self._until_healthy(agent)
@@ -125,7 +127,7 @@ class Chaos:
             at = {worker.seat.rank: name for name, worker in attempt.living if not worker.spare}
             name = "store" if fault.kind == "store" else at.get(fault.rank)
             if name is not None:
-                attempt.send_signal(name, number, alone=True)
+                attempt.workers.send_signal(name, number, alone=True)
 
     async def _had_effect(self, agent: NodeAgent, before: tuple[int, int], silence: float) -> bool:
         """Wait until the run reacts to a fault. False: it did not, since a script may ignore SIGTERM."""
@@ -138,17 +140,18 @@ class Chaos:
         return False
 
     async def _until_healthy(self, agent: NodeAgent) -> WorkerGroup:
-        while (attempt := agent.attempt) is None or not self._is_healthy(attempt):
+        while (attempt := agent.attempt) is None or not self._is_healthy(attempt, len(agent.plan.seats)):
             await asyncio.sleep(_POLL_INTERVAL)
         return attempt
 
-    def _is_healthy(self, attempt: WorkerGroup) -> bool:
+    def _is_healthy(self, attempt: WorkerGroup, ranks: int) -> bool:
         workers = attempt.workers.values()
-        if attempt.stopping or not attempt.full or any(worker.finished or not worker.pid for worker in workers):
+        full = sum(not worker.spare for _, worker in attempt.living) == ranks
+        if attempt.stopping or not full or any(worker.finished or not worker.pid for worker in workers):
             return False
         if any(worker.last_heartbeat for worker in workers):
             self.plain = False
-            return attempt.formed
+            return attempt.workers.formed(attempt.generation)
         # A plain script does not report its progress: it counts as healthy once it has started.
         if self.patient and time.monotonic() - min(worker.born for worker in workers) < _CONNECT_TIMEOUT:
             return False

@@ -170,16 +170,16 @@ def _supervise(
             command=command,
             cwd=os.getcwd(),
             folder=folder.path,
-            world_size=plan.world_size,
+            world_size=plan.group.world_size,
             started=now,
             host=os.uname().nodename,
         )
     )
     folder.event(
-        events.RunStarted(time=now, run=folder.name, command=tuple(command), world_size=plan.world_size, pid=pid)
+        events.RunStarted(time=now, run=folder.name, command=tuple(command), world_size=plan.group.world_size, pid=pid)
     )
     # Among several nodes no rank is alone, however many this one has.
-    world = plan.world_size if plan.rendezvous is None else 2
+    world = plan.group.world_size if plan.rendezvous is None else 2
     console = Console(world, prefixes=_prefixes(plan), colour=plan.output.use_color)
     if plan.output.print_events:
         folder.echo = console.say
@@ -226,7 +226,9 @@ def _coordinator(plan: Plan, folder: RunFolder, console: Console, sockets: list[
     if plan.rendezvous is None:
         from phalanx.launcher.coordination.coordinator import SingleNodeCoordinator
 
-        return SingleNodeCoordinator(replace(plan, master_port=sockets[0].getsockname()[1]), folder, sockets[0])
+        return SingleNodeCoordinator(
+            replace(plan, group=replace(plan.group, master_port=sockets[0].getsockname()[1])), folder, sockets[0]
+        )
     if plan.rendezvous.leads:
         from phalanx.launcher.coordination.leader import LeaderCoordinator
 
@@ -248,7 +250,7 @@ def _prefixes(plan: Plan) -> dict[int, str]:
 def _announcement(plan: Plan, folder: RunFolder, sockets: list[socket.socket]) -> list[str]:
     gathering = plan.rendezvous
     if gathering is None:
-        ranks = plan.world_size
+        ranks = plan.group.world_size
         return [f"{folder.name}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"]
     if not gathering.leads:
         return []

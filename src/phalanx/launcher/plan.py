@@ -24,32 +24,16 @@ from phalanx.launcher.options import (
 )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What one node runs: the command, the environment of each worker, and how the run starts and ends."""
+@dataclass(frozen=True, kw_only=True)
+class GroupLayout:
+    """The process group as one node sees it: the ranks of this node, the other nodes, and the store."""
 
-    run_id: str
-    command: Command
-    seats: tuple[Seat, ...]  # the ranks of this node; at least one
-    environ: Mapping[str, str]  # inherited by every worker
-    devices_isolated: bool
-    virtual_local_rank: bool
-    role: str
+    seats: tuple[Seat, ...]  # the ranks of this node, and where they run; at least one
+    topology: str  # the ranks of all nodes, encoded
     master_addr: str
     master_port: int  # 0: a free port
-    stdin_rank: int | None
-    start: StartOptions
-    recovery: RecoveryOptions
-    hang: HangOptions
-    shutdown: ShutdownOptions
-    output: OutputOptions
-    viewers: ViewerOptions
-    notes: tuple[str, ...] = ()
-    topology: str = ""
-    rendezvous: RendezvousConfig | None = None  # None: one node
-    spares: int = 0  # spare workers on this node
+    role: str  # torchrun's name for the workers
     spare: bool = False  # the whole node is a spare
-    unused: tuple[Slot, ...] = ()  # devices of this node that no rank uses
 
     @property
     def world_size(self) -> int:
@@ -66,42 +50,93 @@ class Plan:
         """Return the number of nodes."""
         return self.seats[0].placement.node_count
 
-    def line_prefix(self, seat: Seat, host: str) -> str | None:
-        """Return the prefix of a rank's output lines. None: phalanx's own."""
-        return self.output.prefix(seat, host, self.role)
 
-    def environment(
-        self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int, line: str, memory: str
-    ) -> dict[str, str]:
-        """Return the whole environment of one worker."""
-        member = WorkerVariables(
-            placement=self.worker_placement(seat),
-            role=self.role,
-            run_id=self.run_id,
-            run=run,
-            run_folder=folder,
-            address=self.master_addr,
-            port=port,
-            attempt=attempt,
-            max_restarts=self.recovery.max_restarts,
-            error_file=f"{rank_folder}/error.json",
-            signals=",".join(number.name for number in self.shutdown.signals),
-            topology=self.topology,
-            line=line,
-            memory=memory,
-        )
-        devices = self.devices(seat)
-        own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        shared = sharing.for_one(seat, self.seats, run=run, nodes=self.node_count)
-        return {**shared, **self.environ, **worker_environment(member, self.environ), **own}
+@dataclass(frozen=True, kw_only=True)
+class DeviceVisibility:
+    """Which devices a worker sees."""
+
+    isolated: bool  # only its own
+    virtual_local_rank: bool  # only its own, as device 0, and LOCAL_RANK is 0
 
     def worker_placement(self, seat: Seat) -> RankPlacement:
         """Return the placement that a worker sees: with `virtual_local_rank`, every local rank is 0."""
         return msgspec.structs.replace(seat.placement, local_rank=0) if self.virtual_local_rank else seat.placement
 
-    def devices(self, seat: Seat) -> str | None:
-        """Return the CUDA_VISIBLE_DEVICES of one worker. None: the same as all workers have."""
-        return self._only_device(seat) if self.devices_isolated or self.virtual_local_rank else None
+    def visible(self, seat: Seat, environ: Mapping[str, str]) -> str | None:
+        """Return the CUDA_VISIBLE_DEVICES of one worker. None: the same as all workers have, in `environ`."""
+        if not self.isolated and not self.virtual_local_rank:
+            return None
+        if seat.slot.device is not None:
+            return seat.slot.device.handle
+        if not self.virtual_local_rank:
+            return ""
+        # torchrun's --virtual-local-rank does not check whether the device exists; neither does this.
+        inherited = environ.get("CUDA_VISIBLE_DEVICES")
+        return str(seat.local_rank) if inherited is None else inherited.split(",")[seat.local_rank].strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpareWorkers:
+    """The spare workers of this node, beside its ranks."""
+
+    count: int = 0
+    slots: tuple[Slot, ...] = ()  # devices of this node that no rank uses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one node runs: the command, the environment of each worker, and how the run starts and ends."""
+
+    run_id: str
+    command: Command
+    environ: Mapping[str, str]  # inherited by every worker
+    group: GroupLayout
+    devices: DeviceVisibility
+    spares: SpareWorkers
+    stdin_rank: int | None
+    start: StartOptions
+    recovery: RecoveryOptions
+    hang: HangOptions
+    shutdown: ShutdownOptions
+    output: OutputOptions
+    viewers: ViewerOptions
+    notes: tuple[str, ...] = ()
+    rendezvous: RendezvousConfig | None = None  # None: one node
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """Return the ranks of this node, and where they run."""
+        return self.group.seats
+
+    def line_prefix(self, seat: Seat, host: str) -> str | None:
+        """Return the prefix of a rank's output lines. None: phalanx's own."""
+        return self.output.prefix(seat, host, self.group.role)
+
+    def environment(
+        self, seat: Seat, *, attempt: int, run: str, folder: str, rank_folder: str, port: int, line: str, memory: str
+    ) -> dict[str, str]:
+        """Return the whole environment of one worker."""
+        group = self.group
+        member = WorkerVariables(
+            placement=self.devices.worker_placement(seat),
+            role=group.role,
+            run_id=self.run_id,
+            run=run,
+            run_folder=folder,
+            address=group.master_addr,
+            port=port,
+            attempt=attempt,
+            max_restarts=self.recovery.max_restarts,
+            error_file=f"{rank_folder}/error.json",
+            signals=",".join(number.name for number in self.shutdown.signals),
+            topology=group.topology,
+            line=line,
+            memory=memory,
+        )
+        devices = self.devices.visible(seat, self.environ)
+        own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        shared = sharing.for_one(seat, self.seats, run=run, nodes=group.node_count)
+        return {**shared, **self.environ, **worker_environment(member, self.environ), **own}
 
     def seated(
         self,
@@ -120,22 +155,13 @@ class Plan:
         alone = (
             len(self.seats) == 1 and self.seats[0].slot.device is not None and seats[0].placement.local_world_size > 1
         )
-        return replace(
-            self,
+        group = replace(
+            self.group,
             seats=tuple(seats),
             topology=topology,
             master_addr=master[0],
             master_port=master[1],
-            environ={**self.environ, **own},
-            virtual_local_rank=self.virtual_local_rank or alone,
             spare=spare,
         )
-
-    def _only_device(self, seat: Seat) -> str:
-        if seat.slot.device is not None:
-            return seat.slot.device.handle
-        if not self.virtual_local_rank:
-            return ""
-        # torchrun's --virtual-local-rank does not check whether the device exists; neither does this.
-        visible = self.environ.get("CUDA_VISIBLE_DEVICES")
-        return str(seat.local_rank) if visible is None else visible.split(",")[seat.local_rank].strip()
+        devices = replace(self.devices, virtual_local_rank=self.devices.virtual_local_rank or alone)
+        return replace(self, group=group, devices=devices, environ={**self.environ, **own})

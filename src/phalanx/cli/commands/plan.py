@@ -52,9 +52,12 @@ def describe(
     seats = plan.seats if seen is None else seen.seats or ()
     nodes = [list(on_node) for _, on_node in groupby(seats, lambda seat: seat.placement.node_rank)]
     if seats and seen is not None:
-        plan = replace(plan, topology=topology.encode([[seat.rank for seat in on_node] for on_node in nodes]))
+        encoded = topology.encode([[seat.rank for seat in on_node] for on_node in nodes])
+        plan = replace(plan, group=replace(plan.group, topology=encoded))
     environments = {
-        seat.rank: _changed(replace(plan, seats=tuple(on_node)), seat, environ, several=seen is not None)
+        seat.rank: _changed(
+            replace(plan, group=replace(plan.group, seats=tuple(on_node))), seat, environ, several=seen is not None
+        )
         for on_node in nodes
         for seat in on_node
     }
@@ -67,9 +70,9 @@ def describe(
         "nodes": None if seen is None else _nodes(seen),
         "source": None if seen is None else seen.source,
         "least_nodes": _least(plan),
-        "spares": plan.rendezvous.spares if plan.rendezvous is not None else plan.spares,
+        "spares": plan.rendezvous.spares if plan.rendezvous is not None else plan.spares.count,
         "meeting": _meeting(plan),
-        "store": f"{plan.master_addr}:{plan.master_port or 'a free port'}"
+        "store": f"{plan.group.master_addr}:{plan.group.master_port or 'a free port'}"
         if seen is None
         else "a free port of node 0, on the address by which the others reach it",
         "restarts": plan.recovery.max_restarts,
@@ -154,11 +157,11 @@ def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str], *, several: boo
         run="RUN",
         folder="RUN",
         rank_folder=f"RUN/attempt_0/{seat.rank}",
-        port=plan.master_port,
+        port=plan.group.master_port,
         line="(free)",
         memory="(free)",
     )
-    if not plan.master_port or several:
+    if not plan.group.master_port or several:
         whole["MASTER_PORT"] = "(free)"
     if several:
         whole["MASTER_ADDR"] = "(of node 0)"
@@ -175,15 +178,15 @@ def equivalent(plan: Plan) -> list[str]:
     """Return the closest torchrun command."""
     words = ["torchrun", "--nproc-per-node", str(len(plan.seats))]
     words += (
-        ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)]
-        if plan.master_port
+        ["--master-addr", plan.group.master_addr, "--master-port", str(plan.group.master_port)]
+        if plan.group.master_port
         else ["--standalone"]
     )
     if plan.recovery.max_restarts:
         words += ["--max-restarts", str(plan.recovery.max_restarts)]
-    if plan.role != "default":
-        words += ["--role", plan.role]
-    if plan.virtual_local_rank:
+    if plan.group.role != "default":
+        words += ["--role", plan.group.role]
+    if plan.devices.virtual_local_rank:
         words.append("--virtual-local-rank")
     if plan.output.log_dir:
         words += ["--log-dir", plan.output.log_dir]

@@ -53,7 +53,7 @@ def begin(options: RunOptions, environ: Mapping[str, str], context: LaunchContex
     rendezvous = context.rendezvous
     if rendezvous is None:
         plan = make_plan(options, environ, context)
-        sockets = [port.listen(plan.master_addr, plan.master_port)]
+        sockets = [port.listen(plan.group.master_addr, plan.group.master_port)]
         return run_node(plan, environ, sockets, hook=hook, findings=_findings)
     try:
         plan = make_plan(options, environ, context)

@@ -73,7 +73,6 @@ class RendezvousOptions:
     run_id: str | None  # None: a random one
     master_addr: str | None  # None: not given
     master_port: int | None  # None: a free port
-    local_addr: str | None
     join_timeout: float
     last_call: float
     node_timeout: float

@@ -410,13 +410,6 @@ OPTIONS = (
     ),
     Option(
         NODES,
-        "--local-addr",
-        "Address of this node as seen by the others.",
-        kinds.ADDRESS,
-        field="rendezvous.local_addr",
-    ),
-    Option(
-        NODES,
         "--standalone",
         "One node, a free port and a random id; overrides the other --rdzv options.",
         field="nodes.standalone",
@@ -437,6 +430,13 @@ OPTIONS = (
         kinds.PAIRS,
         "",
         no_effect="torchrun's rendezvous, which it sets up, is not used",
+    ),
+    Option(
+        IDLE,
+        "--local-addr",
+        "Address of this node that torchrun announces to the others: as MASTER_ADDR, if it is node 0.",
+        kinds.ADDRESS,
+        no_effect="the others use the address at which they reached node 0",
     ),
     Option(
         IDLE,

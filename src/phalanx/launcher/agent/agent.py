@@ -24,12 +24,13 @@ from phalanx.errors import LaunchError, PhalanxError
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.orphans import Orphans
 from phalanx.launcher.agent import out_of_memory
+from phalanx.launcher.agent.group.context import WorkerGroupContext
 from phalanx.launcher.agent.linger import LingeringProcesses
 from phalanx.launcher.agent.probes import StatusBoard
 from phalanx.launcher.agent.signals import SAME, Signals
 from phalanx.launcher.agent.snapshot_memory import SnapshotMemory
 from phalanx.launcher.agent.worker import WorkerFailure
-from phalanx.launcher.agent.worker_group import WorkerGroup, WorkerGroupContext
+from phalanx.launcher.agent.worker_group import WorkerGroup
 from phalanx.launcher.coordination.actions import (
     AcceptLoss,
     Action,
@@ -238,7 +239,7 @@ class NodeAgent:
         return self._plan.recovery.policy.most != 0 or (rendezvous is not None and rendezvous.elastic)
 
     def _is_worker(self, pid: int) -> bool:
-        return self._attempt is not None and self._attempt.is_worker(pid)
+        return self._attempt is not None and self._attempt.workers.with_pid(pid) is not None
 
     def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None:
         """Take a frame of another node."""
@@ -360,7 +361,9 @@ class NodeAgent:
         if self._attempt is not None:
             self._attempt.fork_server_lost()
             if self._lost_fork_server and not self._attempt.over.is_set():
-                self._decide(self._attempt.shared_failure("the fork server was ended from outside", place="forkserver"))
+                self._decide(
+                    self._attempt.failures.of_all("the fork server was ended from outside", place="forkserver")
+                )
 
     async def _start_another_fork_server(self) -> bool:
         """Replace a fork server that was killed. False if it never becomes ready."""
@@ -519,15 +522,11 @@ class NodeAgent:
         coordinator = self._coordinator
         rendezvous = start.plan.rendezvous
         context = WorkerGroupContext(
-            start.plan,
             self._folder,
             self._console,
-            start.listener,
+            coordinator,
             self.note,
             self._worker_failed,
-            coordinator.regroup_ready,
-            coordinator.first_step,
-            coordinator.halt_message,
             coordinator.log_forwarder,
             echo=coordinator.log_forwarder is None or rendezvous is None or rendezvous.echo,
             memory=self._snapshot_memory.name if self._snapshot_memory is not None else "",
@@ -536,14 +535,11 @@ class NodeAgent:
             measured=self._measured,
             blame=self._blame,
         )
-        attempt = self._attempt = WorkerGroup(
-            start.attempt, context, self._fork_server, self._preload_hints, start.generation
-        )
-        attempt.prepare_store()
+        attempt = self._attempt = WorkerGroup(start, context, self._fork_server, self._preload_hints)
         for seat in start.plan.seats:
             if self._signal is not None or self._early_stop is not None or attempt.stopping or attempt.over.is_set():
                 break
-            attempt.start_worker(seat, spare=start.plan.spare)
+            attempt.start_worker(seat, spare=start.plan.group.spare)
             await asyncio.sleep(0)  # handle messages of the fork server, and signals
         self._early_stop = None
         if self._watchers_start is None:
@@ -563,11 +559,11 @@ class NodeAgent:
             nodes = (self, self._coordinator, self.rpc)
             self._sampler = sampler(*nodes, attempt=attempt)
             stats = self._sampler.stats
-            self._exits = exits(self, stats)
+            self._exits = exits(self.note, stats)
             self._hang_detector = detector(*nodes, self._control_socket, self._folder, stats=stats, attempt=attempt)
             self._step_timings = timings(*nodes, self._control_socket, self._folder)
             self._collector = collector(*nodes, self._folder)
-            self._sampler.start(self._hang_detector, self._step_timings, self._collector)
+            self._sampler.start(self._exits, self._hang_detector, self._step_timings, self._collector)
 
     async def _blame(self, rank: int, timeout: Timeout) -> list[str]:
         if self._hang_detector is None and self._watchers_start is not None:
@@ -588,7 +584,7 @@ class NodeAgent:
         attempt.close()
         if self._may_linger(attempt):
             return await self._finish_successful_attempt(attempt)
-        if self._ending or self._coordinator.is_last_attempt(failed=bool(attempt.failed)):
+        if self._ending or self._coordinator.is_last_attempt(failed=bool(attempt.workers.failed)):
             await self._close()
         elif self._lost_fork_server:
             self._attempt = None
@@ -608,14 +604,14 @@ class NodeAgent:
 
     def _may_linger(self, attempt: WorkerGroup) -> bool:
         """Return whether all ranks here have succeeded and no attempt follows, so that their processes may stay."""
-        if self._ending or self._lost_fork_server or attempt.failed:
+        if self._ending or self._lost_fork_server or attempt.workers.failed:
             return False
         last = self._coordinator.is_last_attempt(failed=False)
         return last if self._coordinator.leads else not last  # a follower returns True only if node 0 is lost
 
     async def _finish_successful_attempt(self, attempt: WorkerGroup) -> StartAttempt | RunResult:
         """Report success. Processes that ranks left running stay until all nodes have ended, then for `--linger`."""
-        left = LingeringProcesses(self._find_orphans, ranks=attempt.ranks, run=self._folder.name)
+        left = LingeringProcesses(self._find_orphans, ranks=attempt.workers.ranks, run=self._folder.name)
         limit = self._plan.shutdown.linger
         await left.settle()
         if left.orphans:
@@ -663,9 +659,9 @@ class NodeAgent:
         if self._lost_fork_server:
             how = f"the fork server was ended from outside: {self._lost_fork_server}; its workers ended with it"
             return AttemptReport(attempt.number, trouble=how)
-        if not attempt.failed:
+        if not attempt.workers.failed:
             return AttemptReport(attempt.number)
-        deaths, block = attempt.explain_failures(out_of_memory.read().since(self._kills))
+        deaths, block = attempt.failures.explain(out_of_memory.read().since(self._kills))
         return AttemptReport(attempt.number, deaths, block, failed=root_cause.count(deaths))
 
     def _never_started(self) -> int:
@@ -746,7 +742,7 @@ class NodeAgent:
             return
         self._folder.event(events.NoteEvent(time=time.time(), text=reason))
         if number == signal.SIGKILL and self._attempt is not None:
-            self._attempt.kill()
+            self._attempt.workers.kill()
         elif self._signal is None:  # else this agent received the signal too
             self._handle_signal(number)
 
@@ -826,7 +822,7 @@ class NodeAgent:
         elif again and number == signal.SIGINT:
             self.note("ending at once")
             self._console.abandon()
-            attempt.kill()
+            attempt.workers.kill()
         elif not again:
             if number == signal.SIGINT and ours:
                 self.note("stopping; Ctrl-C again ends at once")
@@ -854,7 +850,7 @@ class NodeAgent:
         received = []
         for name, worker in self._attempt.living if self._attempt is not None else ():
             if linux.handles(worker.pid, number) and self._attempt is not None:
-                self._attempt.send_signal(name, number, alone=True)
+                self._attempt.workers.send_signal(name, number, alone=True)
                 received.append(worker.seat.rank)
         if received:
             self.note(
@@ -868,7 +864,7 @@ class NodeAgent:
             ranks = self._attempt.output.resized()
             for name, worker in self._attempt.living:
                 if worker.seat.rank in ranks:
-                    self._attempt.send_signal(name, signal.SIGWINCH)
+                    self._attempt.workers.send_signal(name, signal.SIGWINCH)
 
 
 def _import_watchers() -> tuple[type[Exits], type[HangDetector], type[StepTimings], type[Collector], type[NodeSampler]]:

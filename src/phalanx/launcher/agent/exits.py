@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,12 +23,11 @@ from phalanx.launcher.hangs import node_evidence
 from phalanx.launcher.telemetry import process_stats
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.watched import WatchedAgent
     from phalanx.launcher.agent.worker import Worker
     from phalanx.launcher.agent.worker_group import WorkerGroup
+    from phalanx.launcher.telemetry.node_sampler import NodeReading, WorkerReading
     from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
 
-EVERY = 0.5  # seconds between two looks
 NAMED = 8.0  # seconds after its last line; the report follows within 10
 LIMIT = 10.0  # seconds in the teardown of the interpreter
 IDLE = 8.0  # seconds without CPU time, at least
@@ -52,34 +52,49 @@ def decide(seen: Exit, *, named: bool) -> Literal["wait", "name", "end"]:
 
 
 class Exits:
-    """Watches the workers of this node whose script is over."""
+    """Watches the workers of this node whose script is over, as a consumer of the node sampler."""
 
-    def __init__(self, agent: WatchedAgent, stats: ProcessStatsReader) -> None:
-        self._agent = agent
+    section = "exits"  # the leader gets nothing
+
+    def __init__(self, note: Callable[[str], None], stats: ProcessStatsReader) -> None:
+        self._note = note
         self._stats = stats
         self._named: set[int] = set()
         self._cpu: dict[int, tuple[float, float]] = {}  # pid -> seconds of CPU, and when they were last seen to grow
-        self._task = asyncio.get_running_loop().create_task(self._watch())
+        self._task: asyncio.Task[None] | None = None
+
+    def observe(self, reading: NodeReading) -> None:
+        """Check the workers whose script is over, unless the previous check still runs."""
+        attempt = reading.attempt
+        if attempt.stopping or reading.last or (self._task is not None and not self._task.done()):
+            return
+        over = [
+            each
+            for each in reading.workers
+            if each.worker.code is None
+            and each.status is not None
+            and "over" in each.status.text
+            and each.worker.seat.rank not in attempt.debugged
+        ]
+        if over:
+            self._task = asyncio.get_running_loop().create_task(self._check(attempt, over))
+
+    def receive(self, member: int, content: bytes) -> None:
+        """Do nothing: every node watches its own workers."""
 
     async def end(self) -> None:
         """Stop watching."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(EVERY)
-            attempt = self._agent.attempt
-            if attempt is None or attempt.stopping:
-                continue
-            for name, worker in attempt.living:
+    async def _check(self, attempt: WorkerGroup, over: list[WorkerReading]) -> None:
+        for each in over:
+            if each.status is not None and each.worker.code is None:
                 with contextlib.suppress(OSError, ValueError, KeyError):  # it exits meanwhile
-                    await self._look(attempt, name, worker)
+                    await self._look(attempt, each.name, each.worker, each.status.text)
 
-    async def _look(self, attempt: WorkerGroup, name: str, worker: Worker) -> None:
-        text = worker.probe.status.text if worker.probe is not None else {}
-        if "over" not in text or worker.seat.rank in attempt.debugged:
-            return
+    async def _look(self, attempt: WorkerGroup, name: str, worker: Worker, text: dict[str, Any]) -> None:
         now, pid = time.monotonic(), worker.pid
         teardown = now - text["teardown"] if "teardown" in text else 0.0
         seen = Exit(now - text["over"], teardown, self._idle(pid, now))
@@ -90,7 +105,7 @@ class Exits:
                 self._named.add(pid)
                 rank = await node_evidence.rank(attempt, name, worker, self._stats)
                 if worker.code is None:
-                    self._agent.note(
+                    self._note(
                         f"rank {worker.seat.rank} ran its last line {seen.over:.0f} s ago and has not ended: "
                         f"{waits_for(rank, text)}"
                     )
@@ -98,11 +113,11 @@ class Exits:
                     self._cpu[pid] = (process_stats.cpu(pid), self._cpu[pid][1])
             case "end":
                 code = int(text.get("code", 0))
-                self._agent.note(
+                self._note(
                     f"rank {worker.seat.rank} has hung in the teardown of the interpreter for {seen.teardown:.0f} s "
                     f"without using the CPU: ended with SIGKILL; it counts as exit code {code}"
                 )
-                attempt.end_as(name, code)
+                attempt.workers.end_as(name, code)
 
     def _idle(self, pid: int, now: float) -> float:
         """Return for how many seconds it has slept. If it is stopped, traced or waits for a device: 0."""

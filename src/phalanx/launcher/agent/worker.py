@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from phalanx.cluster.placement import Seat
 from phalanx.contract import worker_messages
 from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import wire
 from phalanx.launcher.agent.probes import ProbeClient
-from phalanx.launcher.runs import root_cause
 
 
 class WorkerState(Enum):
@@ -37,6 +36,49 @@ _FOLLOWS = {
 
 
 @dataclass
+class TrainingProgress:
+    """The committed steps and training samples that a worker has reported."""
+
+    step: int | None = None  # newest committed step
+    slot_step: int = 0  # optimizer steps of its status slot at that time
+    steps_match: bool = False  # each optimizer step is one committed step
+    samples: int = -1  # training samples; -1: unknown
+    sampled: float = 0.0  # when it reported them
+
+    def committed(self, step: int, slot_step: int) -> None:
+        """Record a committed step, and the optimizer steps of the status slot at this time."""
+        self.steps_match = abs(slot_step - self.slot_step - step + (self.step or 0)) <= 1
+        self.step, self.slot_step = step, slot_step
+
+
+@dataclass
+class GroupMembership:
+    """The generations that a worker has reported."""
+
+    entered: int = -1  # the newest that it has joined
+    holds: bool = False  # it joined with all trained state
+    formed: int = -1  # the newest of which it reported a committed step
+
+
+@dataclass
+class ExitContext:
+    """What is known about the end of a worker beside its exit code. Most of it comes before the exit."""
+
+    hung: bool = False  # it was killed because of a stall
+    counts_as: int | None = None  # the exit code of one that was killed after its script was over
+    mismatch: wire.Message | None = None  # its collective, if the ranks called different ones
+    raised: wire.Message | None = None  # the state of its groups when an exception about other ranks ended its script
+    deadline: float = 0.0  # until when it should exit after that
+    stop_sent: float = 0.0  # when it was told to stop
+    blame: Sequence[str] = ()  # who caused its timeout
+
+    @property
+    def expected(self) -> bool:
+        """Return whether it should exit soon, after an exception about other ranks."""
+        return self.deadline > time.monotonic()
+
+
+@dataclass
 class Worker:
     """A worker, as its agent knows it. `enter` moves it to the next state."""
 
@@ -46,24 +88,12 @@ class Worker:
     born: float = 0.0  # monotonic clock
     code: int | None = None  # exit code, or minus the signal
     ended: float = 0.0  # wall clock, as in error files
-    hung: bool = False  # it was killed because of a stall
-    ends_as: int | None = None  # the exit code of one that was killed after its script was over
-    step: int | None = None  # newest committed step that it reported
-    slot_step: int = 0  # optimizer steps of its status slot at that time
-    steps_match: bool = False  # each optimizer step is one committed step
     last_heartbeat: float = 0.0  # 0: it has never connected
     spare: bool = False  # it waits to replace another worker
-    entered: int = -1  # the newest generation that it has joined
-    holds: bool = False  # it joined with all trained state
-    formed: int = -1  # the newest generation of which it reported a committed step
-    samples: int = -1  # training samples that it reported; -1: unknown
-    sampled: float = 0.0  # when it reported them
     probe: ProbeClient | None = None
-    mismatch: wire.Message | None = None  # its collective, if the ranks called different ones
-    raised: wire.Message | None = None  # the state of its groups when an exception about other ranks ended its script
-    ending: float = 0.0  # until when it should exit after that
-    stop_sent: float = 0.0  # when it was told to stop
-    blame: Sequence[str] = ()  # who caused its timeout
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
+    membership: GroupMembership = field(default_factory=GroupMembership)
+    exit: ExitContext = field(default_factory=ExitContext)
     state: WorkerState = WorkerState.STARTING
     _passed: set[WorkerState] = field(default_factory=set)  # states that it was in
 
@@ -74,6 +104,15 @@ class Worker:
         self.state = state
         self._passed.add(state)
         return True
+
+    def exited(self, code: int) -> None:
+        """Record its exit code."""
+        self.enter(WorkerState.EXITED)
+        self.code, self.ended = code, time.time()
+
+    def committed(self, step: int) -> None:
+        """Record a committed step that it reported."""
+        self.progress.committed(step, self.probe.step if self.probe is not None else 0)
 
     @property
     def connected(self) -> bool:
@@ -113,24 +152,3 @@ def cuda_device(before: worker_messages.Hello | None, environ: Mapping[str, str]
     if before is None or before.cuda < 0 or before.variables != for_cuda(environ):
         return None
     return before.cuda
-
-
-class Workers(Protocol):
-    """The workers of a node, as far as evidence needs them."""
-
-    @property
-    def workers(self) -> Mapping[str, Worker]:
-        """Return all workers by name."""
-        ...
-
-    @property
-    def debugged(self) -> frozenset[int]:
-        """Return the ranks that are in a debugger."""
-        ...
-
-    def process_failure(self, worker: Worker) -> root_cause.ProcessFailure:
-        """Return what is known of a worker that has ended."""
-        ...
-
-    def send_signal(self, name: str, number: int, *, alone: bool = False) -> None:
-        """Send a signal to a worker and its children, or to it alone."""

@@ -248,7 +248,7 @@ class SingleNodeCoordinator:
 
     def preempt(self, number: signal.Signals) -> bool:
         """Begin a preemption."""
-        return self._preemption.begin(number, self._plan.world_size)
+        return self._preemption.begin(number, self._plan.group.world_size)
 
     def note(self, text: str, *, repeats: bool = False) -> None:
         """Print a line through the agent."""

@@ -158,7 +158,7 @@ class FollowerCoordinator:
             spare=place.spare,
         )
         prefixes = {seat.rank: plan.line_prefix(seat, os.uname().nodename) for seat in seats}
-        self._console.settle(plan.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
+        self._console.settle(plan.group.world_size, {rank: text for rank, text in prefixes.items() if text is not None})
         return plan
 
     # -- messages of the leader

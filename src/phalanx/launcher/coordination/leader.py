@@ -194,7 +194,7 @@ class LeaderCoordinator:
             )
             return
         address = self._listen()
-        self._plan = replace(self._plan, master_addr=address)
+        self._plan = replace(self._plan, group=replace(self._plan.group, master_addr=address))
         where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in self._sockets)
         self.note(f"this node leads now; others join at {where}")
         called, ended = self._overall_readiness()
@@ -574,7 +574,7 @@ class LeaderCoordinator:
                     attempt=self._attempt, generation=generation, why=why[:4096], place=place, halt=halt
                 )
                 leader.send(id_, regroup)
-        self._plan = self._own_plan(self._plan.master_addr)
+        self._plan = self._own_plan(self._plan.group.master_addr)
         self._send_peer_list()
         return RegroupPlan(generation, why, self._plan, self._store, halt)
 
@@ -732,7 +732,7 @@ class LeaderCoordinator:
 
     def preempt(self, number: signal.Signals) -> bool:
         """Begin a preemption of all nodes."""
-        return self._running and self._preemption.begin(number, self._plan.world_size)
+        return self._running and self._preemption.begin(number, self._plan.group.world_size)
 
     def _preempted_at(self, member: int, message: messages.Signalled) -> bool:
         """Begin a preemption for a member that received a signal. Return whether nothing else must be done about it."""
@@ -844,7 +844,7 @@ class LeaderCoordinator:
                 await asyncio.wait_for(self._changed.wait(), 1.0)
         if self._agent is not None:
             self._agent.waiting(None)
-        return self._begin(attempt, self._listen() if self._store is None else self._plan.master_addr)
+        return self._begin(attempt, self._listen() if self._store is None else self._plan.group.master_addr)
 
     def _deaths(self, report: AttemptReport) -> tuple[list[root_cause.ProcessFailure], dict[int, str]]:
         """Return the first failure of each node, by this node's clock, and the message about each."""

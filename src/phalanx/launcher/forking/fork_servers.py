@@ -111,7 +111,7 @@ def _spawn(line: list[str], environ: dict[str, str], theirs: socket.socket, log:
 
 def store_order(fork_server: ForkServerClient, plan: Plan, port: int) -> wire.Message:
     """Return the order to start the store: forked if the fork server has torch, else executed."""
-    order: wire.Message = {"do": "store", "name": "store", "address": plan.master_addr, "port": port}
+    order: wire.Message = {"do": "store", "name": "store", "address": plan.group.master_addr, "port": port}
     order["environ"] = dict(plan.environ)
     if not fork_server.forks:
         order["exec"] = [plan.command.python, os.path.join(_FOLDER, "store.py")]

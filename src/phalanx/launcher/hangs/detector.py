@@ -203,7 +203,7 @@ class HangDetector:
             for each in reading.workers
             if each.worker.pid
         )
-        return NodeHeartbeat(node=self._agent.plan.node_rank, host=os.uname().nodename, ranks=ranks)
+        return NodeHeartbeat(node=self._agent.plan.group.node_rank, host=os.uname().nodename, ranks=ranks)
 
     def receive(self, member: int, content: bytes) -> None:
         """Take the heartbeat of another node."""
@@ -290,8 +290,8 @@ class HangDetector:
         for name, worker in attempt.living if attempt is not None else ():
             if worker.seat.rank in ranks and not worker.spare and attempt is not None:
                 self._agent.note(f"rank {worker.seat.rank} {root_cause.HUNG}")
-                worker.hung = True
-                attempt.send_signal(name, signal.SIGKILL)
+                worker.exit.hung = True
+                attempt.workers.send_signal(name, signal.SIGKILL)
 
     # -- evidence
 
@@ -342,7 +342,7 @@ class HangDetector:
             waited=round(self._tracker.waited, 1) if self._tracker is not None else 0.0,
             ranks=tuple(sorted(ranks, key=lambda rank: rank.rank)),
             nodes=tuple(each.node for each in found),
-            world_size=plan.world_size,
+            world_size=plan.group.world_size,
             limit=plan.hang.stall_timeout or 30.0,
         )
 
@@ -387,7 +387,7 @@ class HangDetector:
     async def _own_evidence(self) -> NodeEvidence:
         total, available = process_stats.host_memory()
         node = NodeFacts(
-            node=self._agent.plan.node_rank,
+            node=self._agent.plan.group.node_rank,
             host=os.uname().nodename,
             memory=total,
             available=available,

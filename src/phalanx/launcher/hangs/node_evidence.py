@@ -29,7 +29,8 @@ from phalanx.launcher.telemetry import gpus, process_stats
 
 if TYPE_CHECKING:
     from phalanx.launcher.agent.probes import ProbeClient
-    from phalanx.launcher.agent.worker import Worker, Workers
+    from phalanx.launcher.agent.worker import Worker
+    from phalanx.launcher.agent.worker_group import WorkerGroup
     from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
 
 ANSWER = 1.2  # seconds for a rank to answer: on a busy host it may have to wait for a core
@@ -79,7 +80,7 @@ def decode(text: bytes) -> NodeEvidence:
     return _decoder.decode(text)
 
 
-async def take(attempt: Workers, stats: ProcessStatsReader, node: NodeFacts) -> NodeEvidence:
+async def take(attempt: WorkerGroup, stats: ProcessStatsReader, node: NodeFacts) -> NodeEvidence:
     """Gather the evidence of all ranks of this node, dead ones included."""
     workers = {name: worker for name, worker in attempt.workers.items() if not worker.spare}
     pids = [worker.pid for worker in workers.values() if worker.code is None and worker.pid]
@@ -92,7 +93,7 @@ async def take(attempt: Workers, stats: ProcessStatsReader, node: NodeFacts) -> 
     return NodeEvidence(node=node, ranks=await asyncio.to_thread(_annotated, found))
 
 
-async def rank(attempt: Workers, name: str, worker: Worker, stats: ProcessStatsReader) -> Rank:
+async def rank(attempt: WorkerGroup, name: str, worker: Worker, stats: ProcessStatsReader) -> Rank:
     """Gather the evidence of one rank."""
     families = await asyncio.to_thread(linux.families, [worker.pid])
     return await _rank(attempt, name, worker, stats, families)
@@ -103,7 +104,7 @@ def _annotated(ranks: list[Rank]) -> tuple[Rank, ...]:
 
 
 async def _rank(
-    attempt: Workers, name: str, worker: Worker, stats: ProcessStatsReader, families: dict[int, list[int]]
+    attempt: WorkerGroup, name: str, worker: Worker, stats: ProcessStatsReader, families: dict[int, list[int]]
 ) -> Rank:
     number = worker.seat.rank
     bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
@@ -138,10 +139,10 @@ async def _rank(
     )
 
 
-def _ended(bare: Rank, attempt: Workers, worker: Worker) -> Rank | None:
+def _ended(bare: Rank, attempt: WorkerGroup, worker: Worker) -> Rank | None:
     """Return the evidence of a rank that has ended, or is ending because it timed out. None: it runs."""
-    if worker.code or worker.ending > time.monotonic():
-        death = attempt.process_failure(worker)
+    if worker.code or worker.exit.expected:
+        death = attempt.failures.process_failure(worker)
         if root_cause.gave_up(death):
             return _gave_up(bare, worker, death)
     return replace(bare, ended=worker.code) if worker.code is not None else None
@@ -151,7 +152,7 @@ def _gave_up(bare: Rank, worker: Worker, death: root_cause.ProcessFailure) -> Ra
     """Return where the rank waited for others when it timed out, as if it still did."""
     reply = EvidenceReply()
     with contextlib.suppress(msgspec.ValidationError, TypeError, ValueError, KeyError):
-        reply = read(worker.raised) if worker.raised is not None else reply
+        reply = read(worker.exit.raised) if worker.exit.raised is not None else reply
     threads = stacks.clean(reply.threads)
     if not any(thread.frames for thread in threads):  # it reported none, so use its traceback
         lines = reversed(root_cause.report_of(death).stack)
@@ -224,11 +225,11 @@ def _plain(name: str) -> str:
 
 
 async def _stacks(
-    attempt: Workers, name: str, worker: Worker, state: str, why: str
+    attempt: WorkerGroup, name: str, worker: Worker, state: str, why: str
 ) -> tuple[tuple[ThreadStack, ...], str]:
     """Get stacks from faulthandler, else from py-spy, when the probe does not answer because it lacks the GIL."""
     if worker.probe is not None and state not in _STOPPED and _stacks_by_signal(worker.probe, worker.pid):
-        sent = lambda: attempt.send_signal(name, probe.SIGNAL, alone=True)  # noqa: E731
+        sent = lambda: attempt.workers.send_signal(name, probe.SIGNAL, alone=True)  # noqa: E731
         threads = stacks.parsed(await stacks.written(worker.probe.stacks, sent, _STACKS))
         looked = worker.probe.status.looked
         if threads and looked and time.monotonic() - looked > _SILENT:

@@ -110,9 +110,9 @@ class Collector:
         plan = self._agent.plan
         if self._builder is None or self._builder.attempt is not reading.attempt:
             self._builder = RankSampleBuilder(reading.attempt)
-        ranks = frozenset(seat.rank for seat in plan.seats) if not plan.spare else frozenset()
+        ranks = frozenset(seat.rank for seat in plan.seats) if not plan.group.spare else frozenset()
         samples = self._builder.build(ranks, reading)
-        infos = self._builder.infos(ranks, reading, plan.node_rank, os.uname().nodename)
+        infos = self._builder.infos(ranks, reading, plan.group.node_rank, os.uname().nodename)
         return NodeSamples(tick=reading.tick, seconds=self._builder.seconds, infos=infos, ranks=samples)
 
     # -- all nodes, on the leader

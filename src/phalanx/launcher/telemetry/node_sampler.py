@@ -1,7 +1,7 @@
 """The one poller of a node: reads every worker twice per second and hands the result to all consumers.
 
-Each tick reads the status slot and the kernel's counters of every worker once. Hang detector, step timings and
-collector all work on that reading. What the leader needs from it travels in one message per second, with one section
+Each tick reads the status slot and the kernel's counters of every worker once. Hang detector, step timings, collector
+and exits all work on that reading. What the leader needs from it travels in one message per second, with one section
 per consumer.
 Ticks fall on whole and half seconds of the leader's clock, so that samples of different nodes line up.
 """

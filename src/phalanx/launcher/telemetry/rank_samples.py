@@ -84,20 +84,22 @@ class _WorkerHistory:
         The step that a worker reports is up to half a second old; its status slot counts those since. While its group
         forms again it reports none: the slot counts only steps of this process, so the last report is used.
         """
-        if not worker.step:
+        if not worker.progress.step:
             return self.step or on_slot or -1
-        self.step = worker.step + (max(0, on_slot - worker.slot_step) if worker.steps_match else 0)
+        self.step = worker.progress.step + (
+            max(0, on_slot - worker.progress.slot_step) if worker.progress.steps_match else 0
+        )
         return self.step
 
     def rate(self, worker: Worker) -> float:
         """Return samples per second, or -1 if the worker does not report them."""
-        if worker.samples < 0:
+        if worker.progress.samples < 0:
             self.counts.clear()
             return -1.0
-        if self.counts and worker.samples < self.counts[-1][1]:  # the worker started over
+        if self.counts and worker.progress.samples < self.counts[-1][1]:  # the worker started over
             self.counts.clear()
-        if not self.counts or worker.sampled > self.counts[-1][0]:
-            self.counts.append((worker.sampled, worker.samples))
+        if not self.counts or worker.progress.sampled > self.counts[-1][0]:
+            self.counts.append((worker.progress.sampled, worker.progress.samples))
         while len(self.counts) > 2 and self.counts[-1][0] - self.counts[1][0] >= _WINDOW:
             self.counts.popleft()
         (then, before), (now, count) = self.counts[0], self.counts[-1]

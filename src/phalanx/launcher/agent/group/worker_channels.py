@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Protocol
+from collections.abc import Callable
 
 from phalanx.contract import encoding, worker_messages
 from phalanx.launcher.ipc.packet_server import PacketServer
 
 
-class WorkerChannelEvents(Protocol):
-    """What happens on the channels."""
-
-    def is_worker(self, pid: int) -> bool:
-        """Return whether a process is a worker of this group."""
-        ...
-
-    def received(self, pid: int, message: worker_messages.FromWorker) -> None:
-        """Handle a message of a worker."""
-
-
 class WorkerChannels:
-    """One channel per worker."""
+    """One channel per worker.
 
-    def __init__(self, events: WorkerChannelEvents) -> None:
-        self._events = events
+    `is_worker` returns whether a process may connect; `received` gets each message with the pid of its worker.
+    """
+
+    def __init__(
+        self, is_worker: Callable[[int], bool], received: Callable[[int, worker_messages.FromWorker], None]
+    ) -> None:
+        self._is_worker = is_worker
+        self._on_message = received
         self._server = PacketServer("phalanx", worker_messages.from_worker, self._admits, self._received)
 
     @property
@@ -39,10 +34,10 @@ class WorkerChannels:
         return frozenset(self._server.connections.values())
 
     def _admits(self, pid: int) -> bool:
-        return self._events.is_worker(pid) and pid not in self.connections
+        return self._is_worker(pid) and pid not in self.connections
 
     def _received(self, connection: socket.socket, message: worker_messages.FromWorker) -> None:
-        self._events.received(self._server.connections[connection], message)
+        self._on_message(self._server.connections[connection], message)
 
     def _connection(self, pid: int) -> socket.socket | None:
         return next((one for one, other in self._server.connections.items() if other == pid), None)

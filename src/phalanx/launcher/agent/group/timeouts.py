@@ -11,7 +11,9 @@ from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.launcher.runs import root_cause
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.worker import Worker, Workers
+    from phalanx.launcher.agent.group.failures import Failures
+    from phalanx.launcher.agent.worker import Worker
+    from phalanx.launcher.agent.workers import Workers
 
 Blame = Callable[[int, Timeout], Awaitable[list[str]]]  # rank that timed out -> lines about the cause
 
@@ -26,11 +28,14 @@ class TimeoutVictims:
     `on_explained` is called with all of them, once the cause is known or cannot be found.
     """
 
-    def __init__(self, attempt: Workers, ask: Blame | None, on_explained: Callable[[list[Worker]], None]) -> None:
-        self._attempt = attempt
+    def __init__(
+        self, all_workers: Workers, failures: Failures, ask: Blame | None, on_explained: Callable[[list[Worker]], None]
+    ) -> None:
+        self._all_workers = all_workers
+        self._failures = failures
         self._ask = ask
         self._on_explained = on_explained
-        self._workers: list[Worker] = []
+        self._victims: list[Worker] = []
         self._asking: asyncio.Task[None] | None = None
 
     @property
@@ -40,10 +45,10 @@ class TimeoutVictims:
 
     def take(self, worker: Worker) -> bool:
         """Take a worker that has failed. False: it did not time out. Else `on_explained` gets it later."""
-        victim = self._timed_out(self._attempt.process_failure(worker))
+        victim = self._timed_out(self._failures.process_failure(worker))
         if victim is None or self._ask is None:
             return False
-        self._workers.append(worker)
+        self._victims.append(worker)
         if self._asking is None:
             self._asking = asyncio.get_running_loop().create_task(self._blame(victim, self._ask))
         return True
@@ -57,8 +62,8 @@ class TimeoutVictims:
         """Return the failure that is a timeout: this one, or another that has closed the connections of this worker."""
         deaths = [death]
         if root_cause.lost_a_peer(death):
-            workers = self._attempt.workers.values()
-            deaths += [self._attempt.process_failure(worker) for worker in workers if worker.raised is not None]
+            workers = self._all_workers.values()
+            deaths += [self._failures.process_failure(worker) for worker in workers if worker.exit.raised is not None]
         return next((each for each in deaths if root_cause.timeout(each) is not None), None)
 
     async def _blame(self, victim: root_cause.ProcessFailure, ask: Blame) -> None:
@@ -67,7 +72,7 @@ class TimeoutVictims:
             blame = await asyncio.wait_for(ask(victim.rank, timeout), _LIMIT) if timeout is not None else blame
         except Exception:  # an explanation must not hide the failure
             logger.debug("the cause of a timeout of rank %d is unknown", victim.rank, exc_info=True)
-        for worker in self._attempt.workers.values():
-            worker.blame = blame if root_cause.timeout(self._attempt.process_failure(worker)) is not None else ()
-        found, self._workers, self._asking = self._workers, [], None
+        for worker in self._all_workers.values():
+            worker.exit.blame = blame if root_cause.timeout(self._failures.process_failure(worker)) is not None else ()
+        found, self._victims, self._asking = self._victims, [], None
         self._on_explained(found)

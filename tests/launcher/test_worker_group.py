@@ -1,0 +1,183 @@
+"""The parts of a worker group, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.cluster.cluster import Slot
+from phalanx.cluster.placement import Seat
+from phalanx.contract import worker_messages
+from phalanx.launcher.agent.group.formation import Formation
+from phalanx.launcher.agent.group.heartbeats import HeartbeatWatch
+from phalanx.launcher.agent.group.regrouper import Readiness
+from phalanx.launcher.agent.group.stopper import Stopper, escalation
+from phalanx.launcher.agent.worker import TrainingProgress, Worker, WorkerState
+from phalanx.launcher.agent.workers import Workers
+
+
+class ForkServer:
+    """Records orders."""
+
+    def __init__(self) -> None:
+        self.signals: list[tuple[str, int]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.signals.append((message["name"], message["signal"]))
+
+
+class Channels:
+    """Records what workers are sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Any]] = []
+
+    def send(self, pid: int, message: Any) -> None:
+        self.sent.append((pid, message))
+
+
+class Observer:
+    """Records the readiness."""
+
+    def __init__(self) -> None:
+        self.reported: list[tuple[bool, bool, bool]] = []
+
+    def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
+        self.reported.append((called, ended, ready))
+
+
+def worker(rank: int, *states: WorkerState, spare: bool = False) -> Worker:
+    made = Worker(Seat(rank, 0, rank, 2, Slot()), "", pid=100 + rank, spare=spare)
+    for state in states:
+        made.enter(state)
+    return made
+
+
+def group(*ranks: Worker) -> tuple[Workers, ForkServer]:
+    server: Any = ForkServer()
+    workers = Workers(server)
+    for name, one in enumerate(ranks):
+        workers.add(str(name), one)
+    return workers, server
+
+
+CONNECTED = (WorkerState.RUNNING, WorkerState.CONNECTED)
+
+
+def test_workers_are_found_by_pid_and_state() -> None:
+    workers, server = group(worker(0), worker(1), worker(2, spare=True))
+    workers["1"].exited(3)
+    workers["2"].exited(1)
+    assert [name for name, _ in workers.living] == ["0"]
+    assert workers.failed == [workers["1"]]
+    assert workers.ranks == {100: 0, 101: 1, 102: 2}
+    assert workers.with_pid(100) is workers["0"]
+    assert workers.with_pid(101) is None
+    workers.end_as("0", 0)
+    assert (workers["0"].exit.counts_as, server.signals) == (0, [("0", signal.SIGKILL)])
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (signal.SIGTERM, [(signal.SIGKILL, 30.0)]),
+        (signal.SIGINT, [(signal.SIGTERM, 10.0), (signal.SIGKILL, 20.0)]),
+        (signal.SIGHUP, [(signal.SIGTERM, 10.0), (signal.SIGKILL, 20.0)]),
+    ],
+)
+def test_signals_get_stronger_within_the_grace(
+    number: signal.Signals, expected: list[tuple[signal.Signals, float]]
+) -> None:
+    assert escalation(number, 30.0) == expected
+
+
+def test_a_worker_in_a_debugger_is_not_interrupted() -> None:
+    workers, server = group(worker(0), worker(1))
+    workers.debugged = frozenset({1})
+    channels: Any = Channels()
+    folder: Any = SimpleNamespace(event=lambda event: None)
+    notes: list[str] = []
+
+    async def play() -> None:
+        stopper = Stopper(workers, channels, folder, notes.append)
+        assert not stopper.stopping
+        stopper.stop(signal.SIGINT, "SIGINT received", 0.03)
+        assert stopper.stopping
+        assert server.signals == [("0", signal.SIGINT), ("1", signal.SIGTERM)]
+        workers["1"].exited(0)
+        while len(server.signals) < 4:
+            await asyncio.sleep(0.005)
+        stopper.cancel()
+
+    asyncio.run(asyncio.wait_for(play(), 20.0))
+    assert server.signals[2:] == [("0", signal.SIGTERM), ("0", signal.SIGKILL)]
+    assert [message.signal for pid, message in channels.sent if pid == 100] == [
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGKILL,
+    ]
+    assert len(notes) == 2
+    assert all(one.stopped and one.exit.stop_sent for one in workers.values())
+
+
+def test_readiness_is_reported_when_it_changes() -> None:
+    observer: Any = Observer()
+    readiness = Readiness(observer)
+    ranks = [worker(0), worker(1), worker(2, *CONNECTED, spare=True)]
+    readiness.update(ranks, spare_node=False)
+    assert observer.reported == []
+    for one in ranks[:2]:
+        for state in CONNECTED:
+            one.enter(state)
+        readiness.update(ranks, spare_node=False)
+        readiness.update(ranks, spare_node=False)
+    assert observer.reported == [(True, False, False), (True, False, True)]
+    ranks[0].exited(0)
+    readiness.update(ranks, spare_node=False)
+    assert observer.reported[-1] == (True, True, True)
+    readiness.update([], spare_node=False)  # that the script can regroup stays known
+    assert observer.reported[-1] == (True, False, True)
+
+
+def test_on_a_node_of_spares_they_count() -> None:
+    observer: Any = Observer()
+    Readiness(observer).update([worker(0, *CONNECTED, spare=True)], spare_node=True)
+    assert observer.reported == [(True, False, True)]
+
+
+def test_a_worker_without_a_heartbeat_is_killed_once() -> None:
+    workers, server = group(worker(0), worker(1), worker(2), worker(3, *CONNECTED, WorkerState.FINISHED))
+    now = time.monotonic()
+    workers["1"].last_heartbeat = workers["2"].last_heartbeat = workers["3"].last_heartbeat = now - 60
+    workers.debugged = frozenset({2})
+    notes: list[str] = []
+    watch = HeartbeatWatch(workers, 30.0, notes.append)
+    watch.check()
+    watch.check()
+    assert server.signals == [("1", signal.SIGKILL)]
+    assert workers["2"].last_heartbeat >= now
+    assert len(notes) == 1
+    assert notes[0].startswith("rank 1 is silent for 60 s (")
+
+
+def test_a_worker_waits_if_it_is_a_spare_or_its_group_is_held() -> None:
+    plan: Any = SimpleNamespace(shutdown=SimpleNamespace(preempt_signals=(signal.SIGUSR1,)), group=None)
+    waits = worker_messages.Wait("", (int(signal.SIGUSR1),))
+    assert Formation(plan, 1).assignment(worker(0, spare=True)) == waits
+    held = Formation(plan, 1, held="1 of 2 nodes is left")
+    assert held.assignment(worker(0)) == worker_messages.Wait("1 of 2 nodes is left", (int(signal.SIGUSR1),))
+
+
+def test_optimizer_steps_match_committed_steps_if_they_advance_alike() -> None:
+    progress = TrainingProgress()
+    progress.committed(10, 110)
+    assert not progress.steps_match
+    progress.committed(20, 120)
+    assert (progress.steps_match, progress.step, progress.slot_step) == (True, 20, 120)
+    progress.committed(21, 124)  # several optimizer steps per committed step
+    assert not progress.steps_match
