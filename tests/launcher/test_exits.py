@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.cluster import Slot
-from phalanx.cluster.placement import Seat
 from phalanx.diagnose.evidence import Frame, Process, Rank, ThreadStack
 from phalanx.launcher.agent.exits import Exit, Exits, decide, waits_for
 from phalanx.launcher.agent.worker import Worker
 from phalanx.launcher.telemetry.node_sampler import WorkerReading
 from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
+from tests.kit.placements import seat
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def reading(*workers: WorkerReading, **more: Any) -> Any:
 
 
 def read(code: int | None = None, **text: Any) -> WorkerReading:
-    worker = Worker(Seat(1, 0, 0, 1, Slot()), "", pid=1, code=code)
+    worker = Worker(seat(1, 2, local_rank=0), "", pid=1, code=code)
     status: Any = SimpleNamespace(text=text) if text else None
     return WorkerReading("1", worker, status)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.cluster.cluster import Device, Slot
-from phalanx.cluster.placement import Seat
 from phalanx.launcher.plan import DeviceVisibility
+from tests.kit import placements
 
 GPU = Slot(Device("gpu", 3, "GPU-3", "3", "a GPU"))
 
@@ -26,10 +26,10 @@ def test_which_devices_a_worker_sees(
     isolated: bool, virtual: bool, slot: Slot, inherited: str | None, expected: str | None
 ) -> None:
     visibility = DeviceVisibility(isolated=isolated, virtual_local_rank=virtual)
-    seat = Seat(1, 0, 1, 2, slot)
+    seat = placements.seat(1, 2, slot)
     environ = {} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited}
     if expected == "handle":
         assert slot.device is not None
         expected = slot.device.handle
     assert visibility.visible(seat, environ) == expected
-    assert visibility.local_rank(seat) == (0 if virtual else 1)
+    assert visibility.worker_placement(seat).local_rank == (0 if virtual else 1)

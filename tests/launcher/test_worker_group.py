@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.cluster import Slot
-from phalanx.cluster.placement import Seat
 from phalanx.contract import worker_messages
 from phalanx.launcher.agent.group.formation import Formation
 from phalanx.launcher.agent.group.heartbeats import HeartbeatWatch
@@ -19,6 +17,7 @@ from phalanx.launcher.agent.group.regrouper import Readiness
 from phalanx.launcher.agent.group.stopper import Stopper, escalation
 from phalanx.launcher.agent.worker import TrainingProgress, Worker, WorkerState
 from phalanx.launcher.agent.workers import Workers
+from tests.kit.placements import seat
 
 
 class ForkServer:
@@ -52,7 +51,7 @@ class Observer:
 
 
 def worker(rank: int, *states: WorkerState, spare: bool = False) -> Worker:
-    made = Worker(Seat(rank, 0, rank, 2, Slot()), "", pid=100 + rank, spare=spare)
+    made = Worker(seat(rank, 2), "", pid=100 + rank, spare=spare)
     for state in states:
         made.enter(state)
     return made

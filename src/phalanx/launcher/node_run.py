@@ -25,7 +25,7 @@ from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.agent import RunHook
+    from phalanx.launcher.agent.run_hook import RunHook
     from phalanx.launcher.coordination.coordinator import Coordinator
     from phalanx.launcher.output.console import Console
 

@@ -20,7 +20,7 @@ from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:  # whatever is imported before the fork server is started delays it
-    from phalanx.launcher.agent.agent import RunHook
+    from phalanx.launcher.agent.run_hook import RunHook
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,239 @@
+"""Control of the worker group of the current attempt: starting it, and the actions of the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+from phalanx.errors import PhalanxError
+from phalanx.forkserver import linux, wire
+from phalanx.launcher.agent.end_request import EndRequest
+from phalanx.launcher.agent.group.context import WorkerGroupContext
+from phalanx.launcher.agent.signals import Signals
+from phalanx.launcher.agent.worker import WorkerFailure
+from phalanx.launcher.agent.worker_group import WorkerGroup
+from phalanx.launcher.coordination.actions import (
+    AcceptLoss,
+    HaltWorkers,
+    HoldWorkers,
+    RegroupPlan,
+    SignalWorkers,
+    StopWorkers,
+)
+from phalanx.launcher.coordination.coordinator import StartAttempt
+from phalanx.launcher.forking.supervisor import ForkServerSupervisor
+from phalanx.launcher.plan import Plan
+
+GroupAction = RegroupPlan | StopWorkers | HoldWorkers | HaltWorkers | AcceptLoss | SignalWorkers
+
+_MOST_RANKS = 8  # in a message
+
+
+class GroupController:
+    """Performs actions on the workers of the current attempt, and passes them what the fork server reports.
+
+    `fail` ends the run with an error.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        fork_server: ForkServerSupervisor,
+        signals: Signals,
+        end_request: EndRequest,
+        *,
+        note: Callable[[str], None],
+        fail: Callable[[PhalanxError], None],
+    ) -> None:
+        self.plan = plan  # ranks change when nodes join or leave
+        self.group: WorkerGroup | None = None  # of the current attempt
+        self._fork_server = fork_server
+        self._signals = signals
+        self._end_request = end_request
+        self._note = note
+        self._fail = fail
+        self._early_stop = False  # a stop came before the attempt began
+        self._next_regroup: RegroupPlan | None = None  # the latest
+        self._replacing: asyncio.Task[None] | None = None  # a killed fork server and its workers
+
+    # -- from one attempt to the next
+
+    async def prepare(self, plan: Plan) -> bool:
+        """Prepare the next attempt: replace the fork server if it was killed. False if no other becomes ready."""
+        self.plan = plan
+        return not self._fork_server.lost or await self._fork_server.replace(plan)
+
+    async def start(self, start: StartAttempt, context: WorkerGroupContext) -> WorkerGroup:
+        """Start the workers of an attempt."""
+        group = self.group = WorkerGroup(start, context, self._fork_server.client, self._fork_server.hints)
+        for seat in start.plan.seats:
+            if self._end_request.made or self._early_stop or group.stopping or group.over.is_set():
+                break
+            group.start_worker(seat, spare=start.plan.group.spare)
+            await asyncio.sleep(0)  # handle messages of the fork server, and signals
+        self._early_stop = False
+        regroup = self._next_regroup
+        if regroup is not None and regroup.generation > start.generation:  # it came while this attempt began
+            self._regroup(regroup)
+        if self._replacing is None:
+            self._end_if_empty(group)
+        return group
+
+    async def settle(self) -> None:
+        """Wait for a replacement of the fork server that has begun."""
+        if self._replacing is not None:
+            await asyncio.wait((self._replacing,))
+
+    def discard_regroup(self) -> None:
+        """Forget the latest regroup: one that comes later belongs to the next attempt."""
+        self._next_regroup = None
+
+    def release(self) -> None:
+        """Forget the group of an attempt that is over."""
+        self.group = None
+
+    # -- actions
+
+    def perform(self, action: GroupAction) -> None:
+        """Execute an action of the coordinator."""
+        match action:
+            case RegroupPlan():
+                self._regroup(action)
+            case StopWorkers():
+                self._stop(action)
+            case HoldWorkers():
+                if (group := self._active_group) is not None:
+                    group.hold(action.why)
+            case HaltWorkers():
+                if (group := self._active_group) is not None:
+                    group.halt(action.step)
+            case AcceptLoss():
+                if self.group is not None:
+                    self._end_if_empty(self.group)
+            case SignalWorkers():
+                self.send_signal(action.signal)
+
+    @property
+    def _active_group(self) -> WorkerGroup | None:
+        """Return the group unless its workers are being stopped."""
+        stopping = self._end_request.signal is not None or (self.group is not None and self.group.stopping)
+        return None if stopping else self.group
+
+    def _regroup(self, to: RegroupPlan) -> None:
+        """Form a new group: replace workers that have died, here or elsewhere."""
+        group, self._next_regroup = self.group, to
+        if group is None or group.over.is_set():
+            return
+        self.plan = to.plan
+        if self._end_request.signal is not None or group.stopping:
+            self._end_if_empty(group)
+        elif self._replacing is not None:
+            return  # that ends with the latest regroup
+        elif self._fork_server.lost:
+            self._replacing = asyncio.get_running_loop().create_task(self._replace_fork_server(group))
+        else:
+            group.regroup(to)
+
+    async def _replace_fork_server(self, group: WorkerGroup) -> None:
+        """Start a new fork server and all workers of this node. They join the next generation of the group."""
+        self._note(f"the fork server was ended from outside: {self._fork_server.lost}; another takes its place")
+        try:
+            # The new one may be killed too.
+            while self._fork_server.lost and not group.over.is_set() and not self._end_request.made:
+                ready = await self._fork_server.replace(self.plan)
+                if ready and self._next_regroup is not None and not group.over.is_set():
+                    group.use_fork_server(self._fork_server.client)
+                    group.regroup(self._next_regroup)
+        except PhalanxError as error:
+            self._fail(error)
+        finally:
+            self._replacing = None
+            self._end_if_empty(group)
+
+    def _stop(self, stop: StopWorkers) -> None:
+        """Stop the workers of the current attempt, or of the next one before it begins."""
+        if self.group is None:
+            self._early_stop = True
+        elif not self.group.living:
+            self._end_empty(self.group)
+        elif not self.group.stopping:
+            self.group.stop(stop.signal, stop.reason, stop.grace)
+
+    def stop_by_signal(self, number: signal.Signals) -> None:
+        """Stop the workers because of a signal, even if they are being stopped already."""
+        if self.group is None:
+            return
+        if not self.group.living:
+            self._end_empty(self.group)
+            return
+        grace = self.plan.shutdown.stop_timeout
+        already_sent = self._signals.workers_received(number)
+        self.group.stop(number, f"{number.name} received", grace, already_sent=already_sent)
+
+    def kill(self) -> None:
+        """Kill the workers."""
+        if self.group is not None:
+            self.group.workers.kill()
+
+    def _end_empty(self, group: WorkerGroup) -> None:
+        """End an attempt that has no living worker."""
+        self._fork_server.stop_waiting()  # for a replacement
+        group.over.set()
+
+    def _end_if_empty(self, group: WorkerGroup) -> None:
+        if not group.living:
+            group.over.set()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the workers that handle it. Others would die of it."""
+        if self._signals.workers_received(number):
+            self._note(f"{number.name} received, by every process of this job")
+            return
+        received = []
+        for name, worker in self.group.living if self.group is not None else ():
+            if linux.handles(worker.pid, number) and self.group is not None:
+                self.group.workers.send_signal(name, number, alone=True)
+                received.append(worker.seat.rank)
+        if received:
+            self._note(
+                f"{number.name} received, and given to rank{'s' if len(received) > 1 else ''} {_rank_list(received)}"
+            )
+        else:
+            self._note(f"{number.name} received; no rank handles it, so none was given it")
+
+    def resize(self) -> None:
+        """Pass a new size of the terminal to the workers that have one."""
+        if self.group is not None:
+            ranks = self.group.output.resized()
+            for name, worker in self.group.living:
+                if worker.seat.rank in ranks:
+                    self.group.workers.send_signal(name, signal.SIGWINCH)
+
+    # -- the fork server
+
+    def fork_server_message(self, message: wire.Message) -> None:
+        """Handle a message of the fork server about a process, or about a signal that it received."""
+        match message["is"]:
+            case "born" if self.group is not None:
+                self.group.worker_started(message["name"], message["pid"])
+            case "exited" if self.group is not None:
+                self.group.worker_exited(message)
+            case "refused" if self.group is not None:
+                self.group.start_refused(message["name"], message["why"])
+            case "signalled":
+                self._signals.fork_server_received(message["signal"])
+
+    def fork_server_lost(self) -> WorkerFailure | None:
+        """Handle the loss of the fork server: its workers are dead. Return the failure, if the attempt is not over."""
+        if self.group is None:
+            return None
+        self.group.fork_server_lost()
+        if self.group.over.is_set():
+            return None
+        return self.group.failures.of_all("the fork server was ended from outside", place="forkserver")
+
+
+def _rank_list(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return ", ".join(map(str, ranks[:_MOST_RANKS])) + more

@@ -1,0 +1,50 @@
+"""The interface of what takes part in a run beside the agent: the ssh session that started this node, or chaos."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import socket
+
+    from phalanx.launcher.agent.agent import NodeAgent
+
+
+class RunHook(Protocol):
+    """Takes part in a run beside the agent."""
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Return the children of this process that the agent must not end."""
+        ...
+
+    def opened(self, sockets: Sequence[socket.socket]) -> None:
+        """Called before anything is started, with the sockets on which node 0 listens."""
+
+    def begin(self, agent: NodeAgent) -> None:
+        """Called when the agent's event loop runs."""
+
+    async def end(self, code: int) -> None:
+        """Called when the run is over and the coordinator closed."""
+
+    def hurry(self) -> None:
+        """Called when the user does not want to wait for other nodes to end."""
+
+
+class NoHook:
+    """The hook of a run in which nothing takes part beside the agent."""
+
+    pids: frozenset[int] = frozenset()
+
+    def opened(self, sockets: Sequence[socket.socket]) -> None:
+        """Do nothing."""
+
+    def begin(self, agent: NodeAgent) -> None:
+        """Do nothing."""
+
+    async def end(self, code: int) -> None:
+        """Do nothing."""
+
+    def hurry(self) -> None:
+        """Do nothing."""

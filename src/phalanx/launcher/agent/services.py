@@ -1,0 +1,70 @@
+"""What an agent offers to workers and to other commands for as long as the run lives."""
+
+from __future__ import annotations
+
+from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
+from phalanx.launcher.agent.probes import StatusBoard
+from phalanx.launcher.agent.snapshot_memory import SnapshotMemory
+from phalanx.launcher.agent.watched import WatchedAgent
+from phalanx.launcher.debug.sessions import DebugSessions
+from phalanx.launcher.ipc.control_socket import ControlSocket
+from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+from phalanx.launcher.output.console import Console
+from phalanx.launcher.plan import Plan
+from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.viewers.dashboard import Dashboard
+from phalanx.launcher.viewers.event_server import EventServer
+
+
+class NodeServices:
+    """Opens the services of a node together, and closes them in order. Needs a running event loop."""
+
+    def __init__(
+        self, agent: WatchedAgent, coordinator: RpcCarrier, rpc: NodeRpc, *, folder: RunFolder, console: Console
+    ) -> None:
+        plan = agent.plan
+        rendezvous = plan.rendezvous
+        self._snapshot_memory = _snapshot_memory(agent)
+        self.board = StatusBoard(checks=plan.hang.check_collectives)
+        self.control_socket = ControlSocket(folder)
+        self.debugging = DebugSessions(
+            agent,
+            coordinator,
+            rpc,
+            console=console,
+            folder=folder,
+            trusted=rendezvous is None or bool(rendezvous.token.key),
+        )
+        self.control_socket.on("attach", self.debugging.attach)
+        self._event_server = EventServer(agent, coordinator, rpc, self.control_socket, folder)
+        self.dashboard = Dashboard(plan, folder, console)
+
+    @property
+    def memory_address(self) -> str:
+        """Return the address of the snapshot memory. Empty: there is none."""
+        return self._snapshot_memory.name if self._snapshot_memory is not None else ""
+
+    async def close(self, code: int, seconds: float) -> None:
+        """Tell viewers how the run ended, wait for those that this agent started, and close everything."""
+        self._event_server.end(code, seconds)
+        await self.dashboard.end()
+        if self._snapshot_memory is not None:
+            self._snapshot_memory.close()
+        for service in (self.debugging, self.control_socket, self._event_server, self.board):
+            service.close()
+
+
+def _snapshot_memory(agent: WatchedAgent) -> SnapshotMemory | None:
+    """Return the memory for snapshots, if the user asked for them or workers may be replaced."""
+    every = agent.plan.environ.get(SNAPSHOT_EVERY, "")
+    if every in OFF or not (every or _may_recover(agent.plan)):
+        return None
+
+    def is_worker(pid: int) -> bool:
+        return agent.attempt is not None and agent.attempt.workers.with_pid(pid) is not None
+
+    return SnapshotMemory(is_worker, requested=bool(every))
+
+
+def _may_recover(plan: Plan) -> bool:
+    return plan.recovery.policy.most != 0 or (plan.rendezvous is not None and plan.rendezvous.elastic)

@@ -1,0 +1,116 @@
+"""What watches the workers of a node: sampler, hang detector, step timings, collector, exits.
+
+They start shortly after the first workers, because importing them takes as long as importing the rest of the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx.contract import worker_messages
+from phalanx.diagnose.rules.timeouts import Timeout
+from phalanx.launcher.agent.watched import WatchedAgent
+from phalanx.launcher.agent.worker_group import WorkerGroup
+from phalanx.launcher.ipc.control_socket import ControlSocket
+from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+from phalanx.launcher.runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from phalanx.launcher.agent.exits import Exits
+    from phalanx.launcher.hangs.detector import HangDetector
+    from phalanx.launcher.telemetry.collector import Collector
+    from phalanx.launcher.telemetry.node_sampler import NodeSampler
+    from phalanx.launcher.telemetry.step_timings import StepTimings
+
+_DELAY = 0.5  # seconds from the start of the workers to that of the watchers
+
+
+@dataclass(frozen=True)
+class _Started:
+    sampler: NodeSampler
+    hang_detector: HangDetector
+    step_timings: StepTimings
+    collector: Collector
+    exits: Exits
+
+    async def end(self) -> None:
+        for watcher in (self.sampler, self.hang_detector, self.collector, self.exits):
+            await watcher.end()
+
+
+class Watchers:
+    """Starts the watchers once per run, and ends them together. Until they have started they report nothing."""
+
+    def __init__(
+        self, agent: WatchedAgent, coordinator: RpcCarrier, rpc: NodeRpc, control: ControlSocket, folder: RunFolder
+    ) -> None:
+        self._agent = agent
+        self._coordinator = coordinator
+        self._rpc = rpc
+        self._control = control
+        self._folder = folder
+        self._starting: asyncio.Task[None] | None = None
+        self._started: _Started | None = None
+
+    def start(self, attempt: WorkerGroup) -> None:
+        """Start them in a moment, if this is the first attempt."""
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start(attempt))
+
+    async def _start(self, attempt: WorkerGroup) -> None:
+        await asyncio.sleep(_DELAY)
+        exits, detector, timings, collector, sampler = await asyncio.to_thread(_import_watchers)
+        nodes = (self._agent, self._coordinator, self._rpc)
+        sampling = sampler(*nodes, attempt=attempt)
+        started = self._started = _Started(
+            sampler=sampling,
+            exits=exits(self._agent.note, sampling.stats),
+            hang_detector=detector(*nodes, self._control, self._folder, stats=sampling.stats, attempt=attempt),
+            step_timings=timings(*nodes, self._control, self._folder),
+            collector=collector(*nodes, self._folder),
+        )
+        sampling.start(started.exits, started.hang_detector, started.step_timings, started.collector)
+
+    async def blame(self, rank: int, timeout: Timeout) -> list[str]:
+        """Return lines about why a rank timed out."""
+        if self._started is None and self._starting is not None:
+            await asyncio.wait((self._starting,))
+        return await self._started.hang_detector.blame(rank, timeout) if self._started is not None else []
+
+    def measured(self, message: worker_messages.MeasuredStep) -> None:
+        """Take metrics of rank 0."""
+        if self._started is not None:
+            self._started.collector.measured(message)
+
+    def attempt_over(self) -> None:
+        """Take a last sample of an attempt before its status slots are released."""
+        if self._started is not None:
+            self._started.sampler.concluded()
+
+    def stall_report(self) -> str:
+        """Return why the run was stalled when it ended. Empty if it was not."""
+        return self._started.hang_detector.final_report if self._started is not None else ""
+
+    def timings_report(self, *, succeeded: bool) -> str:
+        """Return what to print about step timings at the end of a run. Empty: nothing."""
+        return self._started.step_timings.final_report(succeeded=succeeded) if self._started is not None else ""
+
+    async def end(self) -> None:
+        """End all of them, or their start."""
+        if self._starting is not None:
+            self._starting.cancel()
+        if self._started is not None:
+            await self._started.end()
+
+
+def _import_watchers() -> tuple[type[Exits], type[HangDetector], type[StepTimings], type[Collector], type[NodeSampler]]:
+    """Import the watchers, in a thread."""
+    from phalanx.launcher.agent.exits import Exits
+    from phalanx.launcher.hangs.detector import HangDetector
+    from phalanx.launcher.telemetry.collector import Collector
+    from phalanx.launcher.telemetry.node_sampler import NodeSampler
+    from phalanx.launcher.telemetry.step_timings import StepTimings
+
+    return Exits, HangDetector, StepTimings, Collector, NodeSampler

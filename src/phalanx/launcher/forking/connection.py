@@ -1,0 +1,121 @@
+"""The connection of an agent to one fork server: its messages, requests to it, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+from collections.abc import Callable
+
+from phalanx.forkserver import wire
+from phalanx.launcher.forking.fork_servers import ForkServerClient
+from phalanx.launcher.ipc.pending_replies import PendingReplies
+from phalanx.launcher.runs import root_cause
+
+END_TIMEOUT = 15.0  # seconds for a fork server to end: it kills its processes after one second
+_EXIT_TIMEOUT = 1.0  # seconds to exit after that, before SIGKILL
+
+
+class ForkServerConnection:
+    """One fork server, from its imports to its end. Needs a running event loop.
+
+    `on_message` gets its messages about processes and signals. `on_lost` is called if it is ended from outside.
+    """
+
+    def __init__(
+        self, client: ForkServerClient, on_message: Callable[[wire.Message], None], on_lost: Callable[[], None]
+    ) -> None:
+        self.client = client
+        self.lost = ""  # how it was ended from outside; empty: it was not
+        self.ended = False  # on request, with all processes below it
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._imported = client.ready is not None
+        self._ready: asyncio.Future[wire.Message] = asyncio.get_running_loop().create_future()
+        self._replies: PendingReplies[wire.Message] = PendingReplies()
+
+    async def ready(self) -> wire.Message:
+        """Wait for the imports, and return the report about them. Empty: it ended before, or `stop_waiting`."""
+        asyncio.get_running_loop().add_reader(self.client.sock.fileno(), self._read)
+        if self.client.ready is not None:
+            self._resolve(self.client.ready)
+        return await self._ready
+
+    def stop_waiting(self) -> None:
+        """Let `ready` return without a report."""
+        self._resolve({})
+
+    def _resolve(self, message: wire.Message) -> None:
+        if not self._ready.done():
+            self._ready.set_result(message)
+
+    def _read(self) -> None:
+        message = self.client.receive()
+        if message is None:
+            self._set_lost()
+            return
+        if message["is"] == "ready":
+            self._imported = True
+            self._resolve(message)
+        elif not self._replies.resolve(message.get("id", 0), message):
+            self._on_message(message)
+
+    def _set_lost(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.client.sock.fileno())
+        code = self.client.gone()
+        self.lost = "unknown" if code is None else root_cause.in_words(code)
+        self._resolve({})
+        self._replies.fail_all(ConnectionResetError())
+        self._on_lost()
+
+    async def ask(self, what: str) -> wire.Message:
+        """Send a request and return the answer. Empty if the fork server is gone."""
+        try:
+            return await self._replies.request(
+                lambda number: self.client.send({"do": what, "id": number}), timeout=None
+            )
+        except OSError:
+            return {}
+
+    async def end(self, *, leave: bool = False) -> None:
+        """Let the fork server end all its processes, or `leave` them, and exit. Kill it if it does not answer."""
+        if self.client.sock.fileno() < 0:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self.client.sock.fileno())
+        if self.client.process is not None and not self._imported:
+            self.client.process.kill()  # it still imports: it reads no messages and has started no process
+        ended: asyncio.Future[bool] = loop.create_future()
+        loop.add_reader(self.client.sock.fileno(), _read_end, self.client, ended)
+        with contextlib.suppress(OSError):
+            self.client.send({"do": "end", "leave": leave})
+        await asyncio.wait((ended,), timeout=END_TIMEOUT)
+        loop.remove_reader(self.client.sock.fileno())
+        self.client.sock.close()
+        self.ended = ended.done() and ended.result()
+        if not self.ended:
+            self.reap()
+
+    def reap(self, timeout: float = _EXIT_TIMEOUT) -> None:
+        """Wait for the process of the fork server to exit, and kill it after `timeout` seconds."""
+        process = self.client.process
+        if process is None or process.poll() is not None:
+            return
+        handle = os.pidfd_open(process.pid)
+        gone, _, _ = select.select([handle], [], [], timeout)
+        os.close(handle)
+        if not gone:
+            process.kill()
+        process.wait()
+
+
+def _read_end(client: ForkServerClient, ended: asyncio.Future[bool]) -> None:
+    """Resolve `ended` when the fork server is done. True: it has ended all its processes, and exits."""
+    try:
+        message = client.receive()
+    except (OSError, ValueError):
+        message = None
+    if message is None or message["is"] == "ended":
+        asyncio.get_running_loop().remove_reader(client.sock.fileno())
+        ended.set_result(message is not None and not message["left"])
