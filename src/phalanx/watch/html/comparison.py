@@ -122,21 +122,21 @@ class ComparedRunBuilder:
     def build(self, state: str = "") -> ComparedRun:
         """Return the result. `state`: replaces the state that the events tell."""
         model = self.model
-        start = model.started or self._first or 0.0
-        known = tuple(name for name in model.curves if name not in RATES)
-        curves = {name: _onward(model.curves[name], start, repeats=False) for name in known}
+        start = model.run.started or self._first or 0.0
+        known = tuple(name for name in model.progress.curves if name not in RATES)
+        curves = {name: _onward(model.progress.curves[name], start, repeats=False) for name in known}
         for name in RATES:
-            curve = model.curves.get(name, Curve())
+            curve = model.progress.curves.get(name, Curve())
             if name == "steps/s" and sum(value > 0 for _, _, value in curve.points) < _FEW:
                 curve = self._rates if self._rates.points else curve  # a short run has no samples
             if curve.points:
                 curves[name] = _onward(curve, start, repeats=True)
         return ComparedRun(
             run=self._run,
-            state=state or model.state,
-            ranks=model.world_size,
-            steps=max(self._step, model.step, 0),
-            seconds=max(0.0, (model.ended or model.now) - start),
+            state=state or model.run.state,
+            ranks=model.ranks.world_size,
+            steps=max(self._step, model.progress.step, 0),
+            seconds=max(0.0, (model.run.ended or model.now) - start),
             metric=self._metric,
             final=self._final,
             lowest=self._lowest if math.isfinite(self._lowest) else None,

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from phalanx.contract.events import ClusterSample, MetricsMeasured
 from phalanx.errors import PhalanxError
 from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.status import RunStatus
 from phalanx.watch.screen import frame
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.keys import Keys
@@ -65,7 +66,7 @@ class RunScreen:
         self._actions = actions
         self._signs = signs(environ)
         self._painter = Painter(colour=not environ.get("NO_COLOR"), ascii_only=self._signs.ascii_only)
-        self._model = RunModel(run=source.run)
+        self._model = RunModel(RunStatus(source.run))
         self._view = View(owned_by_run=owned_by_run, able=source.alive)
         self._keys = Keys()
         self._changed = asyncio.Event()  # there is something to draw

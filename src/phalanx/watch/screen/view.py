@@ -111,7 +111,7 @@ class View:
             return ""
         if key == "x":
             if self.question == "stopping":
-                self.word = f"already stopping; phalanx stop --now {model.run} does not wait"
+                self.word = f"already stopping; phalanx stop --now {model.run.name} does not wait"
             else:
                 self.question = "stop"
             return ""
