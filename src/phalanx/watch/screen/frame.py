@@ -132,7 +132,7 @@ def _curve(model: RunModel, canvas: Canvas) -> list[Line]:
 def _log(model: RunModel, view: View, canvas: Canvas, *, wrapped: bool = False) -> list[Line]:
     width, height, signs = canvas.width, canvas.height, canvas.signs
     title = f"rank {view.rank} {signs.dot} {view.stream}"
-    hints = f"scrolled back {view.back} lines" if view.back else ""
+    hints = f"scrolled back {view.tail.back} lines" if view.tail.back else ""
     lines: list[Line] = [_rule(title, canvas, right=hints)]
     kept = view.tail.shown if view.tail.rank == view.rank and view.tail.stream == view.stream else []
     if view.tail.error:
@@ -140,7 +140,7 @@ def _log(model: RunModel, view: View, canvas: Canvas, *, wrapped: bool = False) 
     if not kept:
         return [*lines, [(" no output" if model.ranks else "", "dim")]][:height]
     room = max(height - 1, 0)
-    kept = kept[: len(kept) - view.back] if view.back else kept
+    kept = kept[: len(kept) - view.tail.back] if view.tail.back else kept
     if wrapped:
         kept = [part for line in kept[-room:] for part in text.wrap(line, width - 1)]
     shown = kept[-room:] if room else []
@@ -163,12 +163,12 @@ def _followed(model: RunModel, view: View, canvas: Canvas) -> list[Line]:
 def _pane(_: RunModel, view: View, canvas: Canvas) -> list[Line]:
     if view.pane is None:
         return []
-    view.pane_page = max(canvas.height - 1, 1)
+    view.pane.page = max(canvas.height - 1, 1)
     view.pane.fit(canvas.width - 1)
     lines = view.pane.lines
-    view.pane.top = max(0, min(view.pane.top, len(lines) - view.pane_page))
-    last = min(view.pane.top + view.pane_page, len(lines))
-    more = f"{view.pane.top + 1}-{last} of {len(lines)}" if len(lines) > view.pane_page else ""
+    view.pane.top = max(0, min(view.pane.top, len(lines) - view.pane.page))
+    last = min(view.pane.top + view.pane.page, len(lines))
+    more = f"{view.pane.top + 1}-{last} of {len(lines)}" if len(lines) > view.pane.page else ""
     shown = lines[view.pane.top : last]
     return [
         _rule(view.pane.title, canvas, right=more),
