@@ -7,11 +7,8 @@ other scripts.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 import shlex
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -19,7 +16,7 @@ from phalanx.watch.charts import formatting, svg, timeline
 from phalanx.watch.charts.formatting import seconds
 from phalanx.watch.html import comparison, masking, stylesheet
 from phalanx.watch.html.comparison import ComparedRun
-from phalanx.watch.html.markup import Html, facts, folded, joined, pre, table, tag
+from phalanx.watch.html.markup import Html, content_policy, facts, folded, joined, pre, table, tag
 from phalanx.watch.model.incidents import Incident, Incidents
 from phalanx.watch.model.rank import RankView
 from phalanx.watch.model.run_model import RunModel
@@ -97,7 +94,7 @@ def html(context: ReportContext, model: RunModel, run: ComparedRun, incidents: I
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
             f'{SIGN} {context.version}">',
-            _policy([style, *_STYLE.findall(page)], _SCRIPT.findall(page)),
+            content_policy([style, *_STYLE.findall(page)], _SCRIPT.findall(page)),
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
             tag("title", f"{context.run}: {context.state}"),
@@ -115,18 +112,6 @@ def _embedded(page: str) -> list[Html]:
     inside = escape(page)  # unchanged: the policy allows its script by digest
     frame = f'<iframe sandbox="allow-scripts" title="interactive page of the run" srcdoc="{inside}"></iframe>'
     return [tag("p", note, class_="note"), Html(frame)]
-
-
-def _policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
-    """Allow only styles and scripts with these digests, and no network. It applies to the frame as well."""
-
-    def digests(texts: Iterable[str]) -> str:
-        encoded = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
-        return " ".join(f"'sha256-{digest}'" for digest in encoded)
-
-    allowed = digests(scripts) or "'none'"
-    rules = f"default-src 'none'; style-src {digests(styles)}; script-src {allowed}"
-    return f"<meta http-equiv=\"Content-Security-Policy\" content=\"{rules}; base-uri 'none'; form-action 'none'\">"
 
 
 def _section(title: str, *children: str) -> Html:
