@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.contract.encoding import Decoder
 from phalanx.control import messages
 from phalanx.control.messages import (
     Challenge,
@@ -44,7 +45,7 @@ from phalanx.control.messages import (
     Welcome,
 )
 
-DECODERS: dict[str, messages.MessageDecoder[Any]] = {
+DECODERS: dict[str, Decoder[Any]] = {
     name: getattr(messages, name) for name in ("handshake", "node_info", "answer", "from_leader", "from_member")
 }
 CLAIM = Claim(rank=3, size=4, local_rank=1, local_size=2, node=1)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from phalanx.contract import events
-from phalanx.forkserver import wire
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.runs.run_folder import RunRecord
 from tests.e2e.crew import codes, together
@@ -160,11 +159,7 @@ def test_whoever_asks_is_answered_and_the_end_says_it_again(tmp_path: Path) -> N
     with start(*words("sleeps", tmp_path), env=places) as job:
         job.wait_for("rank 2 is sleeping", timeout=60)
         record = RunRecord(**json.loads((folder_of(job.err) / "run.json").read_text()))
-        with control_socket.call(record, {"ask": "why"}) as sock:
-            sock.settimeout(30)
-            received = wire.receive(sock)
-        assert received is not None
-        answer = received[0]
+        answer = control_socket.request(record, {"ask": "why"}, timeout=30)
         assert answer["is"] == "why"
         assert [(each["kind"], each["ranks"]) for each in answer["verdicts"]] == [("sleep", [2])]
         assert [rank["rank"] for rank in answer["evidence"]["ranks"]] == [0, 1, 2]
@@ -186,11 +181,10 @@ def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
 # Asks the agent of this machine why, wherever it leads.
 ASKS = """
 import sys
-from phalanx.launcher.ipc import control_socket as desk
-from phalanx.launcher.runs import run_folder as runfolder
-from phalanx.forkserver import wire
-(run,) = [run for run in runfolder.all_runs(sys.argv[1]) if run.alive]
-answer = wire.receive(desk.call(run, {"ask": "why"}))[0]
+from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.runs import run_folder
+(run,) = [run for run in run_folder.all_runs(sys.argv[1]) if run.alive]
+answer = control_socket.request(run, {"ask": "why"}, timeout=60)
 print(answer["is"], [(rank["rank"], rank["node"], bool(rank["threads"])) for rank in answer["evidence"]["ranks"]])
 """
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.contract import events
-from phalanx.forkserver import wire
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.runs import run_folder
 from tests.e2e.places import script
@@ -18,11 +17,8 @@ def asked(home: str) -> dict[str, Any]:
     """What the desk of the one run there says; it knows more every second."""
     time.sleep(0.5)
     (run,) = (run for run in run_folder.all_runs(home) if run.alive)
-    with control_socket.call(run, {"ask": "timings"}) as line:
-        line.settimeout(30)
-        received = wire.receive(line)
-    assert received is not None
-    return received[0] if received[0]["is"] == "timings" else {"ranks": [], "late": []}  # it has not begun to look
+    reply = control_socket.request(run, {"ask": "timings"}, timeout=30)
+    return reply if reply["is"] == "timings" else {"ranks": [], "late": []}  # it has not begun to look
 
 
 def test_a_rank_that_computes_longer_is_named_and_equal_ones_are_not(tmp_path: Path) -> None:

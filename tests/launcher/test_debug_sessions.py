@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.contract import encoding
 from phalanx.control import messages
 from phalanx.control.messages import RpcFrame
 from phalanx.errors import LaunchError
@@ -22,7 +23,7 @@ from phalanx.forkserver import linux, wire
 from phalanx.forkserver.debug import debugger, terminal
 from phalanx.forkserver.debug.terminal import TerminalStream
 from phalanx.launcher.debug.attachment import Attachment, AttachRefused
-from phalanx.launcher.debug.sessions import KIND, DebugSessions
+from phalanx.launcher.debug.sessions import ATTACH, KIND, AttachRequest, DebugSessions
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 
@@ -126,8 +127,8 @@ def test_without_a_token_nobody_debugs_from_another_node() -> None:
         with pytest.raises(AttachRefused, match="--no-auth"):
             await opened(network, nodes[1], 0)
         # One that asks all the same.
-        ask = b"o" + json.dumps({"rank": 0, "by": "me"}).encode()
-        nodes[0].rpc.receive(1, RpcFrame(kind=KIND, number=3, content=ask))
+        ask = encoding.encode(AttachRequest(stream=3, rank=0, by="me"))
+        nodes[0].rpc.receive(1, RpcFrame(kind=ATTACH, number=1, content=ask))
         await network.settle()
         assert not nodes[0].asked
         assert (await opened(network, nodes[0], 0)).how == "stopped"  # on its own node
@@ -142,22 +143,26 @@ def test_what_another_node_writes_may_be_anything() -> None:
         deep = b"[" * 100_000
         for content in (
             b"",
-            b"o",
-            b"o[]",
-            b'o{"rank":1e999}',
-            b"o" + deep,
             b"s{}",
+            b"s[]",
             b's{"ranks":[1e999]}',
+            b"s" + deep,
             b"w{}",
             b"?",
         ):
             lead.rpc.receive(1, RpcFrame(kind=KIND, number=3, content=content))
+        for content in (b"", b"[]", b"{}", b'{"stream":3,"rank":1e999}', b'{"stream":2,"rank":1}', deep):
+            lead.rpc.receive(1, RpcFrame(kind=ATTACH, number=3, content=content))
+        await network.settle()
+        assert not network.carried
         for kind, said in (("s", {"ranks": [0, 1, 7]}), ("w", {"rank": 0, "place": "x.py:1"})):
             lead.rpc.receive(1, RpcFrame(kind=KIND, number=0, content=kind.encode() + json.dumps(said).encode()))
         assert lead.attempt.debugged == {1}  # of its own ranks
         assert not lead.said
         for number in range(3, 1003, 2):
-            lead.rpc.receive(1, RpcFrame(kind=KIND, number=number, content=b'o{"rank":1}'))
+            request = encoding.encode(AttachRequest(stream=number, rank=1))
+            lead.rpc.receive(1, RpcFrame(kind=ATTACH, number=number, content=request))
+            await asyncio.sleep(0)
             for data in (b"d" * 200_000, b"a-1", b"ax", b"e", b"c"):
                 lead.rpc.receive(1, RpcFrame(kind=KIND, number=number, content=data))
         await asyncio.sleep(0)
@@ -192,22 +197,20 @@ def test_the_control_socket_answers_who_knows_the_key(tmp_path: Any, monkeypatch
         folder: Any = SimpleNamespace(path=str(tmp_path))
         one = control_socket.ControlSocket(folder)
 
-        async def answer(question: wire.Message, caller: socket.socket) -> None:
-            with caller:
-                wire.send(caller, {"is": question["ask"]})
+        async def answer(question: wire.Message) -> wire.Message:
+            assert "key" not in question
+            return {"is": question["ask"]}
 
-        one.on("why", answer)
+        one.serve("why", answer)
         assert os.stat(tmp_path / "control").st_mode & 0o777 == 0o600
         own = os.getpid()
         run: Any = SimpleNamespace(id="run", pid=own, folder=str(tmp_path), host="", started=linux.start_time(own))
 
         def ask(**question: str) -> Any:
-            with control_socket.call(run, question) as line:
-                line.settimeout(10)
-                return wire.receive(line)
+            return control_socket.request(run, question, timeout=10)
 
-        assert (await asyncio.to_thread(ask, ask="why"))[0] == {"is": "why"}
-        assert (await asyncio.to_thread(ask, ask="what"))[0]["is"] == "refused"
+        assert await asyncio.to_thread(ask, ask="why") == {"is": "why"}
+        assert (await asyncio.to_thread(ask, ask="what"))["is"] == "refused"
         name, key = (tmp_path / "control").read_text().split()
         silent = socket.socket(socket.AF_UNIX)
         silent.connect(f"\0{name}")

@@ -20,7 +20,7 @@ from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.control_socket import ControlSocket
-from phalanx.launcher.ipc.node_rpc import NodeRpc
+from phalanx.launcher.ipc.node_rpc import NodeRpc, RequestHandler
 from phalanx.launcher.output import log_reader
 from phalanx.launcher.runs import event_cursor, run_folder, views
 from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
@@ -306,6 +306,13 @@ def test_who_is_hung_up_on_at_the_end_reads_the_rest_from_the_files(tmp_path: Pa
     play(work)
 
 
+def replies(content: bytes | None) -> RequestHandler:
+    async def reply(_: int | None, __: bytes) -> bytes | None:
+        return content
+
+    return reply
+
+
 def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: Path, monkeypatch: Any) -> None:
     async def work() -> None:
         async with nodes(tmp_path, 4) as (leader, one, _, broken):
@@ -316,10 +323,7 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
                 b'{"found": [], "start": "x"}',
                 b"[" * 9999,
             ):
-                broken.rpc.on(
-                    "query?",
-                    lambda _, number, __, said=said: broken.rpc.send("query", number, said),  # type: ignore[misc]
-                )
+                broken.rpc.serve("query", replies(said))
                 for node in (leader, one):
                     source = views.of(node.record)
                     found = await source.search("speaks")
@@ -327,11 +331,11 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
                     with pytest.raises(LaunchError):
                         await source.log(3, "stdout")
             lies = {"is": "search", "found": [{"rank": 0, "stream": "stdout", "at": 0, "line": "speaks as another"}]}
-            broken.rpc.on("query?", lambda _, number, __: broken.rpc.send("query", number, msgspec.json.encode(lies)))
+            broken.rpc.serve("query", replies(msgspec.json.encode(lies)))
             assert [line.line for line in await views.of(leader.record).search("speaks")] == [
                 f"rank {rank} speaks" for rank in range(3)
             ]
-            broken.rpc.on("query?", lambda *_: None)
+            broken.rpc.serve("query", replies(None))
             monkeypatch.setattr(event_server, "_NODE_TIMEOUT", 1.0)
             *found, note = await views.of(one.record).search("speaks")  # node 0 waits as well
             assert [line.rank for line in found] == [0, 1, 2]

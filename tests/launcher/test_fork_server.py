@@ -73,8 +73,8 @@ def test_what_a_child_left_behind_is_swept(fresh: ForkServerClient, tmp_path: Pa
     assert heard(fresh)["is"] == "exited"
     left = int(pid_file.read_text())
     assert os.path.exists(f"/proc/{left}")
-    fresh.send({"do": "sweep"})
-    assert heard(fresh) == {"is": "swept"}
+    fresh.send({"do": "sweep", "id": 1})
+    assert heard(fresh) == {"is": "swept", "id": 1}
     assert not os.path.exists(f"/proc/{left}")
 
 
@@ -91,8 +91,8 @@ def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> Non
     mine.touch()
     orphaned.touch()
     try:
-        fork_server.send({"do": "orphans"})
-        assert heard(fork_server) == {"is": "orphans", "pids": [left]}
+        fork_server.send({"do": "orphans", "id": 2})
+        assert heard(fork_server) == {"is": "orphans", "id": 2, "pids": [left]}
         fork_server.send({"do": "end", "leave": True})
         assert heard(fork_server) == {"is": "ended", "left": [left]}
         assert fork_server.gone() == 0
@@ -107,8 +107,8 @@ def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> Non
 def test_nobody_is_left_when_a_child_has_left_nothing(fresh: ForkServerClient, tmp_path: Path) -> None:
     start(fresh, tmp_path)
     assert heard(fresh)["is"] == "exited"
-    fresh.send({"do": "orphans"})
-    assert heard(fresh) == {"is": "orphans", "pids": []}
+    fresh.send({"do": "orphans", "id": 3})
+    assert heard(fresh) == {"is": "orphans", "id": 3, "pids": []}
 
 
 def test_a_hook_that_fails_does_not_let_the_script_run(tmp_path: Path) -> None:

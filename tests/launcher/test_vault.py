@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.contract import encoding
 from phalanx.contract import snapshot_messages as words
 from phalanx.errors import LaunchError
 from phalanx.launcher.agent import out_of_memory
@@ -111,7 +112,7 @@ def test_an_answer_that_comes_late_is_none_to_the_next_question(monkeypatch: pyt
             with pytest.raises(LaunchError, match="timed out"):
                 vault.names()
             with contextlib.suppress(OSError):
-                slow.send(words.encode(words.Answer(names=["/a"])))
+                slow.send(encoding.encode(words.Answer(names=["/a"])))
             with pytest.raises(LaunchError, match="cannot connect"):
                 vault.names()
 

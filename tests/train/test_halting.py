@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from phalanx.contract import encoding
 from phalanx.contract import worker_messages as words
 from phalanx.train.elastic.elastic_loop import ElasticLoop
 from phalanx.train.elastic.halting import Halting
@@ -87,9 +88,9 @@ def test_one_that_stands_nowhere_yet_answers_too(monkeypatch: pytest.MonkeyPatch
         line, _ = server.accept()
         with line:
             line.settimeout(10)
-            line.send(words.encode(words.Wait()))
-            line.send(words.encode(words.Halt()))
-            while not isinstance(said := words.from_worker(line.recv(words.LARGEST)), words.HaltAck):
+            line.send(encoding.encode(words.Wait()))
+            line.send(encoding.encode(words.Halt()))
+            while not isinstance(said := words.from_worker.decode(line.recv(encoding.PACKET_LIMIT)), words.HaltAck):
                 pass
             assert said == words.HaltAck(0, -1)
             worker.join(10)

@@ -6,6 +6,7 @@ import socket
 
 import torch
 
+from phalanx.contract import encoding
 from phalanx.contract import worker_messages as words
 from phalanx.train.reporting.measuring import Measuring
 from phalanx.worker.agent_channel import AgentChannel
@@ -43,7 +44,7 @@ def test_no_packet_is_too_long_to_be_heard() -> None:
     measuring.advance(1, 0, {f"{'long' * 1000}{number}": 0.1 for number in range(5000)})
     measuring.advance(2, 0, {f"{number}{'long' * 1000}": 0.1 for number in range(5000)})
     measuring.close()
-    assert [len(words.encode(one)) < words.LARGEST for one in told] == [True, True]
+    assert [len(encoding.encode(one)) < encoding.PACKET_LIMIT for one in told] == [True, True]
     assert len(told[1].values) == 64
 
 
@@ -55,5 +56,5 @@ def test_a_agent_that_does_not_listen_holds_nobody_up() -> None:
         for step in range(10_000):
             channel.send_nowait(words.MeasuredStep(step=step, values={"loss": 0.5}))
         channel.send_nowait(words.MeasuredStep(step=0, values={"\udc80": 0.5}))  # no text at all
-        heard = words.from_worker(theirs.recv(words.LARGEST))
+        heard = words.from_worker.decode(theirs.recv(encoding.PACKET_LIMIT))
     assert heard == words.MeasuredStep(step=0, values={"loss": 0.5})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-LARGEST = 1 << 16
+from phalanx.contract.encoding import Decoder
 
 
 class Lend(msgspec.Struct, frozen=True, tag="lend"):
@@ -41,21 +41,5 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 Question = Lend | Show | Drop | Count
-_encoder = msgspec.json.Encoder()
-_question: msgspec.json.Decoder[Question] = msgspec.json.Decoder(Question)
-_answer: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
-
-
-def encode(message: Question | Answer) -> bytes:
-    """Return a message as a packet."""
-    return _encoder.encode(message)
-
-
-def question(packet: bytes) -> Question:
-    """Return the request of a packet. Raises msgspec.MsgspecError."""
-    return _question.decode(packet)
-
-
-def answer(packet: bytes) -> Answer:
-    """Return the answer of a packet. Raises msgspec.MsgspecError."""
-    return _answer.decode(packet)
+question: Decoder[Question] = Decoder(Question)
+answer: Decoder[Answer] = Decoder(Answer)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phalanx.contract import encoding
-
-LARGEST = 1 << 16
+from phalanx.contract.encoding import Decoder
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -133,20 +131,5 @@ class EndWorker(msgspec.Struct, frozen=True, tag="end"):
 
 FromAgent = Assignment | Wait | Halt | Rescue | EndWorker
 FromWorker = Hello | Heartbeat | MeasuredStep | Entering | FirstStep | Done | Keeping | HaltAck | HaltedAt | Rescued
-_from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
-_from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
-
-
-def encode(message: FromWorker | FromAgent) -> bytes:
-    """Return a message as a packet."""
-    return encoding.encode(message)
-
-
-def from_worker(packet: bytes) -> FromWorker:
-    """Return the message of a packet. Raises msgspec.MsgspecError."""
-    return _from_worker.decode(packet)
-
-
-def from_agent(packet: bytes) -> FromAgent:
-    """Return the message of a packet. Raises msgspec.MsgspecError."""
-    return _from_agent.decode(packet)
+from_worker: Decoder[FromWorker] = Decoder(FromWorker)
+from_agent: Decoder[FromAgent] = Decoder(FromAgent)

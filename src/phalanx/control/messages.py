@@ -10,11 +10,12 @@ member                         leader
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from phalanx.contract.encoding import Decoder, encode_msgpack
 
 PROTOCOL = 1
 
@@ -364,42 +365,13 @@ FromMember = (
     | Leaving
 )
 
-T = TypeVar("T")
-
-
-class MessageDecoder(Generic[T]):
-    """A decoder that raises only msgspec.DecodeError."""
-
-    def __init__(self, kind: Any) -> None:
-        self._decode: Callable[[bytes], T] = msgspec.msgpack.Decoder(kind).decode
-
-    def decode(self, data: bytes) -> T:
-        """Return the message. Raises msgspec.DecodeError."""
-        try:
-            return self._decode(data)
-        except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these out as they are
-            raise msgspec.DecodeError(str(error)) from None
-
-
-_encode = msgspec.msgpack.Encoder().encode
-handshake: MessageDecoder[Handshake] = MessageDecoder(Handshake)
-node_info: MessageDecoder[NodeInfo] = MessageDecoder(NodeInfo)
-answer: MessageDecoder[Welcome | Refusal] = MessageDecoder(Welcome | Refusal)
-from_leader: MessageDecoder[FromLeader] = MessageDecoder(FromLeader)
-from_member: MessageDecoder[FromMember] = MessageDecoder(FromMember)
+handshake: Decoder[Handshake] = Decoder(Handshake, "msgpack")
+node_info: Decoder[NodeInfo] = Decoder(NodeInfo, "msgpack")
+answer: Decoder[Welcome | Refusal] = Decoder(Welcome | Refusal, "msgpack")
+from_leader: Decoder[FromLeader] = Decoder(FromLeader, "msgpack")
+from_member: Decoder[FromMember] = Decoder(FromMember, "msgpack")
 
 
 def encode(message: Message) -> bytes:
     """Return a message as bytes."""
-    try:
-        return _encode(message)
-    except UnicodeEncodeError:  # names of files and output may hold bytes that are no text
-        return _encode(_text(msgspec.to_builtins(message, builtin_types=(bytes,))))
-
-
-def _text(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_text(key): _text(item) for key, item in value.items()}
-    return [_text(item) for item in value] if isinstance(value, list | tuple) else value
+    return encode_msgpack(message)

@@ -1,4 +1,6 @@
-"""Linux features that keep processes from outliving their run: parent-death signal, sub-reaper, process trees."""
+"""Linux features: parent-death signal, sub-reaper and process trees, which keep processes from outliving their run; the
+credentials of a socket's peer.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,18 @@ import ctypes
 import mmap
 import os
 import signal
+import socket
+import struct
 import sys
 import time
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_MM = 35
 _PR_SET_MM_ARG_END = 9
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 _CAPTURE_THREAD_LOCAL = 1  # of CUDA
 
@@ -26,6 +33,24 @@ def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+class Peer(NamedTuple):
+    """The process at the other end of a Unix socket."""
+
+    pid: int
+    uid: int
+
+    @property
+    def is_same_user(self) -> bool:
+        """Whether it runs as the user of this process."""
+        return self.uid == os.getuid()
+
+
+def peer(sock: socket.socket) -> Peer:
+    """Return who called `connect`, or on the caller's side who called `listen`. The kernel says so, not the peer."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return Peer(pid, uid)
 
 
 def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:

@@ -78,9 +78,9 @@ class ForkServer:
                 self._children.clear()
                 self._end_store()
                 self._orphan_cleanup.end()
-                self._send({"is": "swept"})
+                self._send({"is": "swept", "id": request.get("id", 0)})
             case "orphans":
-                self._send({"is": "orphans", "pids": self._orphans()})
+                self._send({"is": "orphans", "id": request.get("id", 0), "pids": self._orphans()})
             case "end":
                 self._end(leave=request.get("leave", False))
         return False

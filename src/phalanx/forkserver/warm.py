@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from typing import Any
@@ -24,6 +23,8 @@ from .imports import preload
 from .orphans import Orphans
 from .probe import probe
 from .server import ForkServer
+
+_REQUEST_LIMIT = 1 << 20  # bytes
 
 
 class WarmForkServer:
@@ -74,11 +75,11 @@ class WarmForkServer:
     def _handle_connection(self, connection: socket.socket, pipes: tuple[int, int]) -> dict[str, Any] | None:
         """Handle one connection: a request for a fork server, for the status, or to quit."""
         with connection:
-            if not _same_user(connection):
+            if not linux.peer(connection).is_same_user:
                 return None
             connection.settimeout(2)
             try:
-                received = wire.receive(connection)
+                received = wire.receive(connection, _REQUEST_LIMIT)
             except (OSError, ValueError):
                 return None
             if received is None:
@@ -155,11 +156,6 @@ class WarmForkServer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         os._exit(0)
-
-
-def _same_user(connection: socket.socket) -> bool:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 def _stamp(path: str) -> tuple[int, int]:

@@ -1,4 +1,8 @@
-"""Messages with file descriptors over a Unix socket: a length, then JSON."""
+"""Messages with file descriptors over a Unix stream socket: a length, then JSON. A reply has the `id` of its request.
+
+Standard library only, not contract/encoding.py: the fork server and the probe run in the script's interpreter, where
+msgspec may not be installed, and where an import would show up in the script. Both ends are processes of one run.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,10 @@ from typing import Any
 
 Message = dict[str, Any]
 
+LIMIT = 1 << 30  # bytes of a message: evidence about thousands of ranks has tens of megabytes
 _HEAD = struct.Struct("!I")
-HEAD = _HEAD.size
+_CHUNK = 1 << 20  # bytes that are allocated before they have arrived
 _MAX_FDS = 16
-
-
-def length(head: bytes) -> int:
-    """Return the length of the body that follows this header."""
-    return int(_HEAD.unpack(head)[0])
 
 
 def encode(message: Message) -> bytes:
@@ -35,51 +35,57 @@ def send(sock: socket.socket, message: Message, fds: tuple[int, ...] | list[int]
         sock.sendall(data[sent:])
 
 
-def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
-    """Return the next message and its descriptors; None when the other side is gone."""
-    head, fds = _exactly(sock, _HEAD.size)
-    if head is None:
-        return None
-    body, more = _exactly(sock, _HEAD.unpack(head)[0])
-    if body is None:
-        return None
-    return json.loads(body), fds + more
+def receive(sock: socket.socket, limit: int = LIMIT) -> tuple[Message, list[int]] | None:
+    """Return the next message and its descriptors; None when the other side is gone. Raises ValueError."""
+    return MessageReader(limit).receive(sock)
 
 
 class MessageReader:
-    """Assembles messages that arrive in pieces on a non-blocking socket."""
+    """Assembles messages that arrive in pieces, and never reads beyond the end of one."""
 
-    def __init__(self) -> None:
-        self._body = b""
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._data = bytearray()
         self._fds: list[int] = []
 
+    @property
+    def missing(self) -> int:
+        """Return how many bytes to read next, at most. Raises ValueError if the message is longer than the limit."""
+        if len(self._data) < _HEAD.size:
+            return _HEAD.size - len(self._data)
+        size = int(_HEAD.unpack_from(self._data)[0])
+        if not 0 < size <= self._limit:
+            raise ValueError(f"a message of {size} bytes")
+        return min(_HEAD.size + size - len(self._data), _CHUNK)
+
+    def feed(self, data: bytes) -> Message | None:
+        """Take at most `missing` bytes. Return the message once it is complete. Raises ValueError."""
+        self._data += data
+        if self.missing:
+            return None
+        body, self._data = self._data[_HEAD.size :], bytearray()
+        try:
+            message = json.loads(body)
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
+        if not isinstance(message, dict):
+            raise ValueError("a message that is no object")
+        return message
+
     def receive(self, sock: socket.socket) -> tuple[Message, list[int]] | None:
-        """Return the next message and its descriptors; None when the other side is gone. Raises BlockingIOError."""
+        """Return the next message and its descriptors; None when the other side is gone.
+
+        Raises ValueError, and BlockingIOError if the socket does not block: call again when there is more to read.
+        """
         while True:
-            whole = _HEAD.size + (_HEAD.unpack(self._body[: _HEAD.size])[0] if len(self._body) >= _HEAD.size else 0)
-            if len(self._body) == whole > _HEAD.size:
-                break
-            data, fds = _some(sock, whole - len(self._body))
+            data, fds = _some(sock, self.missing)
             self._fds += fds
             if not data:
                 return None
-            self._body += data
-        message, fds = json.loads(self._body[_HEAD.size :]), self._fds
-        self._body, self._fds = b"", []
-        return message, fds
-
-
-def _exactly(sock: socket.socket, size: int) -> tuple[bytes | None, list[int]]:
-    parts: list[bytes] = []
-    fds: list[int] = []
-    while size:
-        data, more = _some(sock, size)
-        fds += more
-        if not data:
-            return None, fds
-        parts.append(data)
-        size -= len(data)
-    return b"".join(parts), fds
+            message = self.feed(data)
+            if message is not None:
+                fds, self._fds = self._fds, []
+                return message, fds
 
 
 def _some(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from phalanx.contract import encoding
 from phalanx.contract import worker_messages as messages
 from phalanx.errors import LaunchError
 
@@ -98,12 +99,12 @@ class AgentChannel:
     def send(self, message: messages.FromWorker) -> None:
         """Send a message."""
         with contextlib.suppress(OSError):  # the agent is gone, and ends this process in a moment
-            self._sock.send(messages.encode(message))
+            self._sock.send(encoding.encode(message))
 
     def send_nowait(self, message: messages.FromWorker) -> None:
         """Send a message, or drop it if the agent does not read for a while: that must not delay the training."""
         with contextlib.suppress(OSError, UnicodeError):  # the name of a metric may be cut within a character
-            self._sock.send(messages.encode(message), socket.MSG_DONTWAIT)
+            self._sock.send(encoding.encode(message), socket.MSG_DONTWAIT)
 
     def close(self) -> None:
         """End the thread that receives messages."""
@@ -125,13 +126,13 @@ class AgentChannel:
                 self.send(self._heartbeat())
                 continue
             try:
-                packet = self._sock.recv(messages.LARGEST)
+                packet = self._sock.recv(encoding.PACKET_LIMIT)
             except OSError:
                 packet = b""
             if not packet:
                 self._received(messages.EndWorker(signal.SIGTERM))  # the agent is gone
                 break
-            message = messages.from_agent(packet)
+            message = messages.from_agent.decode(packet)
             if isinstance(message, messages.Halt | messages.Rescue | messages.EndWorker):
                 self._received(message)
                 continue
@@ -160,8 +161,8 @@ def _connect(name: str, hello: messages.Hello) -> tuple[socket.socket, messages.
         sock.settimeout(max(until - time.monotonic(), 0.1))
         try:
             sock.connect(f"\0{name}")
-            sock.send(messages.encode(hello))
-            first = messages.from_agent(sock.recv(messages.LARGEST))
+            sock.send(encoding.encode(hello))
+            first = messages.from_agent.decode(sock.recv(encoding.PACKET_LIMIT))
             if not isinstance(first, messages.Assignment | messages.Wait):
                 raise OSError("the run is ending")
         except (OSError, msgspec.MsgspecError) as error:

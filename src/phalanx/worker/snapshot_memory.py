@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from phalanx.contract import encoding
 from phalanx.contract import snapshot_messages as messages
 from phalanx.errors import LaunchError
 
@@ -68,9 +69,9 @@ class SnapshotMemoryClient:
     def _ask(self, question: messages.Question) -> tuple[messages.Answer, int | None]:
         try:
             with self._asking:
-                self._sock.send(messages.encode(question))
-                packet, fds, _, _ = socket.recv_fds(self._sock, messages.LARGEST, 1, socket.MSG_CMSG_CLOEXEC)
-            return messages.answer(packet), fds[0] if fds else None
+                self._sock.send(encoding.encode(question))
+                packet, fds, _, _ = socket.recv_fds(self._sock, encoding.PACKET_LIMIT, 1, socket.MSG_CMSG_CLOEXEC)
+            return messages.answer.decode(packet), fds[0] if fds else None
         except (OSError, msgspec.MsgspecError) as error:
             self._sock.close()  # a late answer would be taken for that to the next request
             raise LaunchError(f"cannot connect to the snapshot memory of the agent: {error}") from error

@@ -13,7 +13,6 @@ from phalanx.cli import run_lookup
 from phalanx.contract import events
 from phalanx.diagnose.evidence import Evidence
 from phalanx.errors import LaunchError, UsageError
-from phalanx.forkserver import wire
 from phalanx.launcher.hangs import stall_dump
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.runs import postmortem
@@ -74,22 +73,20 @@ def main(argv: list[str]) -> int:
 
 
 def _ask(run: RunRecord, what: str) -> dict[str, Any]:
-    with control_socket.call(run, {"ask": what}) as line:
-        line.settimeout(_TIMEOUT)
-        try:
-            received = wire.receive(line)
-        except TimeoutError:
-            received = {"why": "its agent does not answer"}, []
-    if received is None:
-        raise LaunchError(f"{run.id} ended before it answered", fix=f"phalanx why {run.id}")
-    if received[0].get("is") != what:
+    try:
+        reply = control_socket.request(run, {"ask": what}, timeout=_TIMEOUT)
+    except TimeoutError:
+        reply = {"is": "refused", "why": "its agent does not answer"}
+    except ConnectionResetError:
+        raise LaunchError(f"{run.id} ended before it answered", fix=f"phalanx why {run.id}") from None
+    if reply.get("is") != what:
         notes = [event.text for event in postmortem.read(run).history if isinstance(event, events.NoteEvent)]
         raise LaunchError(
-            f"{run.id} cannot be asked: {received[0].get('why', '')}",
+            f"{run.id} cannot be asked: {reply.get('why', '')}",
             details=[f"its last message: {note}" for note in notes[-1:]],
             fix=f"phalanx why --pid {run.pid}",
         )
-    return received[0]
+    return reply
 
 
 def _ended(run: RunRecord, *, as_json: bool) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import mmap
 import os
 import socket
@@ -19,6 +18,7 @@ from phalanx.forkserver import wire
 from phalanx.forkserver.collective_check import ledger
 from phalanx.forkserver.probe import status_slot
 from phalanx.forkserver.probe.status_slot import SlotLook
+from phalanx.launcher.ipc.pending_replies import PendingReplies
 
 _SLOTS = 256  # more than a node has workers; unused slots use no memory
 _GONE = 2.0  # seconds without a look after which a probe with a closed channel is gone
@@ -72,8 +72,7 @@ class ProbeClient:
         self._channel.setblocking(False)
         self._reader = wire.MessageReader()
         self.stacks = os.memfd_create("phalanx-stacks", os.MFD_CLOEXEC)
-        self._requests: dict[int, asyncio.Future[wire.Message]] = {}
-        self._numbers = itertools.count(1)
+        self._replies: PendingReplies[wire.Message] = PendingReplies()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel.fileno(), self._read)
 
@@ -112,15 +111,14 @@ class ProbeClient:
 
         None: the interpreter lock is held, the worker is stopped, or it is gone.
         """
-        number = next(self._numbers)
-        reply = self._requests[number] = self._loop.create_future()
-        try:
+
+        def send(number: int) -> None:
             wire.send(self._channel, {"do": what, "id": number, **more}, list(fds))
-            return await asyncio.wait_for(reply, timeout)
+
+        try:
+            return await self._replies.request(send, timeout=timeout)
         except (OSError, TimeoutError):
             return None
-        finally:
-            del self._requests[number]
 
     def send(self, what: str) -> None:
         """Send a request that has no answer."""
@@ -132,11 +130,8 @@ class ProbeClient:
         try:
             while (received := self._reader.receive(self._channel)) is not None:
                 message, fds = received
-                request = self._requests.get(message.get("id", 0))
-                if request is None:
+                if not self._replies.resolve(message.get("id", 0), message):
                     self._on_message(message, fds)
-                elif not request.done():
-                    request.set_result(message)
         except BlockingIOError:
             return
         except (OSError, ValueError):
@@ -147,9 +142,7 @@ class ProbeClient:
         """Close the channel and fail all open requests."""
         self._loop.remove_reader(self._channel.fileno())
         self._channel.close()
-        for request in self._requests.values():
-            if not request.done():
-                request.set_exception(BrokenPipeError())
+        self._replies.fail_all(BrokenPipeError())
 
     def close(self) -> None:
         """Close the channel and free the slot."""

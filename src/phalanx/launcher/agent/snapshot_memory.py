@@ -5,27 +5,21 @@ Each memory is a memfd: it has no name, and is freed when this process and all w
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import secrets
 import socket
-import struct
 from collections.abc import Callable
 
-import msgspec
-
-from phalanx.contract import snapshot_messages
+from phalanx.contract import encoding, snapshot_messages
 from phalanx.launcher.agent import out_of_memory
+from phalanx.launcher.ipc.packet_server import PacketServer
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _REQUESTED_SHARE = 0.9  # of the free memory, if the user asked for snapshots
 _DEFAULT_SHARE = 0.25  # otherwise
 _MOST = 4096  # memories at most
 
 
 class SnapshotMemory:
-    """Lends memory to workers over an abstract Unix socket, as much as there is room for.
+    """Lends memory to the workers of this node, as much as there is room for.
 
     `requested`: the user asked for snapshots, so they may use most of the free memory.
     """
@@ -33,58 +27,30 @@ class SnapshotMemory:
     def __init__(
         self, is_worker: Callable[[int], bool], *, requested: bool, room: Callable[[], int] = out_of_memory.room
     ) -> None:
-        self._is_worker = is_worker  # whether a pid is a worker of this node
         self._room = room
         self._share = _REQUESTED_SHARE if requested else _DEFAULT_SHARE
-        self._loop = asyncio.get_running_loop()
         self._held: dict[str, int] = {}  # name -> descriptor
-        self._clients: set[socket.socket] = set()
-        self.name = f"phalanx-memory-{secrets.token_hex(8)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen(64)
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._server = PacketServer("phalanx-memory", snapshot_messages.question, is_worker, self._received)
+
+    @property
+    def name(self) -> str:
+        """Return the address that workers connect to."""
+        return self._server.name
 
     def close(self) -> None:
         """Close all connections and free the memory."""
-        for client in list(self._clients):
-            self._disconnect(client)
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener.fileno())
-            self._listener.close()
+        self._server.close()
         for name in list(self._held):
             self._drop(name)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            client, _ = self._listener.accept()
-            pid, uid, _ = _CREDENTIALS.unpack(
-                client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-            if uid != os.getuid() or not self._is_worker(pid):
-                client.close()
-                return
-            client.setblocking(False)
-            self._clients.add(client)
-            self._loop.add_reader(client.fileno(), self._receive, client)
-
-    def _receive(self, client: socket.socket) -> None:
+    def _received(self, worker: socket.socket, question: snapshot_messages.Question) -> None:
+        answer, fds = self._answer(question)
         try:
-            packet = client.recv(snapshot_messages.LARGEST)
-            if not packet:
-                self._disconnect(client)
-                return
-            answer, fds = self._answer(snapshot_messages.question(packet))
-            socket.send_fds(client, [snapshot_messages.encode(answer)], fds)
-        except BlockingIOError:
+            socket.send_fds(worker, [encoding.encode(answer)], fds)
+        except BlockingIOError:  # it does not read its answers
             return
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # gone, or not a worker of phalanx
-            self._disconnect(client)
-
-    def _disconnect(self, client: socket.socket) -> None:
-        self._clients.discard(client)
-        self._loop.remove_reader(client.fileno())
-        client.close()
+        except OSError:
+            self._server.disconnect(worker)
 
     def _answer(self, question: snapshot_messages.Question) -> tuple[snapshot_messages.Answer, list[int]]:
         match question:

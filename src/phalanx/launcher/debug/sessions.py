@@ -3,9 +3,11 @@
 A debugger's terminal is a socket. The agent of the rank has its other end and passes it on: to the terminal of
 `phalanx run`, to `phalanx attach` on the same node, or through RPC messages to another node.
 
-    o open   r reply   i interrupt   n not interrupted        messages of a stream; the others are StreamProxy's
+    i interrupt   n not interrupted        messages of a stream; the others are StreamProxy's
     s ranks in a debugger on this node, to the leader   p all of them, from the leader
     w a rank waits for a terminal, to the leader
+
+A node opens a stream by a request of kind "attach", and chooses its number.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from phalanx.contract import events
+import msgspec
+
+from phalanx.contract import encoding, events
+from phalanx.contract.encoding import Decoder
 from phalanx.forkserver import wire
 from phalanx.launcher.agent.worker import Worker
 from phalanx.launcher.agent.worker_group import WorkerGroup
@@ -33,6 +37,7 @@ from phalanx.launcher.output.console import Console
 from phalanx.launcher.runs.run_folder import RunFolder
 
 KIND = "debug"
+ATTACH = "attach"
 _PROBE_TIMEOUT = 5.0  # seconds for a rank: its probe thread answers at once, unless the GIL is held
 _NODE_TIMEOUT = 20.0  # seconds for another node, or for a debugger that must be imported first
 _DEBUGPY = "debugpy"
@@ -45,6 +50,32 @@ _NO_TOKEN = (
 )
 
 StreamKey = tuple[int | None, int]  # the other node (None: the leader), and the number of the stream
+
+
+class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of another node to open a stream to the debugger of a rank."""
+
+    stream: Annotated[int, msgspec.Meta(ge=1)]
+    rank: int
+    by: str = ""
+    port: int | None = None
+    waits: bool = False
+
+
+class AttachReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An Attachment without its socket, or why there is none."""
+
+    how: str = ""
+    place: str = ""
+    port: int = 0
+    host: str = ""
+    why: str = ""
+    fix: str = ""
+
+
+_attach_requests: Decoder[AttachRequest] = Decoder(AttachRequest)
+_attach_replies: Decoder[AttachReply] = Decoder(AttachReply)
+_stream_messages: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
 
 
 @dataclass
@@ -89,7 +120,6 @@ class DebugSessions:
         self._waiting: list[tuple[int, str]] = []  # for the terminal: rank and place
         self._proxies: dict[StreamKey, StreamProxy] = {}
         self._on_close: dict[StreamKey, Callable[[], None]] = {}  # called when a stream to another node ends
-        self._replies: dict[StreamKey, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._unresponsive = False  # the rank that has the terminal cannot be interrupted
         self._tasks: set[asyncio.Task[None]] = set()
@@ -97,6 +127,7 @@ class DebugSessions:
         # What was published last: whether this node led, the ranks, the members.
         self._published: tuple[bool, frozenset[int], frozenset[int]] | None = None
         rpc.on(KIND, self._receive)
+        rpc.serve(ATTACH, self._answer_attach)
 
     # -- ranks of this node
 
@@ -280,7 +311,7 @@ class DebugSessions:
             to = next((member for member, ranks in self._coordinator.members().items() if rank in ranks), None)
             if to is None:
                 raise AttachRefused(f"the node of rank {rank} is not connected")
-        return await self._open_remote(to, {"rank": rank, "by": by, "port": port, "waits": waits})
+        return await self._open_remote(to, rank, by=by, port=port, waits=waits)
 
     async def _open_local(self, name: str, worker: Worker, by: str, port: int | None, *, waits: bool) -> Attachment:
         rank, known = worker.seat.rank, self._local.get(name)
@@ -331,7 +362,7 @@ class DebugSessions:
     # -- other nodes
 
     def _send(self, key: StreamKey, kind: bytes, content: dict[str, Any] | bytes = b"") -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        body = content if isinstance(content, bytes) else encoding.encode(content)
         with contextlib.suppress(OSError):
             self._rpc.send(KIND, key[1], kind + body, to=key[0])
 
@@ -375,69 +406,69 @@ class DebugSessions:
         attempt = self._target.attempt
         return attempt is not None and bool(attempt.debugged)
 
-    async def _open_remote(self, to: int | None, what: dict[str, Any]) -> Attachment:
+    async def _open_remote(self, to: int | None, rank: int, *, by: str, port: int | None, waits: bool) -> Attachment:
         key = (to, 2 * next(self._numbers) + (0 if self._coordinator.leads else 1))
-        proxy = self._proxy(key, what["rank"])
-        reply = self._replies[key] = asyncio.get_running_loop().create_future()
-        self._send(key, b"o", what)
+        proxy = self._proxy(key, rank)
+        request = AttachRequest(stream=key[1], rank=rank, by=by, port=port, waits=waits)
         try:
-            answer = await asyncio.wait_for(reply, _NODE_TIMEOUT)
+            reply = await self._rpc.request(ATTACH, encoding.encode(request), to=to, timeout=_NODE_TIMEOUT)
+            answer = _attach_replies.decode(reply)
         except TimeoutError:
-            self._proxies.pop(key, None)
-            raise AttachRefused("the other node does not answer") from None
-        finally:
-            del self._replies[key]
-        if answer.get("how") in _HOW:
+            answer = AttachReply(why="the other node does not answer")
+        except msgspec.DecodeError:
+            answer = AttachReply(why="unreadable answer of the other node")
+        if answer.how in _HOW:
             ours, theirs = socket.socketpair()
             proxy.start(ours)
-            return Attachment(answer["how"], str(answer.get("place", "")), sock=theirs, hang_up=proxy.close)
+            return Attachment(answer.how, answer.place, sock=theirs, hang_up=proxy.close)
         self._proxies.pop(key, None)
-        if answer.get("how") == "listens":
-            return Attachment("listens", port=int(answer.get("port", 0)), host=str(answer.get("host")))
-        raise AttachRefused(str(answer.get("why", "unreadable answer of the other node")), str(answer.get("fix", "")))
+        if answer.how == "listens":
+            return Attachment("listens", port=answer.port, host=answer.host)
+        raise AttachRefused(answer.why or "unreadable answer of the other node", answer.fix)
 
-    async def _open_for(self, key: StreamKey, proxy: StreamProxy, what: dict[str, Any]) -> None:
-        """Attach for another node."""
-        by, port = f"{str(what.get('by'))[:100]} of another node", what.get("port")
+    async def _answer_attach(self, who: int | None, content: bytes) -> bytes | None:
+        """Attach for another node. Do not trust it: a malformed request gets no answer."""
+        try:
+            request = _attach_requests.decode(content)
+        except msgspec.DecodeError:
+            return None
+        key = (who, request.stream)
+        theirs = sum(other[0] == who and not self._is_ours(other) for other in self._proxies)
+        if key in self._proxies or self._is_ours(key) or theirs >= _MAX_STREAMS:
+            return None
+        proxy = self._proxy(key, request.rank)
         try:
             if not self._trusted:
                 raise AttachRefused(*_NO_TOKEN)
-            port = None if port is None else int(port)
-            attached = await self.open(proxy.rank, by=by, port=port, waits=bool(what.get("waits")))
-        except (AttachRefused, ValueError, TypeError, OverflowError) as error:
+            by = f"{request.by[:100]} of another node"
+            attached = await self.open(request.rank, by=by, port=request.port, waits=request.waits)
+        except AttachRefused as refused:
             self._proxies.pop(key, None)
-            self._send(key, b"r", {"why": str(error), "fix": error.fix if isinstance(error, AttachRefused) else ""})
-            return
-        reply = {"how": attached.how, "place": attached.place, "port": attached.port, "host": attached.host}
-        self._send(key, b"r", reply)
+            return encoding.encode(AttachReply(why=refused.why, fix=refused.fix))
         if attached.sock is not None:
             self._on_close[key] = attached.hang_up
             proxy.start(attached.sock)
         else:
             self._proxies.pop(key, None)
+        return encoding.encode(
+            AttachReply(how=attached.how, place=attached.place, port=attached.port, host=attached.host)
+        )
 
     def _receive(self, who: int | None, number: int, content: bytes) -> None:
         key, kind, body = (who, number), content[:1], content[1:]
         # Do not trust another node: ignore what is malformed.
-        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
             if kind in (b"d", b"a", b"e", b"c"):
                 if key in self._proxies:
                     self._proxies[key].receive(kind, body)
                 elif kind == b"d":
                     self._send(key, b"c")
                 return
-            message = json.loads(body or b"{}")
-            if isinstance(message, dict):
-                self._handle(key, kind, message)
+            self._handle(key, kind, _stream_messages.decode(body or b"{}"))
 
     def _handle(self, key: StreamKey, kind: bytes, message: dict[str, Any]) -> None:
         who, proxy = key[0], self._proxies.get(key)
         match kind:
-            case b"o" if proxy is None and not self._is_ours(key):
-                if sum(other[0] == who and not self._is_ours(other) for other in self._proxies) < _MAX_STREAMS:
-                    self._run(self._open_for(key, self._proxy(key, int(message["rank"])), message))
-            case b"r" if key in self._replies and not self._replies[key].done():
-                self._replies[key].set_result(message)
             case b"i" if proxy is not None and not self._is_ours(key):
                 self._run(self._interrupted_from(key, proxy.rank))
             case b"n" if proxy is not None and self._is_ours(key):

@@ -152,7 +152,7 @@ def _ask(path: str, request: wire.Message) -> wire.Message | None:
     sock = _connect(path)
     if sock is None:
         return None
-    with sock, contextlib.suppress(OSError):
+    with sock, contextlib.suppress(OSError, ValueError):
         wire.send(sock, request)
         answer = wire.receive(sock)
         return None if answer is None else answer[0]

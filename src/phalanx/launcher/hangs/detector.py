@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.contract import encoding, events
+from phalanx.contract.encoding import Decoder
 from phalanx.control import join_problems
 from phalanx.diagnose import diagnosis, report, words
 from phalanx.diagnose.evidence import Evidence, NodeFacts
@@ -54,7 +54,6 @@ _SLOW_START = 10.0  # seconds for a node to send its first heartbeat
 _MAX_ERRORS = 5  # in a row: workers come and go while they are checked
 _REACH_TIMEOUT = 0.7  # seconds for a host to answer at all
 _QUIET = 3.0  # seconds without a heartbeat from a node whose workers run
-_CALLER_TIMEOUT = 5.0  # seconds for a caller to take the answer
 
 
 class NodeHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +72,9 @@ class HangReason(msgspec.Struct, frozen=True, kw_only=True):
     report: str
 
 
-_heartbeats: msgspec.json.Decoder[NodeHeartbeat] = msgspec.json.Decoder(NodeHeartbeat)
-_reasons: msgspec.json.Decoder[HangReason] = msgspec.json.Decoder(HangReason)
-_ranks: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[int, ...])
+_heartbeats: Decoder[NodeHeartbeat] = Decoder(NodeHeartbeat)
+_reasons: Decoder[HangReason] = Decoder(HangReason)
+_ranks: Decoder[tuple[int, ...]] = Decoder(tuple[int, ...])
 
 
 class HangDetector:
@@ -103,8 +102,6 @@ class HangDetector:
         self._tracker: ProgressTracker | None = None
         self._attempt = attempt  # the latest: it may be over already
         self._received: dict[int, tuple[float, NodeHeartbeat]] = {}  # by member: when, and what
-        self._numbers = itertools.count(1)
-        self._requests: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}  # by member and number
         self._stalls = itertools.count(1)
         self._stalled: tuple[float, str] | None = None  # since when, and what to say about it at the end of the run
         self._recheck: float | None = None  # an alarm without a verdict: when to diagnose again
@@ -113,11 +110,9 @@ class HangDetector:
         self._paused_until = 0.0
         self._gathering = asyncio.Lock()  # all stacks of a worker are written into one file
         self._tasks: set[asyncio.Task[None]] = set()
-        control.on("why", self._answer)
-        rpc.on("evidence?", lambda _, number, __: self._run(self._send_evidence(number)))
-        rpc.on("evidence", self._reply_received)
-        rpc.on("why?", lambda who, number, _: self._run(self._send_reason(who, number)))
-        rpc.on("why", self._reply_received)
+        control.serve("why", self._answer)
+        rpc.serve("evidence", self._answer_evidence)
+        rpc.serve("why", self._answer_why)
         rpc.on("kill", self._kill_received)
         rpc.on("verdict", self._verdict_received)
 
@@ -137,9 +132,6 @@ class HangDetector:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        self._start(work)
 
     # -- progress
 
@@ -328,20 +320,20 @@ class HangDetector:
     async def _gather(self) -> Evidence:
         plan = self._agent.plan
         members = {member: ranks for member, ranks in self._coordinator.members().items() if ranks}
-        number = next(self._numbers)
-        replies = {member: self._request(member, "evidence?", number) for member in members}
+        loop = asyncio.get_running_loop()
+        replies = {
+            member: loop.create_task(self._rpc.request("evidence", to=member, timeout=node_evidence.LONGEST))
+            for member in members
+        }
         own = asyncio.create_task(self._own_evidence())
-        if replies:
-            await asyncio.wait(replies.values(), timeout=_NODE_TIMEOUT)
-            # A node that still sends heartbeats may need longer, because its own ranks do not answer.
-            recent = time.monotonic() - _QUIET
-            slow = [reply for who, reply in replies.items() if not reply.done() and self._last_heartbeat(who) > recent]
-            if slow:
-                await asyncio.wait(slow, timeout=node_evidence.LONGEST - _NODE_TIMEOUT)
-        found = [await own]
-        for member, reply in replies.items():
-            del self._requests[member, number]
-            found.append(await self._evidence_of(member, members[member], reply))
+        try:
+            await self._wait_for(replies)
+            found = [await own]
+            for member, reply in replies.items():
+                found.append(await self._evidence_of(member, members[member], reply))
+        finally:
+            for reply in replies.values():
+                reply.cancel()
         ranks = [rank for each in found for rank in each.ranks]
         if self._tracker is not None:
             ranks = list(map(self._tracker.complete, ranks))
@@ -354,25 +346,24 @@ class HangDetector:
             limit=plan.hang.stall_timeout or 30.0,
         )
 
-    def _request(self, member: int | None, kind: str, number: int) -> asyncio.Future[bytes]:
-        reply = self._requests[member, number] = asyncio.get_running_loop().create_future()
-        self._rpc.send(kind, number, b"", to=member)
-        return reply
-
-    def _reply_received(self, who: int | None, number: int, content: bytes) -> None:
-        reply = self._requests.get((who, number))
-        if reply is not None and not reply.done():
-            reply.set_result(content)
+    async def _wait_for(self, replies: dict[int, asyncio.Task[bytes]]) -> None:
+        if not replies:
+            return
+        await asyncio.wait(replies.values(), timeout=_NODE_TIMEOUT)
+        # A node that still sends heartbeats may need longer, because its own ranks do not answer.
+        recent = time.monotonic() - _QUIET
+        slow = [reply for who, reply in replies.items() if not reply.done() and self._last_heartbeat(who) > recent]
+        if slow:
+            await asyncio.wait(slow, timeout=node_evidence.LONGEST - _NODE_TIMEOUT)
 
     def _last_heartbeat(self, member: int) -> float:
         return self._received[member][0] if member in self._received else 0.0
 
-    async def _evidence_of(self, member: int, ranks: tuple[int, ...], reply: asyncio.Future[bytes]) -> NodeEvidence:
+    async def _evidence_of(self, member: int, ranks: tuple[int, ...], reply: asyncio.Task[bytes]) -> NodeEvidence:
         """Return the evidence that a node sent, or what is known about it without that."""
         if reply.done():
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(TimeoutError, msgspec.DecodeError):
                 return node_evidence.decode(reply.result())
-        reply.cancel()
         then, heartbeat = self._received.get(member, (0.0, None))
         began = self._tracker.began if self._tracker is not None else time.monotonic() - _NODE_TIMEOUT
         silent = time.monotonic() - (then if heartbeat is not None else began)
@@ -390,8 +381,8 @@ class HangDetector:
         address = self._coordinator.address(member)
         return await join_problems.way(address, timeout=_REACH_TIMEOUT) if address else ""
 
-    async def _send_evidence(self, number: int) -> None:
-        self._rpc.send("evidence", number, node_evidence.encode(await self._own_evidence()))
+    async def _answer_evidence(self, _: int | None, __: bytes) -> bytes:
+        return node_evidence.encode(await self._own_evidence())
 
     async def _own_evidence(self) -> NodeEvidence:
         total, available = process_stats.host_memory()
@@ -411,17 +402,12 @@ class HangDetector:
 
     # -- requests
 
-    async def _answer(self, _: wire.Message, caller: socket.socket) -> None:
+    async def _answer(self, _: wire.Message) -> wire.Message:
         """Answer `phalanx why`."""
-        with contextlib.closing(caller):
-            reason = await self._reason()
-            if reason is None:
-                reply: wire.Message = {"is": "refused", "why": "node 0 does not answer"}
-            else:
-                reply = {"is": "why", **msgspec.to_builtins(reason)}
-            caller.settimeout(_CALLER_TIMEOUT)
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(wire.send, caller, reply)
+        reason = await self._reason()
+        if reason is None:
+            return {"is": "refused", "why": "node 0 does not answer"}
+        return {"is": "why", **msgspec.to_builtins(reason)}
 
     async def _reason(self) -> HangReason | None:
         """Diagnose on the leader; elsewhere, ask the leader. None: it does not answer."""
@@ -431,16 +417,11 @@ class HangDetector:
             if self._held:
                 text = f"too few nodes are left: the ranks wait for others to join ({self._held})\n\n{text}"
             return HangReason(evidence=evidence, verdicts=tuple(verdicts), report=text)
-        number = next(self._numbers)
-        reply = self._request(None, "why?", number)
         try:
-            return _reasons.decode(await asyncio.wait_for(reply, _NODE_TIMEOUT + node_evidence.LONGEST))
+            return _reasons.decode(await self._rpc.request("why", timeout=_NODE_TIMEOUT + node_evidence.LONGEST))
         except (TimeoutError, msgspec.DecodeError):
             return None
-        finally:
-            del self._requests[None, number]
 
-    async def _send_reason(self, who: int | None, number: int) -> None:
+    async def _answer_why(self, _: int | None, __: bytes) -> bytes | None:
         reason = await self._reason()
-        if reason is not None:
-            self._rpc.send("why", number, encoding.encode(reason), to=who)
+        return None if reason is None else encoding.encode(reason)

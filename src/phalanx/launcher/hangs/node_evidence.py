@@ -66,7 +66,7 @@ class EvidenceReply(msgspec.Struct, frozen=True, kw_only=True):
     hosts: bool = False
 
 
-_decoder: msgspec.json.Decoder[NodeEvidence] = msgspec.json.Decoder(NodeEvidence)
+_decoder: encoding.Decoder[NodeEvidence] = encoding.Decoder(NodeEvidence)
 
 
 def encode(evidence: NodeEvidence) -> bytes:

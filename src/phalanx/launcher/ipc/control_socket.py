@@ -10,32 +10,26 @@ import asyncio
 import contextlib
 import errno
 import hmac
-import json
 import os
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from phalanx.errors import LaunchError
-from phalanx.forkserver import wire
+from phalanx.forkserver import linux, wire
 from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _REQUEST_TIMEOUT = 5.0  # seconds for a caller to send its request
+_REPLY_TIMEOUT = 5.0  # seconds for a caller to read the reply
 HANDLER_TIMEOUT = 10.0  # seconds for a handler to be registered: the run may have just started
 _LONGEST = 1 << 16  # bytes of a request
 _MAX_PENDING = 32  # callers that have not sent their request yet: beyond that, the oldest is dropped
 _FILE = "control"  # in the run folder: the address and the key
 
 # Takes the request and the connection, and closes the connection.
-Handler = Callable[[wire.Message, socket.socket], Awaitable[None]]
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, uid
+ConnectionHandler = Callable[[wire.Message, socket.socket], Awaitable[None]]
+RequestHandler = Callable[[wire.Message], Awaitable[wire.Message]]  # returns the reply
 
 
 class ControlSocket:
@@ -44,7 +38,7 @@ class ControlSocket:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder  # its path changes when the nodes have joined
         self._key = os.urandom(16).hex()
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[str, ConnectionHandler] = {}
         self._registered = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pending: dict[asyncio.Task[None], None] = {}  # in order of arrival; each holds a file descriptor
@@ -59,10 +53,24 @@ class ControlSocket:
             with open(fd, "w") as file:
                 file.write(f"{name} {self._key}\n")
 
-    def on(self, kind: str, handler: Handler) -> None:
-        """Call `handler` for requests of this kind."""
+    def on(self, kind: str, handler: ConnectionHandler) -> None:
+        """Pass the connection to `handler` for requests of this kind: more than one reply follows."""
         self._handlers[kind] = handler
         self._start(self._notify())
+
+    def serve(self, kind: str, handler: RequestHandler) -> None:
+        """Answer requests of this kind with what `handler` returns."""
+
+        async def answer(request: wire.Message, caller: socket.socket) -> None:
+            with caller:
+                reply = await asyncio.to_thread(wire.encode, await handler(request))
+                caller.setblocking(False)
+                # Not in a thread: a caller that does not read would occupy one of the few.
+                with contextlib.suppress(OSError):
+                    async with asyncio.timeout(_REPLY_TIMEOUT):
+                        await self._loop.sock_sendall(caller, reply)
+
+        self.on(kind, answer)
 
     async def _notify(self) -> None:
         async with self._registered:
@@ -71,7 +79,7 @@ class ControlSocket:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             caller, _ = self._listener.accept()
-            if _peer(caller)[1] != os.getuid():
+            if not linux.peer(caller).is_same_user:
                 caller.close()
                 return
             task = self._start(self._serve(caller))
@@ -90,7 +98,7 @@ class ControlSocket:
 
     async def _serve(self, caller: socket.socket) -> None:
         caller.setblocking(False)
-        with contextlib.suppress(OSError, ValueError, RecursionError):
+        with contextlib.suppress(OSError, ValueError):
             try:
                 async with asyncio.timeout(_REQUEST_TIMEOUT):
                     request = await self._read_request(caller)
@@ -106,29 +114,21 @@ class ControlSocket:
             wire.send(caller, {"is": "refused", "why": "none of its ranks has started, or the request is unknown"})
         caller.close()
 
-    async def _handler(self, kind: str) -> Handler | None:
+    async def _handler(self, kind: str) -> ConnectionHandler | None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HANDLER_TIMEOUT), self._registered:
                 await self._registered.wait_for(lambda: kind in self._handlers)
         return self._handlers.get(kind)
 
     async def _read_request(self, caller: socket.socket) -> wire.Message:
-        size = wire.length(await self._exactly(caller, wire.HEAD))
-        if size > _LONGEST:
-            raise ValueError("the request is too long")
-        request = json.loads(await self._exactly(caller, size))
-        if not isinstance(request, dict) or not hmac.compare_digest(_bytes(request.get("key")), _bytes(self._key)):
-            raise ValueError("wrong key")
-        return request
-
-    async def _exactly(self, caller: socket.socket, size: int) -> bytes:
-        found = b""
-        while len(found) < size:
-            data = await self._loop.sock_recv(caller, size - len(found))
-            if not data:
-                raise ConnectionResetError
-            found += data
-        return found
+        reader = wire.MessageReader(_LONGEST)
+        while data := await self._loop.sock_recv(caller, reader.missing):
+            request = reader.feed(data)
+            if request is not None:
+                if not hmac.compare_digest(_bytes(request.pop("key", None)), _bytes(self._key)):
+                    raise ValueError("wrong key")
+                return request
+        raise ConnectionResetError
 
     def close(self) -> None:
         """Stop listening, and drop all callers."""
@@ -144,14 +144,28 @@ def _bytes(key: object) -> bytes:
     return str(key).encode(errors="replace")
 
 
+def request(run: RunRecord, message: wire.Message, *, timeout: float) -> wire.Message:
+    """Send a request to the agent of a run on this host, and return its reply.
+
+    Raises LaunchError if it cannot be reached, ConnectionResetError if it ends before it replies, and TimeoutError.
+    """
+    with call(run, message) as sock:
+        sock.settimeout(timeout)
+        received = wire.receive(sock)
+    if received is None:
+        raise ConnectionResetError
+    return received[0]
+
+
 def call(run: RunRecord, request: wire.Message) -> socket.socket:
-    """Send a request to the agent of a run on this host, and return the connection."""
+    """Send a request to the agent of a run on this host, and return the connection. Raises LaunchError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with open(os.path.join(run.folder, _FILE)) as file:
             name, key = file.read().split()
         _connect(sock, f"\0{name}")
-        if _peer(sock) != (run.pid, os.getuid()):
+        peer = linux.peer(sock)
+        if peer.pid != run.pid or not peer.is_same_user:
             raise OSError("another process answers at its address")
         wire.send(sock, {**request, "key": key})
     except (OSError, ValueError) as error:

@@ -1,14 +1,22 @@
-"""Messages between the leader and the other nodes, beside those of the run itself. Each has a kind and a number."""
+"""Messages and requests between the leader and the other nodes, beside the messages of the run itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from phalanx.control import messages
+from phalanx.launcher.ipc.pending_replies import PendingReplies
+
+logger = logging.getLogger(__name__)
+
+_REPLY = "reply"  # the kind of all replies; their number is that of the request
 
 Handler = Callable[[int | None, int, bytes], None]  # sender (None: this node or the leader), number, content
+RequestHandler = Callable[[int | None, bytes], Awaitable[bytes | None]]  # sender, content -> reply; None: no reply
 
 
 class RpcCarrier(Protocol):
@@ -37,16 +45,28 @@ class RpcCarrier(Protocol):
 
 
 class NodeRpc:
-    """Sends messages to other nodes, in frames of limited size, and dispatches those that arrive."""
+    """Sends messages and requests to other nodes, in frames of limited size, and dispatches those that arrive."""
 
     def __init__(self, carrier: RpcCarrier) -> None:
         self._carrier = carrier
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[str, Handler] = {_REPLY: self._reply_received}
+        self._replies: PendingReplies[bytes] = PendingReplies()
+        self._tasks: set[asyncio.Task[None]] = set()  # that answer requests
         self._partial: dict[int | None, _PartialMessage] = {}  # by sender: its frames arrive in order
 
     def on(self, kind: str, handler: Handler) -> None:
         """Call `handler` for messages of this kind."""
         self._handlers[kind] = handler
+
+    def serve(self, kind: str, handler: RequestHandler) -> None:
+        """Answer requests of this kind with what `handler` returns."""
+
+        def start(sender: int | None, number: int, content: bytes) -> None:
+            task = asyncio.get_running_loop().create_task(self._answer(handler, kind, sender, number, content))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._handlers[kind] = start
 
     def send(self, kind: str, number: int, content: bytes, to: int | None = None) -> None:
         """Send a message to a member or, if `to` is None, to the leader, which may be this node."""
@@ -58,6 +78,12 @@ class NodeRpc:
         for index, part in enumerate(parts):
             frame = messages.RpcFrame(kind=kind, number=number, content=part, more=index + 1 < len(parts))
             self._carrier.send_rpc(frame, to)
+
+    async def request(self, kind: str, content: bytes = b"", *, timeout: float, to: int | None = None) -> bytes:
+        """Send a request to a member or, if `to` is None, to the leader; return the reply. Raises TimeoutError."""
+        return await self._replies.request(
+            lambda number: self.send(kind, number, content, to=to), timeout=timeout, peer=to
+        )
 
     def receive(self, sender: int | None, frame: messages.RpcFrame) -> None:
         """Take a frame. Each sender can have one unfinished message; one that is too long is dropped."""
@@ -74,6 +100,24 @@ class NodeRpc:
         handler = self._handlers.get(kind)
         if handler is not None:
             handler(sender, number, content)
+
+    async def _answer(
+        self, handler: RequestHandler, kind: str, sender: int | None, number: int, content: bytes
+    ) -> None:
+        try:
+            reply = await handler(sender, content)
+        except Exception:  # the other node gets no reply, and reports that
+            logger.warning("cannot answer the request %r of %s", kind, _name(sender), exc_info=True)
+            return
+        if reply is not None:
+            self.send(_REPLY, number, reply, to=sender)
+
+    def _reply_received(self, sender: int | None, number: int, content: bytes) -> None:
+        self._replies.resolve(number, content, peer=sender)
+
+
+def _name(sender: int | None) -> str:
+    return "the leader" if sender is None else f"node {sender}"
 
 
 @dataclass

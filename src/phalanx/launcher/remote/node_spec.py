@@ -109,14 +109,21 @@ def encode(message: SshMessage) -> bytes:
 
 def to_node(line: bytes) -> ToNode:
     """Decode a message to a node. Raises ValueError."""
-    message: ToNode = msgspec.convert(json.loads(line), ToNode)
+    message: ToNode = _decode(line, ToNode)
     return message
 
 
 def from_node(line: bytes) -> FromNode:
     """Decode a message from a node. Raises ValueError."""
-    message: FromNode = msgspec.convert(json.loads(line), FromNode)
+    message: FromNode = _decode(line, FromNode)
     return message
+
+
+def _decode(line: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.convert(json.loads(line), kind)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
 
 
 def chosen(environ: Mapping[str, str]) -> dict[str, str]:

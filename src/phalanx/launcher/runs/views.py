@@ -180,16 +180,15 @@ class LiveRun:
         return await _in_daemon_thread(lambda: self._request(request))
 
     def _request(self, request: wire.Message) -> dict[str, Any]:
-        with control_socket.call(self._record, request) as line:
-            line.settimeout(_REPLY_TIMEOUT)
-            try:
-                received = wire.receive(line)
-            except OSError as error:
-                raise _no_answer(self._record) from error
-        if received is None or received[0].get("is") != request["ask"]:
-            why = received[0].get("why", "") if received is not None else "it has ended"
-            raise LaunchError(f"{self.run} does not answer: {why}", fix=f"phalanx why {self.run}")
-        return received[0]
+        try:
+            reply = control_socket.request(self._record, request, timeout=_REPLY_TIMEOUT)
+        except ConnectionResetError:
+            reply = {"is": "refused", "why": "it has ended"}
+        except OSError as error:
+            raise _no_answer(self._record) from error
+        if reply.get("is") != request["ask"]:
+            raise LaunchError(f"{self.run} does not answer: {reply.get('why', '')}", fix=f"phalanx why {self.run}")
+        return reply
 
 
 class FinishedRun:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.cluster import links
-from phalanx.contract import events
+from phalanx.contract import encoding, events
 from phalanx.contract import worker_messages as words
 from phalanx.contract.events import RankInfo, RankSample
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
@@ -45,7 +45,7 @@ class _Received:
     when: float  # seconds of `time.monotonic`
 
 
-_decoder: msgspec.json.Decoder[NodeSamples] = msgspec.json.Decoder(NodeSamples)
+_decoder: encoding.Decoder[NodeSamples] = encoding.Decoder(NodeSamples)
 
 
 class Collector:

@@ -9,9 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from phalanx.contract import events
+from phalanx.contract import encoding, events
 from phalanx.contract import worker_messages as words
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.runs.run_folder import RunFolder
@@ -27,8 +25,7 @@ _ROOM = 1 << 20  # bytes of samples.jsonl, after which fewer metrics are kept
 _INTERVAL = 0.2  # seconds between two that are kept, at first
 _MOST = 1 << 15  # bytes of a log that are read per second
 
-_encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[words.MeasuredStep] = msgspec.json.Decoder(words.MeasuredStep)
+_decoder: encoding.Decoder[words.MeasuredStep] = encoding.Decoder(words.MeasuredStep)
 
 
 @dataclass
@@ -71,7 +68,7 @@ class RunMetrics:
 
     def send(self, message: words.MeasuredStep) -> None:
         """Send metrics of rank 0, which runs on this node, to the leader."""
-        self._rpc.send("measured", 0, _encoder.encode(message))
+        self._rpc.send("measured", 0, encoding.encode(message))
 
     def _receive(self, _: int | None, __: int, content: bytes) -> None:
         try:

@@ -37,7 +37,7 @@ _KIND = "telemetry"  # of the message to the leader
 _GPU_INTERVAL = 5.0  # seconds
 _GPU_TIMEOUT = 2.0  # seconds for the GPU driver to answer
 
-_sections: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_sections: encoding.Decoder[dict[str, msgspec.Raw]] = encoding.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,8 @@ Only whole, usual steps count: not what a rank does before its first steps or af
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
 import math
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.contract import events
+from phalanx.contract import encoding, events
 from phalanx.diagnose.evidence import Gpu
 from phalanx.diagnose.rules import stragglers
 from phalanx.diagnose.rules.stragglers import Straggler, Total
@@ -42,8 +38,7 @@ _SURE = 4.0  # standard deviations of what was counted: ranks that are alike dif
 _OFTEN = 0.25  # share of GPU readings with a slowdown, from which on it is given as the reason
 _REPLY_TIMEOUT = 2.0  # seconds for node 0
 
-_encoder = msgspec.json.Encoder()
-_totals: msgspec.json.Decoder[tuple[Total, ...]] = msgspec.json.Decoder(tuple[Total, ...])
+_totals: encoding.Decoder[tuple[Total, ...]] = encoding.Decoder(tuple[Total, ...])
 
 
 @dataclass
@@ -142,11 +137,8 @@ class StepTimings:
         self._timings: dict[str, RankTiming] = {}  # by name of the worker
         self._received: dict[int, tuple[Total, ...]] = {}  # by member
         self._sent = time.monotonic()
-        self._numbers = itertools.count(1)
-        self._requests: dict[int, asyncio.Future[bytes]] = {}
-        control.on("timings", self._answer)
-        rpc.on("timings?", lambda who, number, _: rpc.send("timings", number, _encoder.encode(self.totals()), to=who))
-        rpc.on("timings", self._reply_received)
+        control.serve("timings", self._answer)
+        rpc.serve("timings", self._answer_node)
 
     # -- this node
 
@@ -208,40 +200,28 @@ class StepTimings:
 
     # -- requests
 
-    async def _answer(self, _: wire.Message, caller: socket.socket) -> None:
-        with contextlib.closing(caller):
-            totals = await self._all()
-            if totals is None:
-                reply: wire.Message = {"is": "refused", "why": "node 0 does not answer"}
-            else:
-                known = comparable(totals)
-                reply = {
-                    "is": "timings",
-                    "ranks": [msgspec.to_builtins(_event(row)) for row in stragglers.rows(known)],
-                    "late": [one.text for one in late(totals)],
-                    "table": stragglers.table(known),
-                }
-            caller.settimeout(_REPLY_TIMEOUT)
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(wire.send, caller, reply)
+    async def _answer(self, _: wire.Message) -> wire.Message:
+        totals = await self._all()
+        if totals is None:
+            return {"is": "refused", "why": "node 0 does not answer"}
+        known = comparable(totals)
+        return {
+            "is": "timings",
+            "ranks": [msgspec.to_builtins(_event(row)) for row in stragglers.rows(known)],
+            "late": [one.text for one in late(totals)],
+            "table": stragglers.table(known),
+        }
 
     async def _all(self) -> list[Total] | None:
         if self._coordinator.leads:
             return self.totals()
-        number = next(self._numbers)
-        reply = self._requests[number] = asyncio.get_running_loop().create_future()
-        self._rpc.send("timings?", number, b"")
         try:
-            return list(_totals.decode(await asyncio.wait_for(reply, _REPLY_TIMEOUT)))
+            return list(_totals.decode(await self._rpc.request("timings", timeout=_REPLY_TIMEOUT)))
         except (TimeoutError, msgspec.DecodeError):
             return None
-        finally:
-            del self._requests[number]
 
-    def _reply_received(self, _: int | None, number: int, content: bytes) -> None:
-        reply = self._requests.get(number)
-        if reply is not None and not reply.done():
-            reply.set_result(content)
+    async def _answer_node(self, _: int | None, __: bytes) -> bytes:
+        return encoding.encode(self.totals())
 
 
 def _event(row: stragglers.StragglerRow) -> events.StepTiming:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from phalanx.contract import events
+from phalanx.contract import encoding, events
+from phalanx.contract.encoding import Decoder
 from phalanx.forkserver import wire
 from phalanx.launcher.ipc.control_socket import ControlSocket
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
@@ -55,7 +56,8 @@ class ViewerRequest(msgspec.Struct, frozen=True, kw_only=True):
     cursor: EventCursor | None = None
 
 
-_viewer_requests: msgspec.json.Decoder[ViewerRequest] = msgspec.json.Decoder(ViewerRequest)
+_viewer_requests: Decoder[ViewerRequest] = Decoder(ViewerRequest)
+_queries: Decoder[Query] = Decoder(Query)
 
 
 class Viewer(asyncio.Protocol):
@@ -154,22 +156,18 @@ class EventServer:
         self._leader = b""  # id of the leader that sends to this node
         self._followed = self._source
         self._subscription: asyncio.Task[None] | None = None
-        self._numbers = 0
-        self._requests: dict[tuple[int | None, int], asyncio.Future[bytes]] = {}
         self._reading = asyncio.Semaphore(4)  # logs that are read at the same time
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = b""  # the last line
         folder.listeners.append(self._publish)
         control.on("watch", self._watch)
-        control.on("log", self._answer)
-        control.on("search", self._answer)
+        control.serve("log", self._answer)
+        control.serve("search", self._answer)
         rpc.on("watch", self._subscribe)
         rpc.on("unwatch", lambda who, _, __: self._unsubscribe(who))
         rpc.on("events", self._receive)
-        rpc.on("past?", lambda who, number, content: self._start(self._send_past(who, number, content)))
-        rpc.on("past", self._reply_received)
-        rpc.on("query?", lambda who, number, content: self._start(self._answer_node(who, number, content)))
-        rpc.on("query", self._reply_received)
+        rpc.serve("past", self._answer_past)
+        rpc.serve("query", self._answer_node)
 
     def end(self, code: int, seconds: float) -> None:
         """Tell all viewers that the run is over, and disconnect them."""
@@ -301,44 +299,39 @@ class EventServer:
             yield lines
 
     async def _past_of_leader(self, since: float | None) -> AsyncIterator[bytes]:
-        request = msgspec.json.encode(ViewerRequest(since=since))
+        request = encoding.encode(ViewerRequest(since=since))
         while request:
-            answer = await self._ask(None, "past?", request)
+            answer = await self._rpc.request("past", request, timeout=_timeout(None))
             request, _, lines = answer.partition(b"\n")
             yield lines
 
-    async def _send_past(self, who: int | None, number: int, content: bytes) -> None:
+    async def _answer_past(self, who: int | None, content: bytes) -> bytes | None:
         if who is None or not self._coordinator.leads:
-            return
+            return None
         # Do not trust another node: a malformed request gets no answer.
         with contextlib.suppress(msgspec.MsgspecError, OSError, ValueError, OverflowError):
             request = _viewer_requests.decode(content)
             cursor = request.cursor or event_cursor.begin(self._folder.path, request.since)
             async with self._reading:
                 lines, next_ = await asyncio.to_thread(event_cursor.part, self._folder.path, cursor)
-            more = msgspec.json.encode(ViewerRequest(cursor=next_)) if next_ is not None else b""
-            self._rpc.send("past", number, more + b"\n" + lines, to=who)
+            more = encoding.encode(ViewerRequest(cursor=next_)) if next_ is not None else b""
+            return more + b"\n" + lines
+        return None
 
     # -- logs
 
-    async def _answer(self, query: wire.Message, sock: socket.socket) -> None:
-        with contextlib.closing(sock):
-            try:
-                reply = await self._read(query)
-            except (ValueError, TypeError, KeyError, OverflowError) as error:
-                reply = {"is": "refused", "why": f"invalid request: {error}"}
-            sock.setblocking(False)
-            # Not in a thread: a caller that does not read would occupy one of the few.
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(_NODE_TIMEOUT):
-                    await self._loop.sock_sendall(sock, await asyncio.to_thread(wire.encode, reply))
+    async def _answer(self, query: wire.Message) -> wire.Message:
+        try:
+            return await self._read(query)
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            return {"is": "refused", "why": f"invalid request: {error}"}
 
-    async def _answer_node(self, who: int | None, number: int, content: bytes) -> None:
+    async def _answer_node(self, _: int | None, content: bytes) -> bytes:
         """Answer another node: the leader about ranks of this node, a follower about all ranks."""
         reply: Query = {"is": "refused", "why": "invalid request"}
-        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            reply = await self._read(msgspec.json.decode(content), here=not self._coordinator.leads)
-        self._rpc.send("query", number, msgspec.json.encode(reply), to=who)
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+            reply = await self._read(_queries.decode(content), here=not self._coordinator.leads)
+        return encoding.encode(reply)
 
     async def _read(self, query: Query, *, here: bool = False) -> Query:
         own = await self._own_folders()
@@ -393,31 +386,15 @@ class EventServer:
     # -- other nodes
 
     async def _ask_node(self, to: int | None, query: Query) -> Query:
-        wanted = {name: value for name, value in query.items() if name != "key"}
         try:
-            reply = msgspec.json.decode(await self._ask(to, "query?", msgspec.json.encode(wanted)))
-            return reply if isinstance(reply, dict) else {}
-        except (ValueError, RecursionError):
+            return _queries.decode(
+                await self._rpc.request("query", encoding.encode(query), to=to, timeout=_timeout(to))
+            )
+        except msgspec.DecodeError:
             return {}
         except TimeoutError:
             name = "node 0" if to is None else f"node {to}"
             return {"is": "refused", "why": f"{name} has not answered within {_timeout(to):.0f} s"}
-
-    async def _ask(self, to: int | None, kind: str, content: bytes) -> bytes:
-        """Send a request to another node and return its reply. Raises TimeoutError."""
-        self._numbers += 1
-        key = (to, self._numbers)
-        answer = self._requests[key] = self._loop.create_future()
-        self._rpc.send(kind, self._numbers, content, to=to)
-        try:
-            return await asyncio.wait_for(answer, _timeout(to))
-        finally:
-            del self._requests[key]
-
-    def _reply_received(self, who: int | None, number: int, content: bytes) -> None:
-        answer = self._requests.get((who, number))
-        if answer is not None and not answer.done():
-            answer.set_result(content)
 
 
 def _timeout(to: int | None) -> float:

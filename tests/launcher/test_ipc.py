@@ -1,0 +1,184 @@
+"""Requests and replies, packets of workers, and the limits of what is read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from phalanx.contract import encoding
+from phalanx.contract.encoding import Decoder
+from phalanx.control.messages import RpcFrame
+from phalanx.forkserver import linux, wire
+from phalanx.launcher.ipc.node_rpc import NodeRpc
+from phalanx.launcher.ipc.packet_server import PacketServer
+from phalanx.launcher.ipc.pending_replies import PendingReplies
+
+
+def test_a_reply_counts_only_from_the_peer_that_was_asked() -> None:
+    async def scene() -> None:
+        pending: PendingReplies[str] = PendingReplies()
+        numbers: list[int] = []
+        first = asyncio.create_task(pending.request(numbers.append, timeout=10, peer=1))
+        second = asyncio.create_task(pending.request(numbers.append, timeout=10, peer=2))
+        await asyncio.sleep(0)
+        assert numbers == [1, 2]
+        assert not pending.resolve(1, "forged", peer=2)
+        assert pending.resolve(2, "two", peer=2)
+        assert pending.resolve(1, "one", peer=1)
+        assert pending.resolve(1, "again", peer=1)
+        assert (await first, await second) == ("one", "two")
+        assert not pending.resolve(1, "late", peer=1)
+
+    asyncio.run(scene())
+
+
+def test_a_request_ends_with_its_timeout_or_its_channel() -> None:
+    def fails(_: int) -> None:
+        raise BrokenPipeError
+
+    async def scene() -> None:
+        pending: PendingReplies[str] = PendingReplies()
+        with pytest.raises(TimeoutError):
+            await pending.request(lambda _: None, timeout=0.01)
+        with pytest.raises(BrokenPipeError):
+            await pending.request(fails, timeout=10)
+        waiting = asyncio.create_task(pending.request(lambda _: None, timeout=None))
+        await asyncio.sleep(0)
+        pending.fail_all(ConnectionResetError())
+        with pytest.raises(ConnectionResetError):
+            await waiting
+        assert not pending._pending
+
+    asyncio.run(scene())
+
+
+class Side:
+    """A node that is connected to one other."""
+
+    def __init__(self, *, leads: bool) -> None:
+        self.leads = leads
+        self.rpc = NodeRpc(self)  # type: ignore[arg-type]
+        self.other: Side
+
+    def send_rpc(self, frame: RpcFrame, to: int | None) -> None:
+        assert to == (1 if self.leads else None)
+        asyncio.get_running_loop().call_soon(self.other.rpc.receive, None if self.leads else 1, frame)
+
+
+def test_a_node_asks_another(caplog: pytest.LogCaptureFixture) -> None:
+    async def echo(sender: int | None, content: bytes) -> bytes:
+        return b"%r %d" % (sender, len(content))
+
+    async def fails(*_: object) -> bytes:
+        raise ValueError("of no use")
+
+    async def scene() -> None:
+        leader, member = Side(leads=True), Side(leads=False)
+        leader.other, member.other = member, leader
+        for side in (leader, member):
+            side.rpc.serve("echo", echo)
+            side.rpc.serve("fails", fails)
+        assert await leader.rpc.request("echo", bytes(1 << 20), timeout=10, to=1) == b"None 1048576"
+        assert await member.rpc.request("echo", b"x", timeout=10) == b"1 1"
+        assert await leader.rpc.request("echo", timeout=10) == b"None 0"  # itself
+        for kind in ("fails", "unknown"):
+            with pytest.raises(TimeoutError):
+                await member.rpc.request(kind, timeout=0.05)
+
+    asyncio.run(scene())
+    assert "cannot answer the request 'fails' of node 1" in caplog.text
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b"\xff", b"[" * 100_000], ids=lambda body: repr(body[:3]))
+def test_a_malformed_message_is_an_error_and_not_the_end(body: bytes) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        left.sendall(len(body).to_bytes(4, "big") + body)
+        with pytest.raises(ValueError):  # noqa: PT011 - of json
+            wire.receive(right)
+
+
+def test_a_message_over_the_limit_is_not_read() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        left.sendall(wire.encode({"text": "x" * 1000}))
+        with pytest.raises(ValueError, match="1012 bytes"):
+            wire.receive(right, limit=1000)
+        assert len(right.recv(1 << 16)) == 1012  # only the header was
+
+
+def test_announced_bytes_are_not_allocated_before_they_arrive() -> None:
+    reader = wire.MessageReader()
+    assert reader.feed(wire.LIMIT.to_bytes(4, "big")) is None
+    assert reader.missing == 1 << 20
+
+
+def test_the_kernel_says_who_calls() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        peer = linux.peer(left)
+    assert peer == (os.getpid(), os.getuid())
+    assert peer.is_same_user
+    assert not linux.Peer(1, os.getuid() + 1).is_same_user
+
+
+class Note(msgspec.Struct, frozen=True, tag="note"):
+    text: str
+
+
+def test_only_workers_speak_and_only_sense() -> None:
+    heard: list[str] = []
+    known = SimpleNamespace(pid=os.getpid())
+
+    def call(name: str, *packets: bytes) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(f"\0{name}")
+        for packet in packets:
+            sock.send(packet)
+        return sock
+
+    async def settle(done: Any) -> None:
+        end = time.monotonic() + 10
+        while not done() and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        assert done()
+
+    async def scene() -> None:
+        decoder: Decoder[Note] = Decoder(Note)
+        server = PacketServer(
+            "phalanx-test", decoder, lambda pid: pid == known.pid, lambda _, note: heard.append(note.text)
+        )
+        with call(server.name, encoding.encode(Note("one")), encoding.encode(Note("\udcff"))):
+            await settle(lambda: heard == ["one", "\\xff"])
+            assert list(server.connections.values()) == [os.getpid()]
+        await settle(lambda: not server.connections)
+        for packet in (b"{", b"\xff", b'{"type":"other"}', b"[" * 60_000):
+            with call(server.name, packet) as sock:
+                sock.settimeout(10)
+                assert await asyncio.to_thread(sock.recv, 1) == b""
+        known.pid = 1
+        with call(server.name) as sock:
+            sock.settimeout(10)
+            assert await asyncio.to_thread(sock.recv, 1) == b""
+        server.close()
+        server.close()
+
+    asyncio.run(scene())
+    assert heard == ["one", "\\xff"]
+
+
+def test_decoding_raises_one_kind_of_error() -> None:
+    decoders: tuple[Decoder[dict[str, Any]], ...] = (Decoder(dict[str, Any]), Decoder(dict[str, Any], "msgpack"))
+    for decoder in decoders:
+        for data in (b"", b"\xff", b'{"\xff": 1}', b"[" * 100_000, b"\x81\xa1\xff\x01", b"\x91" * 100_000, b"7"):
+            with pytest.raises(msgspec.DecodeError):
+                decoder.decode(data)
+    assert Decoder[Any](Any).decode(json.dumps({"a": 1}).encode()) == {"a": 1}
