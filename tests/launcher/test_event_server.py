@@ -18,6 +18,7 @@ from phalanx.contract import events
 from phalanx.control import messages
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
+from phalanx.launcher.agent.watched import WatchContext
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.control_socket import ControlSocket
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RequestHandler
@@ -62,7 +63,8 @@ class Node:
 
     def open(self) -> None:
         self.control = ControlSocket(self.folder)
-        self.server = EventServer(cast("Any", self), cast("Any", self), self.rpc, self.control, self.folder)
+        here = cast("Any", self)
+        self.server = EventServer(WatchContext(here, here, self.rpc, self.control, self.folder))
 
     def close(self) -> None:
         self.control.close()

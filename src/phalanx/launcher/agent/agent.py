@@ -28,6 +28,7 @@ from phalanx.launcher.agent.linger import LingeringProcesses
 from phalanx.launcher.agent.probes import StatusBoard
 from phalanx.launcher.agent.signals import SAME, Signals
 from phalanx.launcher.agent.snapshot_memory import SnapshotMemory
+from phalanx.launcher.agent.watched import WatchContext
 from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.agent.worker_group import WorkerGroup, WorkerGroupContext
 from phalanx.launcher.coordination.actions import (
@@ -165,7 +166,9 @@ class NodeAgent:
             self, self._coordinator, self.rpc, console=self._console, folder=self._folder, trusted=trusted
         )
         self._control_socket.on("attach", self._debugging.attach)
-        self._event_server = EventServer(self, self._coordinator, self.rpc, self._control_socket, self._folder)
+        self._event_server = EventServer(
+            WatchContext(self, self._coordinator, self.rpc, self._control_socket, self._folder)
+        )
         code, text, began = 1, "", time.monotonic()
         with self._signals.installed(
             end=self._signal_received, preempt=self._preempted, forward=self._forward_signal, resized=self._resized
@@ -564,8 +567,9 @@ class NodeAgent:
             self._sampler = sampler(*nodes, attempt=attempt)
             stats = self._sampler.stats
             self._exits = exits(self, stats)
-            self._hang_detector = detector(*nodes, self._control_socket, self._folder, stats=stats, attempt=attempt)
-            self._step_timings = timings(*nodes, self._control_socket, self._folder)
+            context = WatchContext(*nodes, self._control_socket, self._folder)
+            self._hang_detector = detector(context, stats=stats, attempt=attempt)
+            self._step_timings = timings(context)
             self._collector = collector(*nodes, self._folder)
             self._sampler.start(self._hang_detector, self._step_timings, self._collector)
 
