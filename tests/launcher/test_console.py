@@ -575,10 +575,10 @@ from rich.console import Console
 from rich.progress import Progress
 console = Console(force_terminal=True, width=60)
 with Progress(console=console, auto_refresh=False) as progress:
-    tasks = [progress.add_task(name, total=2) for name in ("first", "second", "third")]
+    tasks = [progress.add_task(name, total=4) for name in ("first", "second", "third")]
     for step in range(3):
         for task in tasks:
-            progress.update(task, completed=step)
+            progress.update(task, completed=step + 1)  # not 0, which was painted before the other rows were there
         progress.refresh()
         if step == 1:
             progress.console.print("a line above")
