@@ -9,7 +9,7 @@ from phalanx.doctor import pairs, refusal, report
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.pairs import HostPair
 from phalanx.errors import JoinError, PhalanxError, UsageError
-from phalanx.launcher.remote import ssh
+from phalanx.launcher.remote import ssh_errors
 from phalanx.launcher.remote.node_spec import NodeRefused
 
 FAR = NodeRefused(what="ssh cannot connect", details=("ssh: No route to host",), fix="ssh c true")
@@ -32,8 +32,8 @@ def line_of(error: PhalanxError) -> bytes:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (line_of(ssh.combined({"c": FAR})), [OF_FAR]),
-        (b"Welcome\nphalanx: prose\n" + line_of(ssh.combined({"b@x": ODD, "c": FAR}, 3)), [OF_ODD, OF_FAR]),
+        (line_of(ssh_errors.combined({"c": FAR})), [OF_FAR]),
+        (b"Welcome\nphalanx: prose\n" + line_of(ssh_errors.combined({"b@x": ODD, "c": FAR}, 3)), [OF_ODD, OF_FAR]),
         (b"phalanx: a note\n" + line_of(JoinError("no", fix="yes")) + b"srun: error", [red("no", "", "yes")]),
         (b"0: " + line_of(UsageError("x", details=["y"])) * 2, [red("x", "y", AGAIN)]),
         (line_of(UsageError("a\nb \udcff")), [red("a\nb \\xff", "", AGAIN)]),

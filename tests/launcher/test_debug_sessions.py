@@ -23,7 +23,8 @@ from phalanx.forkserver import linux, wire
 from phalanx.forkserver.debug import debugger, terminal
 from phalanx.forkserver.debug.terminal import TerminalStream
 from phalanx.launcher.debug.attachment import Attachment, AttachRefused
-from phalanx.launcher.debug.sessions import ATTACH, KIND, AttachRequest, DebugSessions
+from phalanx.launcher.debug.remote_streams import ATTACH, KIND, AttachRequest
+from phalanx.launcher.debug.sessions import DebugSessions
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 
@@ -166,7 +167,7 @@ def test_what_another_node_writes_may_be_anything() -> None:
             for data in (b"d" * 200_000, b"a-1", b"ax", b"e", b"c"):
                 lead.rpc.receive(1, RpcFrame(kind=KIND, number=number, content=data))
         await asyncio.sleep(0)
-        assert len(lead.debugging._proxies) <= 2 * 64
+        assert len(lead.debugging._streams) <= 2 * 64
 
     play(scene)
 

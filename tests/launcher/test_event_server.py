@@ -18,13 +18,14 @@ from phalanx.contract import events
 from phalanx.control import messages
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
+from phalanx.launcher.agent.watched import WatchContext
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.control_socket import ControlSocket
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RequestHandler
 from phalanx.launcher.output import log_reader
 from phalanx.launcher.runs import event_cursor, run_folder, views
 from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
-from phalanx.launcher.viewers import event_server
+from phalanx.launcher.viewers import event_server, log_queries, viewer
 from phalanx.launcher.viewers.event_server import EventServer
 from phalanx.watch.source import SearchResult
 
@@ -62,7 +63,8 @@ class Node:
 
     def open(self) -> None:
         self.control = ControlSocket(self.folder)
-        self.server = EventServer(cast("Any", self), cast("Any", self), self.rpc, self.control, self.folder)
+        here = cast("Any", self)
+        self.server = EventServer(WatchContext(here, here, self.rpc, self.control, self.folder))
 
     def close(self) -> None:
         self.control.close()
@@ -219,7 +221,7 @@ def test_who_does_not_read_loses_sights_first_and_is_dropped_in_the_end(tmp_path
                     node.sight(1 << 16)
                     await asyncio.sleep(0)
                 assert caller._transport is not None
-                assert caller._transport.get_write_buffer_size() < event_server._SAMPLES_LIMIT + (1 << 17)
+                assert caller._transport.get_write_buffer_size() < viewer._SAMPLES_LIMIT + (1 << 17)
                 node.note("something happens")  # that is not lost yet
                 assert caller in node.server._viewers
                 for number in range(200):
@@ -336,7 +338,7 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
                 f"rank {rank} speaks" for rank in range(3)
             ]
             broken.rpc.serve("query", replies(None))
-            monkeypatch.setattr(event_server, "_NODE_TIMEOUT", 1.0)
+            monkeypatch.setattr(log_queries, "NODE_TIMEOUT", 1.0)
             *found, note = await views.of(one.record).search("speaks")  # node 0 waits as well
             assert [line.rank for line in found] == [0, 1, 2]
             assert note.line == "node 3 has not answered within 1 s"

@@ -4,51 +4,97 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from phalanx.contract import encoding
 from phalanx.diagnose.evidence import Evidence, Rank
+from phalanx.diagnose.rank_state import LONGER
 from phalanx.diagnose.verdict import Verdict
-from phalanx.launcher.hangs.detector import HangDetector
+from phalanx.launcher.hangs import hang_action
+from phalanx.launcher.hangs.cluster_progress import ClusterProgress, NodeHeartbeat
+from phalanx.launcher.hangs.detector import ErrorBackoff
+from phalanx.launcher.hangs.hang_action import KillRanks, OnHang, StopRun, WaitLonger
+from phalanx.launcher.hangs.progress_tracker import RankProgress
 
-GONE = Verdict(kind="uneven data", ranks=(0,), text="rank 0 left the loop earlier")
+GONE = Verdict(kind="uneven data", ranks=(0,), text="rank 0 left the loop earlier", fix="the same number of batches")
 HERE = Verdict(kind="sleep", ranks=(1, 2), text="ranks 1, 2 are sleeping", certain=False)
+LOOP = Verdict(kind="loop", ranks=(1,), text="rank 1 is in a loop")
+STOPPED = StopRun("the run is stalled and was stopped (--on-hang stop): rank 0 left the loop earlier", GONE.fix)
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "here", "there", "noted"),
+    ("on_hang", "verdicts", "waited", "action"),
     [
-        ([HERE], (1, 2), (2,), "rank 2 stalled: SIGKILL by its node"),
-        ([GONE, HERE], (1, 2), (2,), "rank 2 stalled: SIGKILL by its node"),  # who has ended cannot be killed
-        ([GONE], (), None, "no living rank is to blame"),
+        ("report", [HERE], 9.0, None),
+        ("report", [LOOP], 9.0, None),
+        ("stop", [GONE, HERE], 9.0, STOPPED),
+        ("stop", [LOOP], 9.0, WaitLonger(LONGER * 10 - 9)),
+        ("kill", [LOOP], LONGER * 10, KillRanks(frozenset({1}))),
+        ("kill", [HERE], 9.0, KillRanks(frozenset({1, 2}))),
+        ("kill", [GONE, HERE], 9.0, KillRanks(frozenset({1, 2}))),  # rank 0 has ended: it cannot be killed
+        ("kill", [GONE], 9.0, KillRanks(frozenset())),
     ],
 )
-def test_who_is_killed(verdicts: list[Verdict], here: tuple[int, ...], there: tuple[int, ...], noted: str) -> None:
-    notes, killed, sent = list[str](), list[tuple[int, ...]](), list[bytes]()
-    plan = SimpleNamespace(hang=SimpleNamespace(action="kill"))
-    stub: Any = SimpleNamespace(
-        _agent=SimpleNamespace(plan=plan, note=notes.append),
-        _coordinator=SimpleNamespace(members=lambda: {1: (2,)}),
-        _rpc=SimpleNamespace(send=lambda _, __, content, to: sent.append(content)),
-        _kill=lambda ranks: killed.append(tuple(sorted(ranks))),
-    )
+def test_what_is_done(on_hang: OnHang, verdicts: list[Verdict], waited: float, action: object) -> None:
     ranks = [Rank(rank=number, node=0, ended=0 if number == 0 else None) for number in range(3)]
-    HangDetector._act(cast("HangDetector", stub), Evidence(time=0.0, waited=9.0, ranks=tuple(ranks)), verdicts)
-    assert killed == [here]
-    assert sent == ([] if there is None else [b"[2]"])
-    assert noted in notes[0]
+    evidence = Evidence(time=0.0, waited=waited, ranks=tuple(ranks), limit=10.0)
+    assert hang_action.choose(on_hang, evidence, verdicts) == action
 
 
-def test_ranks_that_are_meant_to_wait_are_not_looked_at() -> None:
+def _progress(members: dict[int, tuple[int, ...]]) -> ClusterProgress:
+    plan = SimpleNamespace(node=0, hang=SimpleNamespace(stall_timeout=30.0))
+    agent: Any = SimpleNamespace(plan=plan)
+    coordinator: Any = SimpleNamespace(members=lambda: members, leads=True)
+    return ClusterProgress(agent, coordinator, None)
+
+
+def _reading(**changed: object) -> Any:
+    usual = {"held": "", "stopping": False, "ending": False, "over": asyncio.Event(), "debugged": frozenset()}
+    attempt = SimpleNamespace(**{**usual, "number": 0, "generation": 0, **changed})
+    return SimpleNamespace(attempt=attempt, workers=())
+
+
+def test_no_progress_is_expected_of_ranks_that_are_meant_to_wait() -> None:
     """Too few nodes are left: with --on-hang kill that would cost what was trained."""
-    attempt = SimpleNamespace(held="node 2 is lost", stopping=False, ending=False, over=asyncio.Event())
-    stub: Any = SimpleNamespace(
-        _agent=SimpleNamespace(attempt=attempt, plan=None),
-        _coordinator=SimpleNamespace(members=dict, leads=True),
-        _attempt=None,
-        _tracker="something",
-    )
-    reading: Any = SimpleNamespace(attempt=attempt)
-    assert HangDetector._check(cast("HangDetector", stub), reading) is None
-    assert stub._tracker is None
+    progress = _progress({1: (1,)})
+    assert progress.heartbeat(_reading()) is not None
+    assert progress.generation == (0, 0)
+    assert progress.heartbeat(_reading(held="node 2 is lost")) is None
+    assert progress.generation is None
+
+
+def test_ranks_of_other_nodes_may_stall_after_ours_have_ended() -> None:
+    over = asyncio.Event()
+    over.set()
+    assert _progress({1: (1,)}).heartbeat(_reading(over=over)) is not None
+    assert _progress({}).heartbeat(_reading(over=over)) is None
+
+
+def test_the_progress_of_all_nodes() -> None:
+    members = {1: (1,), 2: (2,)}
+    progress = _progress(members)
+    theirs = NodeHeartbeat(node=1, host="b", ranks=(RankProgress(rank=1, step=5),))
+    progress.receive(1, encoding.encode(theirs))
+    own = progress.heartbeat(_reading())
+    assert own is not None
+    progress.update(NodeHeartbeat(node=0, host="a", ranks=(RankProgress(rank=0, step=7),)))
+    assert progress.tracker is not None
+    assert {rank: each.step for rank, each in progress.tracker.ranks.items()} == {0: 7, 1: 5}
+    assert progress.last_heartbeat(1)[1] == theirs
+    del members[1]
+    progress.update(own)
+    assert progress.last_heartbeat(1) == (0.0, None)
+
+
+def test_hang_detection_gives_up_after_several_errors() -> None:
+    backoff, now = ErrorBackoff(), 100.0
+    for error in range(5):
+        assert backoff.allows(now)
+        assert backoff.failed(now) == (error == 4)
+        assert not backoff.allows(now)
+        now += 1000
+    assert not backoff.allows(now)
+    backoff.succeeded()
+    assert backoff.allows(now)

@@ -12,7 +12,6 @@ import pytest
 from phalanx.control import messages
 from phalanx.diagnose.evidence import Gpu
 from phalanx.launcher.agent.worker import Worker
-from phalanx.launcher.hangs.detector import HangDetector
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.telemetry import node_sampler
 from phalanx.launcher.telemetry.node_sampler import NodeReading, NodeSampler
@@ -148,22 +147,3 @@ def test_every_answer_of_the_driver_counts_once() -> None:
     for gpu in (None, slow, slow, slow, same, same):
         timing.update(reading(3, 30), gpu)
     assert (timing.gpu_readings, timing.slowdowns["thermal"]) == (2, 1)
-
-
-def test_hang_detection_gives_up_after_several_errors() -> None:
-    notes: list[str] = []
-    stub: Any = SimpleNamespace(
-        _alarm_task=None, _errors=0, _paused_until=0.0, _agent=SimpleNamespace(note=notes.append)
-    )
-    stub._failed = lambda error: HangDetector._failed(stub, error)
-    checks = []
-
-    def check(_: NodeReading) -> None:
-        checks.append(1)
-        raise ValueError("a bug")
-
-    stub._check = check
-    for _ in range(9):
-        HangDetector.observe(stub, SimpleNamespace(last=False, now=stub._paused_until + 1))  # type: ignore[arg-type]
-    assert len(checks) == 5
-    assert notes == ["hang detection disabled after 5 errors: ValueError('a bug')"]

@@ -15,9 +15,10 @@ from phalanx.cli.hosts import _options_of
 from phalanx.cli.options import RunOptions, parse_run
 from phalanx.cluster.sources.hosts import parse_hosts
 from phalanx.errors import JoinError
-from phalanx.launcher.remote import node_spec, ssh
+from phalanx.launcher.remote import node_spec, ssh, ssh_errors
 from phalanx.launcher.remote.node_spec import Go, NodeRefused, NodeSpec, Ready, Signal
-from phalanx.launcher.remote.ssh import SshLink, SshStarter
+from phalanx.launcher.remote.ssh import SshStarter
+from phalanx.launcher.remote.ssh_link import AnswerParser, SshLink
 
 READY = 'phalanx-node {"is": "ready", "host": "b", "pid": 7}'
 
@@ -174,7 +175,8 @@ def test_the_command_reaches_python_in_the_folder_whatever_its_name(shell: str, 
 
 
 @pytest.mark.parametrize(
-    ("cwd", "python", "code"), [("/no/where", sys.executable, ssh.NO_FOLDER), ("/", "/no/python", ssh.NO_PYTHON)]
+    ("cwd", "python", "code"),
+    [("/no/where", sys.executable, ssh_errors.NO_FOLDER), ("/", "/no/python", ssh_errors.NO_PYTHON)],
 )
 def test_the_command_says_by_its_code_what_is_missing(cwd: str, python: str, code: int) -> None:
     done = subprocess.run(["sh", "-c", ssh.command(cwd, python)], capture_output=True)
@@ -247,11 +249,34 @@ def test_last_words_are_those_of_the_node() -> None:
         0, "b", f"echo '{READY}'; printf 'phalanx: the token differs\\n  ours: x\\n  fix: do y\\n' >&2; exit 1"
     )
     listen(link)
-    assert ssh.explain_end(link, 1) == NodeRefused(what="the token differs", details=("ours: x",), fix="do y")
-    assert ssh.explain_end(link, 255).what == "the ssh connection ended"
+    assert ssh_errors.explain_end(link, 1) == NodeRefused(what="the token differs", details=("ours: x",), fix="do y")
+    assert ssh_errors.explain_end(link, 255).what == "the ssh connection ended"
 
 
 def test_a_long_order_does_not_hold_us_up() -> None:
     link = child(0, "b", f"sleep 0.2; head -c 3000000 > /dev/null; echo '{READY}'")
     link.send(NodeRefused(what="x" * 3_000_000))
     assert listen(link).hosts == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "answers", "rest"),
+    [
+        ([f"{READY}\n"], Ready(host="b", pid=7), ""),
+        (["Welcome\nto b: ", READY[:9], READY[9:], "\nfirst line"], Ready(host="b", pid=7), "first line"),
+        (["Welcome\n", "x" * 100], None, "x" * 100),
+        (["phalanx-node {}\n"], "its answer is not an answer of phalanx", ""),
+        (["yy\n" * (1 << 20)], "it keeps writing before phalanx can start", ""),
+    ],
+)
+def test_the_answer_of_a_host(parts: list[str], answers: Ready | str | None, rest: str) -> None:
+    parser, found = AnswerParser("b"), None
+    for part in parts:
+        assert found is None
+        found = parser.feed(part.encode())
+    if isinstance(answers, str):
+        assert isinstance(found, NodeRefused)
+        assert found.what.startswith(answers)
+    else:
+        assert found == answers
+    assert parser.rest == rest.encode()

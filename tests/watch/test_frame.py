@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from phalanx.contract import events
 from phalanx.watch.model import simulation
 from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.status import RunStatus
 from phalanx.watch.screen import frame, picture, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.keys import Keys
@@ -45,7 +46,7 @@ def drawn(model: RunModel, view: View, columns: int = 80, rows: int = 24, signs:
 
 @pytest.mark.parametrize("ranks", [0, 1, 8, 512])
 def test_every_size(ranks: int) -> None:
-    model = model_of(ranks, 45) if ranks else RunModel(run="a run")
+    model = model_of(ranks, 45) if ranks else RunModel(RunStatus("a run"))
     for keys in ("", "f", "g", "?", "x"):
         view = View(able=True)
         view.tail.switch(0, "stdout")
@@ -195,7 +196,7 @@ def test_what_a_terminal_would_obey(written: str, expected: str) -> None:
 def test_nothing_that_is_obeyed_is_painted() -> None:
     """Of a run of somebody else, by its folder: there may be anything in it."""
     model, view = model_of(2, 3), View(follows=True)
-    model.ranks[0].strip.letters = "ddd\x1b]0;title\x07\x1b[2Jfff"
+    model.ranks[0].activity.strip.letters = "ddd\x1b]0;title\x07\x1b[2Jfff"
     painted = Painter(colour=False, ascii_only=False).frame(
         frame.draw(model, view, Canvas(80, 24, UNICODE), NOW), 80, 24
     )

@@ -55,12 +55,14 @@ def test_what_a_run_says() -> None:
     assert value(families, "phalanx_goodput_ratio") == pytest.approx(model.goodput)
     assert value(families, "phalanx_run_info", command="train.py") == 1
     assert value(families, "phalanx_state", state="running") == 1
-    assert value(families, "phalanx_measured", name="loss") == pytest.approx(model.curves["loss"].last)
+    assert value(families, "phalanx_measured", name="loss") == pytest.approx(model.progress.curves["loss"].last)
     assert not any("steps/s" in dict(labels).values() for _, labels in families["phalanx_measured"].samples)
     assert value(families, "phalanx_rank_info", rank="3", node="0", host="node0", device="gpu 3") == 1
     assert value(families, "phalanx_rank_memory_bytes", rank="1") == (2 << 30) + (1 << 20)
     assert value(families, "phalanx_rank_gpu_memory_bytes", rank="1") == 60 << 30
-    assert value(families, "phalanx_rank_phase_ratio", rank="0", phase="waiting") == model.ranks[0].waiting
+    assert (
+        value(families, "phalanx_rank_phase_ratio", rank="0", phase="waiting") == model.ranks[0].activity.shares.waiting
+    )
     for rank in map(str, range(4)):
         health = {state: value(families, "phalanx_rank_health", rank=rank, state=state) for state in HEALTH}
         assert sorted(health.values()) == [0] * (len(HEALTH) - 1) + [1]
@@ -84,8 +86,8 @@ def test_a_long_step_takes_as_long_as_it_takes() -> None:
     for second in range(100):
         sample = events.RankSample(rank=0, step=second // 20, data=0.5, compute=0.3, waiting=0.2)
         model.apply(events.ClusterSample(time=100.0 + second, seconds=1.0, ranks=(sample,)))
-    assert model.times["data"].total / model.times["data"].count == pytest.approx(10, rel=0.05)
-    assert model.times["waiting"].count == 4
+    assert model.ranks.times["data"].total / model.ranks.times["data"].count == pytest.approx(10, rel=0.05)
+    assert model.ranks.times["waiting"].count == 4
 
 
 def test_of_a_run_of_which_only_some_sights_were_kept_the_times_are_the_same() -> None:
@@ -96,8 +98,10 @@ def test_of_a_run_of_which_only_some_sights_were_kept_the_times_are_the_same() -
         whole.apply(sample)
         if second % 8 == 0:
             some.apply(sample)
-    for phase, histogram in whole.times.items():
-        assert some.times[phase].total / some.times[phase].count == pytest.approx(histogram.total / histogram.count)
+    for phase, histogram in whole.ranks.times.items():
+        assert some.ranks.times[phase].total / some.ranks.times[phase].count == pytest.approx(
+            histogram.total / histogram.count
+        )
 
 
 NASTY = 'a "b" \\ c\nd, e="f" } #'

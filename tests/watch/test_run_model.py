@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from phalanx.contract import events
 from phalanx.contract.events import RankInfo, RankSample
 from phalanx.watch.model import simulation
+from phalanx.watch.model.events_timeline import KINDS
 from phalanx.watch.model.rank import HEALTH
-from phalanx.watch.model.run_model import KINDS, RunModel, State
+from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.status import State
 from tests.watch.any_events import EVENTS
 
 Any = events.AnyEvent
@@ -101,7 +103,7 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_the_state_of_the_run(name: str) -> None:
     happened, state = STATES[name]
-    assert told(*happened).state == state
+    assert told(*happened).run.state == state
 
 
 def _health(*happened: Any) -> list[str]:
@@ -199,31 +201,31 @@ def test_who_does_nothing_but_wait_is_waiting() -> None:
 def test_a_smaller_world_has_fewer_ranks_once_it_runs() -> None:
     two = tuple(RankInfo(rank=rank, node=rank, host=f"host{rank}", pid=10 + rank) for rank in range(2))
     model = told(*started(), events.RankInfos(time=2, ranks=two), sample(3, 1, 1), FAULT)
-    assert (model.world_size, model.nodes, len(model.ranks)) == (2, 2, 2)
+    assert (model.ranks.world_size, model.ranks.nodes, len(model.ranks)) == (2, 2, 2)
     model.apply(events.RankInfos(time=11, ranks=two[:1]))
     assert len(model.ranks) == 2, "the others may still come"
     model.apply(events.Recovered(time=12, generation=1, seconds=1.5, step=8))
     model.apply(sample(13, 9, generation=1))
     assert len(model.ranks) == 2, "they still may"
     model.apply(sample(14, 10, generation=1))
-    assert (model.world_size, model.nodes, list(model.ranks), model.generation) == (1, 1, [0], 1)
+    assert (model.ranks.world_size, model.ranks.nodes, list(model.ranks), model.run.generation) == (1, 1, [0], 1)
     model.apply(events.RankInfos(time=15, ranks=two))
-    assert (model.world_size, list(model.ranks)) == (2, [0, 1])
+    assert (model.ranks.world_size, list(model.ranks)) == (2, [0, 1])
 
 
 def test_a_step_that_goes_back_gives_no_negative_rate() -> None:
     model = told(*started(), *(sample(second, 10 * second, 10 * second) for second in range(2, 12)))
-    assert model.rate == pytest.approx(10)
-    assert model.ranks[1].rate == pytest.approx(10)
+    assert model.progress.rate == pytest.approx(10)
+    assert model.ranks[1].steps.rate == pytest.approx(10)
     model.apply(RESTART)
     model.apply(events.Restarted(time=12, seconds=1.6))
     model.apply(events.AttemptStarted(time=12, attempt=1))
     for second, step in enumerate((-1, 40, 42, 44), start=13):
         model.apply(sample(second, step, step))
-        assert model.rate >= 0
-        assert model.ranks[0].rate >= 0
-    assert (model.step, model.rate, model.attempt) == (44, pytest.approx(2), 1)
-    assert min(value for _, _, value in model.curves["steps/s"].points) >= 0
+        assert model.progress.rate >= 0
+        assert model.ranks[0].steps.rate >= 0
+    assert (model.progress.step, model.progress.rate, model.run.attempt) == (44, pytest.approx(2), 1)
+    assert min(value for _, _, value in model.progress.curves["steps/s"].points) >= 0
 
 
 @pytest.mark.parametrize(("every", "rate"), [(0.02, 50), (0.7, 1 / 0.7), (5, 0.2), (45, 1 / 45)])
@@ -232,7 +234,7 @@ def test_the_rate_is_steady_however_long_a_step_takes(every: float, rate: float)
     rates = []
     for second in range(2, 400):
         model.apply(sample(second, int(second / every), int(second / every)))
-        rates.append(model.rate)
+        rates.append(model.progress.rate)
     assert all(0.7 * rate < one < 1.4 * rate for one in rates[-100:])
 
 
@@ -240,19 +242,19 @@ def test_the_rate_of_what_stands_still_goes_to_nothing() -> None:
     model = told(*started(), *(sample(second, second, second) for second in range(2, 30)))
     for second in range(30, 60):
         model.apply(sample(second, 29, 29))
-    assert model.rate < 0.05
+    assert model.progress.rate < 0.05
     for second in range(60, 63):
         model.apply(sample(second, second - 30, second - 30))
-    assert model.rate == pytest.approx(1)
+    assert model.progress.rate == pytest.approx(1)
 
 
 def test_what_is_left() -> None:
     model = told(*started(), *(sample(second, 2 * second, 2 * second) for second in range(2, 12)))
-    assert model.eta is None
+    assert model.progress.eta is None
     model.apply(events.MetricsMeasured(time=11, step=22, total=122, values={"loss": 0.5, "odd": None}, epoch=3))
-    assert model.eta == pytest.approx(50)
-    assert (model.epoch, model.curves["loss"].points) == (3, [(22, 11, 0.5)])
-    assert "odd" not in model.curves
+    assert model.progress.eta == pytest.approx(50)
+    assert (model.progress.epoch, model.progress.curves["loss"].points) == (3, [(22, 11, 0.5)])
+    assert "odd" not in model.progress.curves
 
 
 def test_of_a_script_whose_steps_nobody_sees_its_own_count() -> None:
@@ -260,7 +262,7 @@ def test_of_a_script_whose_steps_nobody_sees_its_own_count() -> None:
     for second in range(2, 12):
         model.apply(sample(second, -1, -1, phases="n" * 10))
         model.apply(events.MetricsMeasured(time=second + 0.5, step=3 * second, values={"loss": 1.0}))
-    assert (model.step, model.rate) == (33, pytest.approx(3, rel=0.1))
+    assert (model.progress.step, model.progress.rate) == (33, pytest.approx(3, rel=0.1))
 
 
 def test_a_script_that_counts_anew_in_every_epoch_has_a_curve_over_what_was_seen() -> None:
@@ -268,26 +270,26 @@ def test_a_script_that_counts_anew_in_every_epoch_has_a_curve_over_what_was_seen
     for second in range(2, 42):
         model.apply(sample(second, second, second))
         model.apply(events.MetricsMeasured(time=second, step=second % 10, values={"loss": 1.0}))
-    steps = [step for step, _, _ in model.curves["loss"].points]
+    steps = [step for step, _, _ in model.progress.curves["loss"].points]
     assert steps[10:] == sorted(steps[10:])
     assert steps[-1] == 41
 
 
 def test_samples_are_those_of_all_ranks_and_none_while_it_stands_still() -> None:
     model = told(*started(), sample(2, 1, 1, samples=60.0))
-    assert model.samples == 120
+    assert model.progress.samples == 120
     model.apply(STALL)
     model.apply(sample(21, 1, 1, samples=60.0))
-    assert (model.samples, model.ranks[0].samples) == (0, 0)
+    assert (model.progress.samples, model.ranks[0].steps.samples) == (0, 0)
 
 
 def test_a_clock_that_is_set_back_stops_nothing() -> None:
     model = told(*started(), sample(9000, 1, 1), sample(9001, 2, 2), FAULT)
     for second in range(100, 110):
         model.apply(sample(second, second, second))
-    assert (model.now, model.state, model.rate) == (109, "running", pytest.approx(1))
-    assert model.ranks[0].strip.end == pytest.approx(109)
-    assert model.waiting.seconds <= 10
+    assert (model.now, model.run.state, model.progress.rate) == (109, "running", pytest.approx(1))
+    assert model.ranks[0].activity.strip.end == pytest.approx(109)
+    assert model.stragglers.tally.seconds <= 10
 
 
 # -- what it has cost
@@ -334,7 +336,7 @@ def test_what_is_lost(name: str) -> None:
     happened, lost = LOSSES[name]
     model = told(*started(), *(sample(second, 2 * second, 2 * second) for second in range(2, 11)), *happened)
     assert model.lost == pytest.approx(lost)
-    assert model.lost_time.seconds == pytest.approx(lost)
+    assert model.trouble.lost_time.seconds == pytest.approx(lost)
     model.apply(events.NoteEvent(time=102, text="later"))
     assert model.goodput == pytest.approx(1 - lost / 100), "of the time since the first step, at 2 s"
 
@@ -343,7 +345,7 @@ def test_what_lasts_counts_as_it_lasts() -> None:
     model = told(*started(), sample(2, 1, 1), STALL)
     assert model.lost == pytest.approx(10)
     model.apply(sample(25, 1, 1))
-    assert (model.lost, model.lost_time.seconds) == (pytest.approx(15), 0)
+    assert (model.lost, model.trouble.lost_time.seconds) == (pytest.approx(15), 0)
 
 
 # -- what is told
@@ -364,15 +366,15 @@ def test_the_story_is_told_once_and_in_words() -> None:
         events.WorkerFailed(time=13, rank=0, summary=failed, code=1),
         events.RunEnded(time=14, code=1, seconds=14),
     )
-    assert [(one.kind, one.text) for one in model.timeline_events] == [
+    assert [(one.kind, one.text) for one in model.timeline.latest] == [
         ("note", "chaos"),
         ("fault", "rank 1 failed: SIGKILL (Killed)"),
         ("recovered", "recovered in 0.07 s: step 74 is committed, 1 step done again"),
         ("fault", failed),
         ("end", "failed with exit code 1, after 14 s"),
     ]
-    assert model.cause is not None
-    assert model.cause.ranks == (0,)
+    assert model.trouble.cause is not None
+    assert model.trouble.cause.ranks == (0,)
 
 
 def test_nodes_that_join_are_told() -> None:
@@ -381,13 +383,13 @@ def test_nodes_that_join_are_told() -> None:
         events.RendezvousProgress(time=5, expected=3, joined=("a", "c"), missing=("b",)),
     )
     model.apply(events.NoteEvent(time=6, text="2 of 3 nodes are here, waiting for b (3 s)", repeats=True))
-    assert model.rendezvous is not None
-    assert model.rendezvous.missing == ("b",)
+    assert model.run.rendezvous is not None
+    assert model.run.rendezvous.missing == ("b",)
     model.apply(events.RendezvousProgress(time=9, expected=3, joined=("a", "b", "c")))
-    assert model.rendezvous is None
+    assert model.run.rendezvous is None
     model.apply(events.FaultEvent(time=20, rank=0, reason="d joined", recovery="regroup", kind="node-joined"))
-    assert model.state == "recovering"
-    assert [(one.kind, one.text) for one in model.timeline_events] == [
+    assert model.run.state == "recovering"
+    assert [(one.kind, one.text) for one in model.timeline.latest] == [
         ("joined", "c: 2 of 3 nodes joined"),
         ("joined", "b: 3 of 3 nodes joined"),
         ("joined", "d joined"),
@@ -404,7 +406,7 @@ def test_who_holds_the_others_up_is_told_now_and_then(slow: int, also: str) -> N
         )
         model.apply(events.ClusterSample(time=second, seconds=1.0, ranks=samples))
     expected = "rank 0 kept the others waiting 30% of the last {}, mostly in data loading" + also
-    assert [one.text for one in model.timeline_events] == [expected.format("20 s"), expected.format("minute")]
+    assert [one.text for one in model.timeline.latest] == [expected.format("20 s"), expected.format("minute")]
     assert [model.ranks[rank].health for rank in range(4)] == ["slow"] * slow + ["healthy"] * (4 - slow)
     model.apply(STALL)
     assert model.ranks[0].health == "healthy", "what stands still is not slow"
@@ -415,17 +417,17 @@ def test_two_nodes_of_one_name() -> None:
         events.RendezvousProgress(time=0, expected=2, joined=("vm",), missing=("node 1",)),
         events.RendezvousProgress(time=5, expected=2, joined=("vm", "vm")),
     )
-    assert [one.text for one in model.timeline_events] == ["vm: 2 of 2 nodes joined"]
+    assert [one.text for one in model.timeline.latest] == ["vm: 2 of 2 nodes joined"]
 
 
 def test_verdicts_stand_until_it_goes_on() -> None:
     model = told(*started(), STALL, VERDICT)
-    assert [one.text for one in model.verdicts] == [VERDICT.text]
+    assert [one.text for one in model.trouble.verdicts] == [VERDICT.text]
     model.apply(events.Stalled(time=40, seconds=30))
-    assert model.verdicts == [], "new ones follow"
+    assert model.trouble.verdicts == [], "new ones follow"
     model.apply(VERDICT)
     model.apply(events.RunEnded(time=50, code=1, seconds=50))
-    assert [one.text for one in model.verdicts] == [VERDICT.text], "nothing went on when it ended"
+    assert [one.text for one in model.trouble.verdicts] == [VERDICT.text], "nothing went on when it ended"
 
 
 def test_who_is_stopped_at_once_has_not_died() -> None:
@@ -452,7 +454,7 @@ def test_a_process_has_one_rank() -> None:
     infos = [RankInfo(rank=rank, node=rank, host=f"host{rank}", pid=7) for rank in range(3)]
     model = told(*started(1), events.RankInfos(time=2, ranks=tuple(infos)), sample(2, 1, 1, 1), FAULT)
     model.apply(events.RankInfos(time=11, ranks=(infos[0], RankInfo(rank=1, node=2, host="host2", pid=7))))
-    assert (list(model.ranks), model.world_size) == ([0, 1], 2)
+    assert (list(model.ranks), model.ranks.world_size) == ([0, 1], 2)
 
 
 def test_steps_that_are_done_again_stand_where_they_are() -> None:
@@ -460,7 +462,7 @@ def test_steps_that_are_done_again_stand_where_they_are() -> None:
     model.apply(events.Recovered(time=11, generation=1, seconds=0.6, step=41, redone=10))
     for step in (41, 43):
         model.apply(events.MetricsMeasured(time=11.1, step=step, values={"loss": 1.0}))
-    assert [step for step, *_ in model.curves["loss"].points] == [50, 41, 43]
+    assert [step for step, *_ in model.progress.curves["loss"].points] == [50, 41, 43]
 
 
 # -- any order, any length
@@ -473,19 +475,19 @@ def test_any_events_in_any_order(happened: list[Any]) -> None:
     before: list[float] = [0.0] * 5
     for event in happened:
         model.apply(event)
-        assert model.state in get_args(State)
+        assert model.run.state in get_args(State)
         assert 0 <= model.goodput <= 1
         assert model.lost >= 0
-        assert model.rate >= 0
-        assert model.eta is None or model.eta >= 0
+        assert model.progress.rate >= 0
+        assert model.progress.eta is None or model.progress.eta >= 0
         counts = [model.timeline.counts[kind] for kind in ("fault", "recovered", "restarted", "stalled")]
-        assert all(now >= then for now, then in zip([*counts, model.lost_time.seconds], before, strict=True))
-        before = [*counts, model.lost_time.seconds]
-        assert {one.kind for one in model.timeline_events} <= set(KINDS)
+        assert all(now >= then for now, then in zip([*counts, model.trouble.lost_time.seconds], before, strict=True))
+        before = [*counts, model.trouble.lost_time.seconds]
+        assert {one.kind for one in model.timeline.latest} <= set(KINDS)
         for view in model.ranks.values():
             assert view.health in HEALTH
-            assert view.rate >= 0
-        for histogram in model.times.values():
+            assert view.steps.rate >= 0
+        for histogram in model.ranks.times.values():
             assert all(count >= 0 for count in histogram.counts)
 
 
@@ -500,11 +502,11 @@ def test_days_stay_in_bounds() -> None:
             events.MetricsMeasured(time=second * 60.0, step=second, values={"loss": 1.0, f"made up {second}": 2.0})
         )
         model.apply(events.NoteEvent(time=second * 60.0, text=f"{second}"))
-    assert len(model.timeline_events) == 500
-    assert len(model.curves) == 100
-    assert max(len(curve.points) for curve in model.curves.values()) <= 2000
-    assert all(len(view.strip.letters) <= 6000 for view in model.ranks.values())
-    assert len(model.waiting._parts) < 100
+    assert len(model.timeline.latest) == 500
+    assert len(model.progress.curves) == 100
+    assert max(len(curve.points) for curve in model.progress.curves.values()) <= 2000
+    assert all(len(view.activity.strip.letters) <= 6000 for view in model.ranks.values())
+    assert len(model.stragglers.tally._parts) < 100
 
 
 def test_a_sight_of_512_ranks_is_cheap() -> None:
@@ -522,6 +524,10 @@ def test_that_it_ends_makes_it_no_slower() -> None:
     for second, state in ((12, "R"), (13, "E")):  # what ends is at nothing that can be seen
         model.apply(sample(second, 110, 110, state=state, phases="....", samples=-1.0))
     model.apply(events.RunEnded(time=14, code=0, seconds=13))
-    assert [point[2] for point in model.curves["steps/s"].points[-2:]] == pytest.approx([10, 10])
-    assert (model.rate, model.ranks[1].rate, model.samples) == (pytest.approx(10), pytest.approx(10), 10.0)
-    assert (model.ranks[1].compute, model.ranks[1].waiting) == (0.5, 0.25)
+    assert [point[2] for point in model.progress.curves["steps/s"].points[-2:]] == pytest.approx([10, 10])
+    assert (model.progress.rate, model.ranks[1].steps.rate, model.progress.samples) == (
+        pytest.approx(10),
+        pytest.approx(10),
+        10.0,
+    )
+    assert (model.ranks[1].activity.shares.compute, model.ranks[1].activity.shares.waiting) == (0.5, 0.25)

@@ -10,7 +10,7 @@ from phalanx.watch.charts import svg, timeline
 from phalanx.watch.charts.plot import Series
 from phalanx.watch.charts.svg import Chart, ChartMark
 from phalanx.watch.model.incidents import Incident
-from phalanx.watch.model.run_model import RankView
+from phalanx.watch.model.rank import RankView
 
 SVG = "{http://www.w3.org/2000/svg}"
 EVIL = "<script>alert(1)</script>\"'&\x1b[31m\x00"
@@ -65,7 +65,7 @@ def test_phases_of_many_ranks_are_a_few_paths() -> None:
     views = []
     for rank in range(100):
         view = RankView(rank)
-        view.strip.add(60.0, "ddffffbbbwwO" * 50)
+        view.activity.strip.add(60.0, "ddffffbbbwwO" * 50)
         views.append(view)
     root = parsed(timeline.ranks(views))
     strips = [each for each in root.iter(f"{SVG}path") if "ph-strip" in each.get("class", "")]

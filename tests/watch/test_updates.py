@@ -78,10 +78,10 @@ def test_a_newcomer_sees_what_the_first_one_sees() -> None:
     assert len(newcomers) > 5
     assert updates.next() is None, "nothing has happened since"
     assert first.rows.keys() == model.ranks.keys()
-    assert [one.text for one in first.events] == [one.text for one in model.timeline_events]
-    assert first.curves["loss"] == model.curves["loss"].points
+    assert [one.text for one in first.events] == [one.text for one in model.timeline.latest]
+    assert first.curves["loss"] == model.progress.curves["loss"].points
     view = model.ranks[2]
-    assert "".join(letter for _, letter in sorted(first.strips[2].items())) == view.strip.letters
+    assert "".join(letter for _, letter in sorted(first.strips[2].items())) == view.activity.strip.letters
     for client in newcomers:
         assert (client.head, client.rows, client.links) == (first.head, first.rows, first.links)
         assert (client.curves, client.events) == (first.curves, first.events)
@@ -100,7 +100,7 @@ def test_only_what_has_changed() -> None:
     assert update is not None
     assert (update.rows, update.strips, update.curves, update.gone, update.links) == ((), {}, {}, (), ())
     assert [one.text for one in update.events] == ["a word"]
-    model.apply(events.WorkerExited(time=model.now, rank=2, pid=model.ranks[2].pid, code=-9))
+    model.apply(events.WorkerExited(time=model.now, rank=2, pid=model.ranks[2].location.pid, code=-9))
     update = updates.next()
     assert update is not None
     assert [(row.rank, row.health) for row in update.rows] == [(2, "dead")]
@@ -148,8 +148,8 @@ def test_a_whole_has_the_last_seconds(seconds: float) -> None:
     for event in simulation.run(2, 90):
         model.apply(event)
     start, letters = Updates(model, seconds=seconds).whole().strips[0]
-    assert len(letters) == min(seconds * 10, len(model.ranks[0].strip.letters))
-    assert start + len(letters) / 10 == pytest.approx(model.ranks[0].strip.end)
+    assert len(letters) == min(seconds * 10, len(model.ranks[0].activity.strip.letters))
+    assert start + len(letters) / 10 == pytest.approx(model.ranks[0].activity.strip.end)
 
 
 @settings(max_examples=40, deadline=None)

@@ -34,7 +34,8 @@ from phalanx.launcher.runs import run_folder
 if TYPE_CHECKING:  # only once the fork server has been started
     from phalanx.errors import JoinError
     from phalanx.launcher.agent.agent import NodeAgent
-    from phalanx.launcher.remote.ssh import SshLink, SshStarter
+    from phalanx.launcher.remote.ssh import SshStarter
+    from phalanx.launcher.remote.ssh_link import SshLink
 
 _QUIET_START = 3.0  # seconds until slow hosts are named
 _FOLLOWER_SHARE = 0.75  # of the join timeout
@@ -280,11 +281,11 @@ class LocalLeader:
 
     def ended(self, link: SshLink, code: int) -> None:
         """End the run if a host ends before all have joined; later, print why it ended."""
-        from phalanx.launcher.remote import ssh
+        from phalanx.launcher.remote import ssh_errors
 
         if self._agent is None:
             return
-        error = ssh.combined({link.host: ssh.explain_end(link, code)})
+        error = ssh_errors.combined({link.host: ssh_errors.explain_end(link, code)})
         if not self._agent.all_joined:
             self._agent.fail(error)
         elif code:
@@ -382,15 +383,15 @@ class RemoteLeader:
 
     def ended(self, link: SshLink, code: int) -> None:
         """End the run with node 0; tell node 0 about any other host that failed."""
-        from phalanx.launcher.remote import ssh
+        from phalanx.launcher.remote import ssh_errors
 
         if link.node:
             if code:
-                trouble = ssh.explain_end(link, code)
+                trouble = ssh_errors.explain_end(link, code)
                 fail = Fail(host=link.host, what=trouble.what, details=trouble.details, fix=trouble.fix)
                 self._links[0].send(fail)
             return
-        if code == ssh.SSH_FAILED:
+        if code == ssh_errors.SSH_FAILED:
             why = "the connection was cut, or that is how node 0 ended"
             sys.stderr.write(f"phalanx: ssh {link.host} has ended with {code}: {why}\n")
         self._conclude(128 - code if code < 0 else code)

@@ -86,7 +86,7 @@ def _check(compared: Sequence[ComparedRun], metric: str) -> None:
 def _object(compared: Sequence[ComparedRun], metric: str) -> dict[str, Any]:
     runs = []
     for run in compared:
-        fields = asdict(run)
+        fields = {**asdict(run), "known": run.known}
         fields["curves"] = {name: fields["curves"][name] for name in comparison.shown([run])}
         for name in ("final", "lowest", "highest"):
             if fields[name] is not None and not math.isfinite(fields[name]):

@@ -20,7 +20,7 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract import error_report
 from phalanx.contract.variables import HOME
 from phalanx.errors import LaunchError, PhalanxError, ScriptError, UsageError
-from phalanx.launcher.remote import node_spec, ssh
+from phalanx.launcher.remote import node_spec, ssh_errors
 from phalanx.launcher.remote.node_spec import Fail, Go, NodeRefused, NodeSpec, Ready, Signal
 from phalanx.launcher.runs import run_folder
 
@@ -214,7 +214,7 @@ class NodeStdio:
                     os.kill(os.getpid(), signal.Signals(number))
                 case Fail() as fail if self._agent is not None:
                     refused = NodeRefused(what=fail.what, details=fail.details, fix=fail.fix)
-                    error = ssh.combined({fail.host: refused})
+                    error = ssh_errors.combined({fail.host: refused})
                     if self._agent.all_joined:
                         self._agent.note(str(error))
                     else:

@@ -68,7 +68,7 @@ def render(record: RunRecord, *, with_logs: bool = True) -> str:
     history.read(record, lambda event: [apply(event) for apply in (builder.apply, incidents.apply, blamed.apply)])
     model, remains = builder.model, postmortem.read(record)
     ended_badly = not record.alive and record.code != 0
-    ranks = list(blamed.ranks | dict.fromkeys(range(model.world_size or len(model.ranks))))[:_RANKS]
+    ranks = list(blamed.ranks | dict.fromkeys(range(model.ranks.world_size or len(model.ranks))))[:_RANKS]
     context = ReportContext(
         run=record.id,
         state=record.state,

@@ -78,7 +78,7 @@ class NodeAgent:
             plan, self._fork_server, signals, self._end_request, note=self.note, fail=self.fail
         )
         self._services = NodeServices(self, coordinator, self._rpc, folder=folder, console=console)
-        self._watchers = Watchers(self, coordinator, self._rpc, self._services.control_socket, folder)
+        self._watchers = Watchers(self._services.watch_context)
         self._shutdown = Shutdown(
             plan.shutdown,
             signals,

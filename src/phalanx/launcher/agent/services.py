@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.launcher.agent.probes import StatusBoard
 from phalanx.launcher.agent.snapshot_memory import SnapshotMemory
-from phalanx.launcher.agent.watched import WatchedAgent
+from phalanx.launcher.agent.watched import WatchContext, WatchedAgent
 from phalanx.launcher.debug.sessions import DebugSessions
 from phalanx.launcher.ipc.control_socket import ControlSocket
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
@@ -36,7 +36,8 @@ class NodeServices:
             trusted=rendezvous is None or bool(rendezvous.token.key),
         )
         self.control_socket.on("attach", self.debugging.attach)
-        self._event_server = EventServer(agent, coordinator, rpc, self.control_socket, folder)
+        self.watch_context = WatchContext(agent, coordinator, rpc, self.control_socket, folder)
+        self._event_server = EventServer(self.watch_context)
         self.dashboard = Dashboard(plan, folder, console)
 
     @property

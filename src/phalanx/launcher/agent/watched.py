@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from phalanx.errors import PhalanxError
     from phalanx.launcher.agent.worker_group import WorkerGroup
+    from phalanx.launcher.ipc.control_socket import ControlSocket
+    from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
     from phalanx.launcher.plan import Plan
+    from phalanx.launcher.runs.run_folder import RunFolder
 
 
 class WatchedAgent(Protocol):
@@ -33,3 +37,14 @@ class WatchedAgent(Protocol):
 
     def fail(self, error: PhalanxError) -> None:
         """End the run with this error."""
+
+
+@dataclass(frozen=True)
+class WatchContext:
+    """What those that watch the workers work with: the agent, other nodes, callers on this node, the run folder."""
+
+    agent: WatchedAgent
+    coordinator: RpcCarrier
+    rpc: NodeRpc
+    control: ControlSocket
+    folder: RunFolder

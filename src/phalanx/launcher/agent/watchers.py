@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.contract import worker_messages
 from phalanx.diagnose.rules.timeouts import Timeout
-from phalanx.launcher.agent.watched import WatchedAgent
+from phalanx.launcher.agent.watched import WatchContext
 from phalanx.launcher.agent.worker_group import WorkerGroup
-from phalanx.launcher.ipc.control_socket import ControlSocket
-from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
-from phalanx.launcher.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from phalanx.launcher.agent.exits import Exits
@@ -43,14 +40,8 @@ class _Started:
 class Watchers:
     """Starts the watchers once per run, and ends them together. Until they have started they report nothing."""
 
-    def __init__(
-        self, agent: WatchedAgent, coordinator: RpcCarrier, rpc: NodeRpc, control: ControlSocket, folder: RunFolder
-    ) -> None:
-        self._agent = agent
-        self._coordinator = coordinator
-        self._rpc = rpc
-        self._control = control
-        self._folder = folder
+    def __init__(self, context: WatchContext) -> None:
+        self._context = context
         self._starting: asyncio.Task[None] | None = None
         self._started: _Started | None = None
 
@@ -62,14 +53,15 @@ class Watchers:
     async def _start(self, attempt: WorkerGroup) -> None:
         await asyncio.sleep(_DELAY)
         exits, detector, timings, collector, sampler = await asyncio.to_thread(_import_watchers)
-        nodes = (self._agent, self._coordinator, self._rpc)
+        context = self._context
+        nodes = (context.agent, context.coordinator, context.rpc)
         sampling = sampler(*nodes, attempt=attempt)
         started = self._started = _Started(
             sampler=sampling,
-            exits=exits(self._agent.note, sampling.stats),
-            hang_detector=detector(*nodes, self._control, self._folder, stats=sampling.stats, attempt=attempt),
-            step_timings=timings(*nodes, self._control, self._folder),
-            collector=collector(*nodes, self._folder),
+            exits=exits(context.agent.note, sampling.stats),
+            hang_detector=detector(context, stats=sampling.stats, attempt=attempt),
+            step_timings=timings(context),
+            collector=collector(*nodes, context.folder),
         )
         sampling.start(started.exits, started.hang_detector, started.step_timings, started.collector)
 

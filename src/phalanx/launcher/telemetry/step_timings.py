@@ -21,13 +21,10 @@ from phalanx.diagnose.rules import stragglers
 from phalanx.diagnose.rules.stragglers import Straggler, Total
 from phalanx.forkserver import wire
 from phalanx.forkserver.probe.status_slot import StatusReading
-from phalanx.launcher.ipc.control_socket import ControlSocket
-from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
-from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.telemetry.node_sampler import NodeReading
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.watched import WatchedAgent
+    from phalanx.launcher.agent.watched import WatchContext
     from phalanx.launcher.agent.worker import Worker
     from phalanx.launcher.agent.worker_group import WorkerGroup
 
@@ -121,24 +118,17 @@ class StepTimings:
 
     section = "timings"
 
-    def __init__(
-        self,
-        agent: WatchedAgent,
-        coordinator: RpcCarrier,
-        rpc: NodeRpc,
-        control: ControlSocket,
-        folder: RunFolder,
-    ) -> None:
-        self._agent = agent
-        self._coordinator = coordinator
-        self._rpc = rpc
-        self._folder = folder
+    def __init__(self, context: WatchContext) -> None:
+        self._agent = context.agent
+        self._coordinator = context.coordinator
+        self._rpc = context.rpc
+        self._folder = context.folder
         self._attempt: WorkerGroup | None = None
         self._timings: dict[str, RankTiming] = {}  # by name of the worker
         self._received: dict[int, tuple[Total, ...]] = {}  # by member
         self._sent = time.monotonic()
-        control.serve("timings", self._answer)
-        rpc.serve("timings", self._answer_node)
+        context.control.serve("timings", self._answer)
+        context.rpc.serve("timings", self._answer_node)
 
     # -- this node
 

@@ -8,7 +8,7 @@ from html import escape
 from phalanx.contract.events import LETTERS, UNSEEN
 from phalanx.watch.charts.axis import Axis
 from phalanx.watch.model.incidents import Incident
-from phalanx.watch.model.run_model import RankView
+from phalanx.watch.model.rank import RankView
 from phalanx.watch.model.strip import TICK
 
 WIDTH = 880
@@ -74,11 +74,11 @@ def whole(start: float, first: float | None, end: float, entries: Sequence[Incid
 
 def ranks(views: Sequence[RankView]) -> str:
     """Draw the phases of each rank in the last sampled minute. Empty: nothing was sampled."""
-    shown = [view for view in views if view.strip.letters.strip(UNSEEN)][:MOST]
+    shown = [view for view in views if view.activity.strip.letters.strip(UNSEEN)][:MOST]
     if not shown:
         return ""
-    end = max(view.strip.end for view in shown)
-    start = max(min(view.strip.start for view in shown), end - SECONDS)
+    end = max(view.activity.strip.end for view in shown)
+    start = max(min(view.activity.strip.start for view in shown), end - SECONDS)
     axis, wide = Axis(0.0, max(end - start, TICK), "seconds"), WIDTH - _LEFT - _RIGHT
     high = _ROW * len(shown)
     parts = [_head(high + 66, "phases of each rank"), f'<g transform="translate({_LEFT} 8)">']
@@ -87,7 +87,7 @@ def ranks(views: Sequence[RankView]) -> str:
     for row, view in enumerate(shown):
         y = row * _ROW + _ROW // 2
         parts.append(f'<text x="-8" y="{y + 4}" text-anchor="end">{view.rank}</text>')
-        for name, first, count in _runs(view.strip.between(start, end).lower()):
+        for name, first, count in _runs(view.activity.strip.between(start, end).lower()):
             drawn[name].append(f"M{first * tick:.1f} {y}h{count * tick:.1f}")
     parts += [f'<path class="ph-strip ph-p-{name}" d="{"".join(path)}"/>' for name, path in drawn.items() if path]
     parts.append(_across(axis, wide, high + 2))

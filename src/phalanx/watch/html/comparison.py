@@ -30,7 +30,7 @@ _LOW = ("loss", "error", "perplexity", "nll")  # metrics whose lowest value is t
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What is run of one run."""
+    """One run, as it is compared with others."""
 
     run: str
     state: str
@@ -47,7 +47,11 @@ class ComparedRun:
     goodput: float | None  # None: unknown
     curves: dict[str, list[tuple[int, float, float]]]  # step, seconds since the start, value
     marks: tuple[tuple[int, float, str, str], ...] = ()  # step, seconds, kind, text
-    known: tuple[str, ...] = ()  # its metrics
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The metrics that it has reported."""
+        return tuple(name for name in self.curves if name not in RATES)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class ComparisonCell:
 
 
 class ComparedRunBuilder:
-    """Collects what is run from the events of a run. `model` is the state of the run."""
+    """Makes a `ComparedRun` of the events of a run. `model` is the state of the run."""
 
     def __init__(self, run: str, *, metric: str = "loss") -> None:
         self.model = RunModel()
@@ -122,21 +126,21 @@ class ComparedRunBuilder:
     def build(self, state: str = "") -> ComparedRun:
         """Return the result. `state`: replaces the state that the events tell."""
         model = self.model
-        start = model.started or self._first or 0.0
-        known = tuple(name for name in model.curves if name not in RATES)
-        curves = {name: _onward(model.curves[name], start, repeats=False) for name in known}
+        start = model.run.started or self._first or 0.0
+        reported = {name: curve for name, curve in model.progress.curves.items() if name not in RATES}
+        curves = {name: _onward(curve, start, repeats=False) for name, curve in reported.items()}
         for name in RATES:
-            curve = model.curves.get(name, Curve())
+            curve = model.progress.curves.get(name, Curve())
             if name == "steps/s" and sum(value > 0 for _, _, value in curve.points) < _FEW:
                 curve = self._rates if self._rates.points else curve  # a short run has no samples
             if curve.points:
                 curves[name] = _onward(curve, start, repeats=True)
         return ComparedRun(
             run=self._run,
-            state=state or model.state,
-            ranks=model.world_size,
-            steps=max(self._step, model.step, 0),
-            seconds=max(0.0, (model.ended or model.now) - start),
+            state=state or model.run.state,
+            ranks=model.ranks.world_size,
+            steps=max(self._step, model.progress.step, 0),
+            seconds=max(0.0, (model.run.ended or model.now) - start),
             metric=self._metric,
             final=self._final,
             lowest=self._lowest if math.isfinite(self._lowest) else None,
@@ -147,12 +151,11 @@ class ComparedRunBuilder:
             goodput=model.goodput if self._looked else None,
             curves=curves,
             marks=tuple(self._marks),
-            known=known,
         )
 
 
 def _step_seconds(points: Sequence[tuple[int, float, float]]) -> float:
-    """While it went on: what stands still is points elsewhere."""
+    """Return the median while it made progress; stalls are shown elsewhere."""
     return median([value for _, _, value in points if value > 0] or [0.0])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -71,3 +73,15 @@ def pre(text: str) -> Html:
     """Return preformatted text."""
     # HTML drops a newline at the start of <pre>.
     return tag("pre", tag("code", Html("\n" + safe(text)) if text.startswith("\n") else text), tabindex="0")
+
+
+def content_policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
+    """Return a policy that allows only these styles and scripts, and no network. It applies to frames as well."""
+
+    def digests(texts: Iterable[str]) -> str:
+        encoded = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        return " ".join(f"'sha256-{digest}'" for digest in encoded)
+
+    allowed = digests(scripts) or "'none'"
+    rules = f"default-src 'none'; style-src {digests(styles)}; script-src {allowed}"
+    return f"<meta http-equiv=\"Content-Security-Policy\" content=\"{rules}; base-uri 'none'; form-action 'none'\">"

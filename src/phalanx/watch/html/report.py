@@ -7,11 +7,8 @@ other scripts.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 import shlex
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -19,9 +16,10 @@ from phalanx.watch.charts import formatting, svg, timeline
 from phalanx.watch.charts.formatting import seconds
 from phalanx.watch.html import comparison, masking, stylesheet
 from phalanx.watch.html.comparison import ComparedRun
-from phalanx.watch.html.markup import Html, facts, folded, joined, pre, table, tag
+from phalanx.watch.html.markup import Html, content_policy, facts, folded, joined, pre, table, tag
 from phalanx.watch.model.incidents import Incident, Incidents
-from phalanx.watch.model.run_model import RankView, RunModel
+from phalanx.watch.model.rank import RankView
+from phalanx.watch.model.run_model import RunModel
 
 SIGN = '<meta name="generator" content="phalanx report'
 _CHARTS = 12
@@ -96,7 +94,7 @@ def html(context: ReportContext, model: RunModel, run: ComparedRun, incidents: I
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
             f'{SIGN} {context.version}">',
-            _policy([style, *_STYLE.findall(page)], _SCRIPT.findall(page)),
+            content_policy([style, *_STYLE.findall(page)], _SCRIPT.findall(page)),
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
             tag("title", f"{context.run}: {context.state}"),
@@ -114,18 +112,6 @@ def _embedded(page: str) -> list[Html]:
     inside = escape(page)  # unchanged: the policy allows its script by digest
     frame = f'<iframe sandbox="allow-scripts" title="interactive page of the run" srcdoc="{inside}"></iframe>'
     return [tag("p", note, class_="note"), Html(frame)]
-
-
-def _policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
-    """Allow only styles and scripts with these digests, and no network. It applies to the frame as well."""
-
-    def digests(texts: Iterable[str]) -> str:
-        encoded = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
-        return " ".join(f"'sha256-{digest}'" for digest in encoded)
-
-    allowed = digests(scripts) or "'none'"
-    rules = f"default-src 'none'; style-src {digests(styles)}; script-src {allowed}"
-    return f"<meta http-equiv=\"Content-Security-Policy\" content=\"{rules}; base-uri 'none'; form-action 'none'\">"
 
 
 def _section(title: str, *children: str) -> Html:
@@ -151,7 +137,7 @@ def _head(context: ReportContext, model: RunModel, run: ComparedRun) -> Html:
 
 def _summary(context: ReportContext, model: RunModel, run: ComparedRun, incidents: Incidents) -> Html:
     """Return the run in a few sentences."""
-    began = formatting.moment(context.started or model.started)
+    began = formatting.moment(context.started or model.run.started)
     sentences = [f"The run started at {began} with {formatting.count(run.ranks, 'rank')}{_where(model)}."]
     first = _first_step(run)
     if first is not None:
@@ -194,21 +180,21 @@ def _ending(context: ReportContext, run: ComparedRun) -> str:
 
 
 def _where(model: RunModel) -> str:
-    hosts = dict.fromkeys(view.host for view in model.ranks.values() if view.host)
-    devices = {view.device for view in model.ranks.values() if view.device}
+    locations = [view.location for view in model.ranks.values()]
+    hosts = dict.fromkeys(location.host for location in locations if location.host)
     nodes = f" on {formatting.count(len(hosts), 'node')}" if hosts else ""
-    return nodes + (", each with a GPU" if devices and all(view.device for view in model.ranks.values()) else "")
+    return nodes + (", each with a GPU" if locations and all(location.device for location in locations) else "")
 
 
 def _setup(context: ReportContext, model: RunModel) -> Html:
     by_host: dict[str, list[RankView]] = {}
     for view in sorted(model.ranks.values(), key=lambda view: view.rank):
-        by_host.setdefault(view.host or context.host or "?", []).append(view)
+        by_host.setdefault(view.location.host or context.host or "?", []).append(view)
     rows = [
         (
             host,
             formatting.spans([view.rank for view in views]),
-            ", ".join(dict.fromkeys(view.device or "CPU" for view in views)),
+            ", ".join(dict.fromkeys(view.location.device or "CPU" for view in views)),
         )
         for host, views in by_host.items()
     ]
@@ -217,8 +203,8 @@ def _setup(context: ReportContext, model: RunModel) -> Html:
             ("command", tag("code", shlex.join(masking.command(context.command)))),
             ("working directory", context.cwd),
             ("leader", context.host),
-            ("started", formatting.moment(context.started or model.started)),
-            ("ended", formatting.moment(model.ended) if model.ended else ""),
+            ("started", formatting.moment(context.started or model.run.started)),
+            ("ended", formatting.moment(model.run.ended) if model.run.ended else ""),
             ("imports", _imports(model)),
             ("folder", context.folder),
         ]
@@ -243,16 +229,17 @@ def _setup(context: ReportContext, model: RunModel) -> Html:
 
 
 def _speed(model: RunModel, run: ComparedRun) -> Html:
+    total = model.progress.total
     speeds = facts(
         [
             ("steps/s", _known(run.rates.get("steps/s"), "median")),
             ("samples/s", _known(run.rates.get("samples/s"), "median, of all ranks")),
-            ("steps", f"{run.steps}{f' of {model.total}' if model.total else ''}" if run.steps else ""),
+            ("steps", f"{run.steps}{f' of {total}' if total else ''}" if run.steps else ""),
             (f"lowest {run.metric}", formatting.number(run.lowest) if run.lowest is not None else ""),
             ("goodput", "" if run.goodput is None else f"{run.goodput:.1%} of the time since the first step"),
         ]
     )
-    slow = list(dict.fromkeys(one.text for one in model.timeline_events if one.kind == "slow"))[-_SLOW:]
+    slow = list(dict.fromkeys(one.text for one in model.timeline.latest if one.kind == "slow"))[-_SLOW:]
     return joined([speeds, tag("ul", *(tag("li", masking.hidden(text)) for text in slow)) if slow else ""])
 
 
@@ -319,9 +306,9 @@ def _row(entry: Incident, start: float) -> tuple[str, ...]:
 
 def _timeline(model: RunModel, run: ComparedRun, incidents: Incidents) -> list[Html]:
     first = _first_step(run)
-    begin = None if first is None else model.started + first
-    end = model.ended or model.now
-    parts = [tag("figure", Html(timeline.whole(model.started, begin, end, incidents.entries)))]
+    begin = None if first is None else model.run.started + first
+    end = model.run.ended or model.now
+    parts = [tag("figure", Html(timeline.whole(model.run.started, begin, end, incidents.entries)))]
     views = sorted(model.ranks.values(), key=lambda view: view.rank)
     if phases := timeline.ranks(views):
         shown = min(len(views), timeline.MOST)
@@ -332,7 +319,7 @@ def _timeline(model: RunModel, run: ComparedRun, incidents: Incidents) -> list[H
         tag(
             "li", tag("time", formatting.clock(one.time)), " ", tag("b", one.kind), " ", masking.hidden(plain(one.text))
         )
-        for one in list(model.timeline_events)[-_EVENTS:]
+        for one in list(model.timeline.latest)[-_EVENTS:]
     ]
     if entries:
         parts.append(folded(f"All events ({len(entries)})", tag("ol", *entries, class_="events")))
@@ -358,14 +345,14 @@ def _ranks(model: RunModel) -> list[Html]:
     rows = [
         (
             str(view.rank),
-            view.host or str(view.node),
-            view.device or "CPU",
+            view.location.host or str(view.location.node),
+            view.location.device or "CPU",
             tag("span", view.health, class_=f"health {view.health}"),
-            str(view.step) if view.step >= 0 else "–",
-            *(f"{share:.0%}" for share in (view.data, view.compute, view.waiting)),
-            formatting.size(view.memory),
-            f"{view.gpu:.0%}" if view.gpu >= 0 else "–",
-            formatting.size(view.gpu_memory),
+            str(view.steps.last) if view.steps.last >= 0 else "–",
+            *(f"{share:.0%}" for share in view.activity.shares),
+            formatting.size(view.usage.memory),
+            f"{view.usage.gpu:.0%}" if view.usage.gpu >= 0 else "–",
+            formatting.size(view.usage.gpu_memory),
             masking.hidden(view.place),
         )
         for view in views[:_RANKS]

@@ -48,21 +48,18 @@ class EventsTimeline:
         entry = _entry(event)
         if entry is None or self._known(entry, event):
             return None
-        return self._add(entry)
+        return self.add(entry)
 
-    def add(self, when: float, kind: str, text: str, ranks: tuple[int, ...] = (), seconds: float = 0.0) -> None:
-        """Add a line that is not an event of the run."""
-        self._add(TimelineEvent(when, kind, text, ranks, seconds))
+    def add(self, entry: TimelineEvent) -> TimelineEvent:
+        """Add a line, and return it as it is shown."""
+        self.latest.append(replace(entry, text=entry.text[:_LONGEST]))
+        self.counts[entry.kind] += 1
+        return self.latest[-1]
 
     def since(self, count: int) -> list[TimelineEvent]:
         """Return the lines after the first `count`, as far as they are kept."""
         new = min(self.counts.total() - count, len(self.latest))
         return list(islice(self.latest, len(self.latest) - new, None))
-
-    def _add(self, entry: TimelineEvent) -> TimelineEvent:
-        self.latest.append(replace(entry, text=entry.text[:_LONGEST]))
-        self.counts[entry.kind] += 1
-        return self.latest[-1]
 
     def _known(self, entry: TimelineEvent, event: events.AnyEvent) -> bool:
         text = entry.text[:_LONGEST]
@@ -75,6 +72,16 @@ class EventsTimeline:
             again = last is not None and last.kind == "note" and last.text == text
             return again or (isinstance(event, events.NoteEvent) and event.repeats)
         return False
+
+
+def joined(before: events.RendezvousProgress | None, event: events.RendezvousProgress) -> TimelineEvent | None:
+    """Return the line about nodes that have joined since `before`; None if there are none."""
+    known = before.joined if before is not None else event.joined[:1]
+    new = list((Counter(event.joined) - Counter(known)).elements())  # two nodes may have the same name
+    if not new:
+        return None
+    shown = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
+    return TimelineEvent(event.time, "joined", f"{shown}: {len(event.joined)} of {event.expected} nodes joined")
 
 
 def _entry(event: events.AnyEvent) -> TimelineEvent | None:

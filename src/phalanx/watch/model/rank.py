@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from phalanx.contract.events import LETTERS, UNSEEN, RankInfo, RankSample
 from phalanx.watch.model.histogram import Histogram
@@ -15,83 +15,74 @@ Health = Literal["starting", "healthy", "waiting", "slow", "debugged", "silent",
 HEALTH: tuple[Health, ...] = (
     *("dead", "stuck", "silent", "debugged", "slow", "waiting", "starting", "healthy", "stopped", "done"),
 )
+STARTING = ("import", "join")  # phases before the first step
 
 _PHASES = {letter: name for name, letter in LETTERS.items()}
 _PHASES |= {letter.upper(): name for letter, name in _PHASES.items()}
-_STARTING = ("import", "join")
 _SILENT = 5.0  # seconds
 _UNSAMPLED = 5.0  # seconds without a letter: the program has no probe
 _WAITING = 0.8  # share of the time in a collective from which the rank only waits
 _STOPPED = (None, -2, -9, -15, 130, 137, 143)  # exit codes of a worker that was stopped; None: unknown
 
 
-@dataclass(slots=True)
-class RankView:
-    """One rank: where it runs, what it does, how it is."""
+class TimeShares(NamedTuple):
+    """Shares of the time of a rank."""
 
-    rank: int
+    data: float = 0.0
+    compute: float = 0.0
+    waiting: float = 0.0
+
+
+class ResourceUsage(NamedTuple):
+    """What the process of a rank uses of its host and its GPU."""
+
+    cpu: float = 0.0  # cores
+    memory: int = 0
+    gpu: float = -1.0
+    gpu_memory: int = 0
+
+
+class RankExit(NamedTuple):
+    """The end of a process."""
+
+    time: float
+    code: int | None  # None: unknown
+
+
+@dataclass(slots=True)
+class RankLocation:
+    """Where a rank runs."""
+
     node: int = 0
     host: str = ""
     device: str = ""
     pid: int = 0
-    health: Health = "starting"
+
+
+@dataclass(slots=True)
+class RankActivity:
+    """What a rank does."""
+
     phase: str = "import"  # the latest phase
-    step: int = -1
-    rate: float = 0.0  # steps per second
-    samples: float = -1.0  # training samples per second; -1: unknown
-    data: float = 0.0  # shares of the time
-    compute: float = 0.0
-    waiting: float = 0.0
-    cpu: float = 0.0
-    memory: int = 0
-    gpu: float = -1.0
-    gpu_memory: int = 0
-    silent: float = 0.0
-    place: str = ""
+    shares: TimeShares = field(default_factory=TimeShares)
     strip: Strip = field(default_factory=Strip)  # phases on the time axis
-    code: int | None = None  # exit code, if it has ended and that is known
-    gone: bool = False  # the process has ended
-    debugged: bool = False
-    sampled: float = 0.0  # time of the latest sample
-    ended_at: float = 0.0
     _unsampled: float = 0.0  # seconds without any letter since the start; -1: there was one
-    _rate: Rate = field(default_factory=Rate)
-    _spent: tuple[float, float, float] = (0.0, 0.0, 0.0)  # seconds of data, compute and waiting since the last step
-    _shares: tuple[float, float, float] = (0.0, 0.0, 0.0)  # the latest shares that were sampled
+    _shares_alive: TimeShares = field(default_factory=TimeShares)  # the latest shares that were sampled
 
-    def start(self, pid: int) -> None:
-        """Record that another process has this rank."""
-        if pid != self.pid or self.gone:
-            self.pid, self.code, self.gone, self.debugged = pid, None, False, False
-            self.phase, self.silent, self.rate, self.sampled = "import", 0.0, 0.0, 0.0
-            self._rate, self._spent, self._unsampled = Rate(), (0.0, 0.0, 0.0), 0.0
+    def start(self) -> None:
+        """Record that another process has the rank."""
+        self.phase, self._unsampled = "import", 0.0
 
-    def place_at(self, info: RankInfo) -> None:
-        """Record where the rank runs."""
-        self.node, self.host, self.device = info.node, info.host, info.device
-        if info.pid and info.pid != self.pid:
-            self.start(info.pid)
+    def end(self) -> None:
+        """Record that the process has ended. Shares of a dying process mean nothing: show those before."""
+        self.shares = self._shares_alive
 
-    def end(self, when: float, code: int | None) -> None:
-        """Record that the process has ended."""
-        self.ended_at, self.code, self.gone, self.rate = when, code, True, 0.0
-        self.data, self.compute, self.waiting = self._shares  # shares of a dying process mean nothing
-
-    def freeze_rate(self) -> None:
-        """Show how fast the rank was: the run is over."""
-        self.rate = 1 / self._rate.each if self._rate.each else 0.0
-
-    def apply(self, now: float, seconds: float, sample: RankSample, times: Mapping[str, Histogram]) -> None:
-        """Fold a sample into the state. `times`: histograms of the seconds per step."""
-        self.data, self.compute, self.waiting = sample.data, sample.compute, sample.waiting
-        if sample.state not in ("X", "E"):  # else there is nothing to measure
-            if sample.phases.strip(UNSEEN):
-                self._shares = (sample.data, sample.compute, sample.waiting)
-            self.cpu, self.memory, self.samples = sample.cpu, sample.memory, sample.samples
-            self.gpu, self.gpu_memory = sample.gpu, sample.gpu_memory
-        self.silent, self.debugged, self.place = sample.silent, sample.debugged, sample.place
-        since, self.sampled = self.sampled, now
+    def apply(self, now: float, seconds: float, sample: RankSample, *, alive: bool) -> None:
+        """Fold a sample."""
         phases = sample.phases
+        self.shares = TimeShares(sample.data, sample.compute, sample.waiting)
+        if alive and phases.strip(UNSEEN):
+            self._shares_alive = self.shares
         self.strip.add(now, phases)
         last = phases[-1:] if phases[-1:] != UNSEEN else phases.rstrip(UNSEEN)[-1:]
         self.phase = _PHASES.get(last, self.phase)
@@ -100,39 +91,116 @@ class RankView:
         elif self._unsampled >= 0 and phases:
             self._unsampled += seconds
             self.phase = "idle" if self._unsampled >= _UNSAMPLED else self.phase
-        if sample.state in ("X", "E"):
-            self.step = sample.step if sample.step >= 0 else self.step
-            self.end(now, self.code if sample.state == "X" else 0)
-            return
-        if self.gone and now >= self.ended_at:  # else the sample is older than the end
-            self.gone, self.code = False, None
-        # Long runs keep only some samples: each one stands for the time since the one before it.
-        self._count(now, now - since if since and now > since else seconds, sample, times)
 
-    def _count(self, now: float, seconds: float, sample: RankSample, times: Mapping[str, Histogram]) -> None:
-        """Add to the histograms what each new step has taken."""
+
+@dataclass(slots=True)
+class RankSteps:
+    """How far a rank is and how fast."""
+
+    last: int = -1
+    rate: float = 0.0  # steps per second
+    samples: float = -1.0  # training samples per second; -1: unknown
+    _rate: Rate = field(default_factory=Rate)
+    _spent: tuple[float, float, float] = (0.0, 0.0, 0.0)  # seconds of data, compute and waiting since the last step
+
+    def start(self) -> None:
+        """Record that another process has the rank."""
+        self.rate, self._rate, self._spent = 0.0, Rate(), (0.0, 0.0, 0.0)
+
+    def freeze_rate(self) -> None:
+        """Show how fast the rank was: the run is over."""
+        self.rate = 1 / self._rate.each if self._rate.each else 0.0
+
+    def apply(self, now: float, seconds: float, sample: RankSample, times: Mapping[str, Histogram]) -> None:
+        """Fold a sample. Add to the histograms what each new step has taken."""
         data, compute, waiting = self._spent
         data += sample.data * seconds
         compute += sample.compute * seconds
         waiting += sample.waiting * seconds
-        steps = sample.step - self.step
-        if steps > 0 and self.step >= 0:
+        steps = sample.step - self.last
+        if steps > 0 and self.last >= 0:
             times["data"].add(data / steps, steps)
             times["compute"].add(compute / steps, steps)
             times["waiting"].add(waiting / steps, steps)
         self._spent = (data, compute, waiting) if steps == 0 else (0.0, 0.0, 0.0)
-        self.step = sample.step
+        self.last = sample.step
         if sample.step >= 0:
             self._rate.record(now, sample.step)
             self.rate = self._rate.at(now)
+
+
+@dataclass(slots=True)
+class RankView:
+    """One rank: where it runs, what it does, how it is."""
+
+    rank: int
+    location: RankLocation = field(default_factory=RankLocation)
+    activity: RankActivity = field(default_factory=RankActivity)
+    steps: RankSteps = field(default_factory=RankSteps)
+    usage: ResourceUsage = field(default_factory=ResourceUsage)
+    health: Health = "starting"
+    silent: float = 0.0
+    place: str = ""  # in its script
+    debugged: bool = False
+    sampled: float = 0.0  # time of the latest sample
+    exit: RankExit | None = None  # None: the process runs
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process has ended."""
+        return self.exit is not None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, if the process has ended and that is known."""
+        return self.exit.code if self.exit is not None else None
+
+    def start(self, pid: int) -> None:
+        """Record that another process has this rank."""
+        if pid != self.location.pid or self.exit is not None:
+            self.location.pid, self.exit, self.debugged = pid, None, False
+            self.silent, self.sampled = 0.0, 0.0
+            self.activity.start()
+            self.steps.start()
+
+    def place_at(self, info: RankInfo) -> None:
+        """Record where the rank runs."""
+        location = self.location
+        location.node, location.host, location.device = info.node, info.host, info.device
+        if info.pid and info.pid != location.pid:
+            self.start(info.pid)
+
+    def end(self, when: float, code: int | None) -> None:
+        """Record that the process has ended."""
+        self.exit, self.steps.rate = RankExit(when, code), 0.0
+        self.activity.end()
+
+    def apply(self, now: float, seconds: float, sample: RankSample, times: Mapping[str, Histogram]) -> None:
+        """Fold a sample into the state. `times`: histograms of the seconds per step."""
+        alive = sample.state not in ("X", "E")
+        if alive:  # else there is nothing to measure
+            self.usage = ResourceUsage(sample.cpu, sample.memory, sample.gpu, sample.gpu_memory)
+            self.steps.samples = sample.samples
+        self.silent, self.debugged, self.place = sample.silent, sample.debugged, sample.place
+        since, self.sampled = self.sampled, now
+        self.activity.apply(now, seconds, sample, alive=alive)
+        if not alive:
+            self.steps.last = sample.step if sample.step >= 0 else self.steps.last
+            self.end(now, self.code if sample.state == "X" else 0)
+            return
+        if self.exit is not None and now >= self.exit.time:  # else the sample is older than the end
+            self.exit = None
+        # Long runs keep only some samples: each one stands for the time since the one before it.
+        self.steps.apply(now, now - since if since and now > since else seconds, sample, times)
 
     def update_health(self, *, stuck: bool, slow: bool, stopped: bool = False) -> None:
         """Set `health` to the worst that applies, in the order of HEALTH; exit code 0 is always "done".
 
         `stopped`: the worker was asked to end.
         """
-        if self.gone:
-            self.health = "done" if self.code == 0 else "stopped" if stopped and self.code in _STOPPED else "dead"
+        if self.exit is not None:
+            code = self.exit.code
+            self.health = "done" if code == 0 else "stopped" if stopped and code in _STOPPED else "dead"
         elif stuck:
             self.health = "stuck"
         elif self.silent > _SILENT:
@@ -141,9 +209,9 @@ class RankView:
             self.health = "debugged"
         elif slow:
             self.health = "slow"
-        elif self.phase == "collective" and self.waiting >= _WAITING:
+        elif self.activity.phase == "collective" and self.activity.shares.waiting >= _WAITING:
             self.health = "waiting"
-        elif not self.sampled or self.phase in _STARTING:
+        elif not self.sampled or self.activity.phase in STARTING:
             self.health = "starting"
         else:
             self.health = "healthy"

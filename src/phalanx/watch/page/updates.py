@@ -13,8 +13,9 @@ import msgspec
 
 from phalanx.contract import encoding
 from phalanx.watch.model.curve import Point
+from phalanx.watch.model.events_timeline import TimelineEvent
 from phalanx.watch.model.rank import RankView
-from phalanx.watch.model.run_model import RunModel, TimelineEvent
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.model.strip import TICK, Strip
 from phalanx.watch.page.protocol import Head, PageUpdate, RankRow, TimelineEntry
 
@@ -46,7 +47,7 @@ class Updates:
             self.next()
         assert self._latest is not None  # noqa: S101
         new = len(self._model.timeline.since(self._sent))
-        events = self._model.timeline_events
+        events = self._model.timeline.latest
         return msgspec.structs.replace(
             self._latest,
             rows=tuple(self._rows.values()),
@@ -58,7 +59,7 @@ class Updates:
             curves={
                 name: curve.points[: curve.before(given)]
                 for name, given in self._given.items()
-                if (curve := self._model.curves[name]).points
+                if (curve := self._model.progress.curves[name]).points
             },
             events=tuple(map(_entry, islice(events, len(events) - new))),
             **self._linked(),
@@ -77,9 +78,11 @@ class Updates:
         latest = PageUpdate(
             at=model.now,
             head=_head(model),
-            verdicts=tuple(map(_entry, model.verdicts)),
-            rendezvous=msgspec.to_builtins(model.rendezvous) if model.rendezvous is not None else None,
-            stragglers=tuple((one.rank, round(one.share, 3), one.phase) for one in model.stragglers[:_STRAGGLERS]),
+            verdicts=tuple(map(_entry, model.trouble.verdicts)),
+            rendezvous=msgspec.to_builtins(model.run.rendezvous) if model.run.rendezvous is not None else None,
+            stragglers=tuple(
+                (one.rank, round(one.share, 3), one.phase) for one in model.stragglers.ranking()[:_STRAGGLERS]
+            ),
         )
         strips = self._strips()
         curves = self._curves()
@@ -103,7 +106,7 @@ class Updates:
     def _strips(self) -> dict[int, tuple[float, str]]:
         new: dict[int, tuple[float, str]] = {}
         for rank, view in self._model.ranks.items():
-            strip = view.strip
+            strip = view.activity.strip
             if not strip.letters:
                 continue
             letters = self._after(strip, self._ends.get(rank))
@@ -122,11 +125,14 @@ class Updates:
     def _back(self, rank: int, end: float) -> str:
         """Return the letters of the seconds before `end`."""
         view = self._model.ranks.get(rank)
-        return view.strip.between(max(end - self._seconds, view.strip.start), end) if view is not None else ""
+        if view is None:
+            return ""
+        strip = view.activity.strip
+        return strip.between(max(end - self._seconds, strip.start), end)
 
     def _curves(self) -> dict[str, list[Point]]:
         new: dict[str, list[Point]] = {}
-        for name, curve in self._model.curves.items():
+        for name, curve in self._model.progress.curves.items():
             points = curve.points[curve.before(self._given.get(name, 0)) :]
             self._given[name] = curve.given
             if points:
@@ -142,24 +148,25 @@ class Updates:
 
 
 def _row(view: RankView) -> RankRow:
+    shares = view.activity.shares
     return RankRow(
         rank=view.rank,
-        node=view.node,
-        host=view.host,
-        device=view.device,
-        pid=view.pid,
+        node=view.location.node,
+        host=view.location.host,
+        device=view.location.device,
+        pid=view.location.pid,
         health=view.health,
-        phase=view.phase,
-        step=view.step,
-        rate=round(view.rate, 3),
-        samples=round(view.samples, 1),
-        data=round(view.data, 2),
-        compute=round(view.compute, 2),
-        waiting=round(view.waiting, 2),
-        cpu=round(view.cpu, 2),
-        memory=view.memory,
-        gpu=round(view.gpu, 2),
-        gpu_memory=view.gpu_memory,
+        phase=view.activity.phase,
+        step=view.steps.last,
+        rate=round(view.steps.rate, 3),
+        samples=round(view.steps.samples, 1),
+        data=round(shares.data, 2),
+        compute=round(shares.compute, 2),
+        waiting=round(shares.waiting, 2),
+        cpu=round(view.usage.cpu, 2),
+        memory=view.usage.memory,
+        gpu=round(view.usage.gpu, 2),
+        gpu_memory=view.usage.gpu_memory,
         silent=round(view.silent, 1),
         place=view.place,
     )
@@ -167,25 +174,25 @@ def _row(view: RankView) -> RankRow:
 
 def _head(model: RunModel) -> Head:
     return Head(
-        run=model.run,
-        command=shlex.join(model.command),
-        state=model.state,
-        started=model.started,
+        run=model.run.name,
+        command=shlex.join(model.run.command),
+        state=model.run.state,
+        started=model.run.started,
         now=model.now,
-        ended=model.ended,
-        code=model.code,
-        world_size=model.world_size,
-        nodes=model.nodes,
-        generation=model.generation,
-        attempt=model.attempt,
-        step=model.step,
-        total=model.total,
-        epoch=model.epoch,
-        rate=round(model.rate, 4),
-        samples=round(model.samples, 2),
+        ended=model.run.ended,
+        code=model.run.code,
+        world_size=model.ranks.world_size,
+        nodes=model.ranks.nodes,
+        generation=model.run.generation,
+        attempt=model.run.attempt,
+        step=model.progress.step,
+        total=model.progress.total,
+        epoch=model.progress.epoch,
+        rate=round(model.progress.rate, 4),
+        samples=round(model.progress.samples, 2),
         goodput=round(model.goodput, 5),
         lost=round(model.lost, 2),
-        eta=round(model.eta, 1) if model.eta is not None else None,
+        eta=round(model.progress.eta, 1) if model.progress.eta is not None else None,
     )
 
 

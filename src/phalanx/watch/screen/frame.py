@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from phalanx.watch.charts import plot
-from phalanx.watch.model.run_model import RunModel, TimelineEvent
+from phalanx.watch.model.events_timeline import TimelineEvent
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.screen import grid, head, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import KINDS, Signs
@@ -79,9 +80,9 @@ def _rule(title: str, canvas: Canvas, *, right: str = "") -> Line:
 def _event_rows(model: RunModel, room: int) -> int:
     """Return the number of lines for events."""
     if room < 7:
-        return 0 if room < 4 else int(bool(model.timeline_events))
+        return 0 if room < 4 else int(bool(model.timeline.latest))
     most = 1 if room < 26 else 3 if room < 34 else 5
-    return max(1, min(most, len(model.timeline_events)))
+    return max(1, min(most, len(model.timeline.latest)))
 
 
 def _events(model: RunModel, canvas: Canvas) -> list[Line]:
@@ -89,8 +90,9 @@ def _events(model: RunModel, canvas: Canvas) -> list[Line]:
     height = canvas.height
     if height <= 0:
         return []
-    last = list(model.timeline_events)[-height:]
-    stands = model.cause if model.ended is not None else model.verdicts[-1] if model.verdicts else None
+    last = list(model.timeline.latest)[-height:]
+    verdict = model.trouble.verdicts[-1] if model.trouble.verdicts else None
+    stands = model.trouble.cause if model.run.ended is not None else verdict
     if stands is not None and stands not in last:
         last = [stands, *last[-height + 1 :]] if height > 1 else [stands]
     if not last:
@@ -113,12 +115,12 @@ def _event_line(one: TimelineEvent, width: int, signs: Signs) -> Line:
 
 def _curve_name(model: RunModel) -> str:
     found = head.loss(model)
-    return found[0] if found is not None and len(model.curves[found[0]].points) > 1 else ""
+    return found[0] if found is not None and len(model.progress.curves[found[0]].points) > 1 else ""
 
 
 def _curve(model: RunModel, canvas: Canvas) -> list[Line]:
     name = _curve_name(model)
-    points = [(float(step), value) for step, _, value in model.curves[name].points]
+    points = [(float(step), value) for step, _, value in model.progress.curves[name].points]
     rows = plot.lines([plot.Series(name, points)], canvas.width, canvas.height - 1, ascii_only=canvas.signs.ascii_only)
     drawn: list[Line] = [[(piece, "dim" if style == plot.AXIS else "curve") for piece, style in row] for row in rows]
     return [_rule(text.clean(name), canvas), *drawn]
@@ -130,7 +132,7 @@ def _curve(model: RunModel, canvas: Canvas) -> list[Line]:
 def _log(model: RunModel, view: View, canvas: Canvas, *, wrapped: bool = False) -> list[Line]:
     width, height, signs = canvas.width, canvas.height, canvas.signs
     title = f"rank {view.rank} {signs.dot} {view.stream}"
-    hints = f"scrolled back {view.back} lines" if view.back else ""
+    hints = f"scrolled back {view.tail.back} lines" if view.tail.back else ""
     lines: list[Line] = [_rule(title, canvas, right=hints)]
     kept = view.tail.shown if view.tail.rank == view.rank and view.tail.stream == view.stream else []
     if view.tail.error:
@@ -138,7 +140,7 @@ def _log(model: RunModel, view: View, canvas: Canvas, *, wrapped: bool = False) 
     if not kept:
         return [*lines, [(" no output" if model.ranks else "", "dim")]][:height]
     room = max(height - 1, 0)
-    kept = kept[: len(kept) - view.back] if view.back else kept
+    kept = kept[: len(kept) - view.tail.back] if view.tail.back else kept
     if wrapped:
         kept = [part for line in kept[-room:] for part in text.wrap(line, width - 1)]
     shown = kept[-room:] if room else []
@@ -149,7 +151,7 @@ def _followed(model: RunModel, view: View, canvas: Canvas) -> list[Line]:
     room = canvas.height
     at = sorted(model.ranks).index(view.rank) if view.rank in model.ranks else 0
     lines = grid.draw(model, view.rank, at, canvas.part(2)) if room >= 6 else []
-    if room >= 10 and view.rank in model.ranks and model.ranks[view.rank].strip.letters:
+    if room >= 10 and view.rank in model.ranks and model.ranks[view.rank].activity.strip.letters:
         lines.append(grid.phases(model.ranks[view.rank], canvas.width))
     lines += _events(model, canvas.part(1)) if room >= 8 else []
     return [*lines, *_log(model, view, canvas.part(room - len(lines)), wrapped=True)]
@@ -161,12 +163,12 @@ def _followed(model: RunModel, view: View, canvas: Canvas) -> list[Line]:
 def _pane(_: RunModel, view: View, canvas: Canvas) -> list[Line]:
     if view.pane is None:
         return []
-    view.pane_page = max(canvas.height - 1, 1)
+    view.pane.page = max(canvas.height - 1, 1)
     view.pane.fit(canvas.width - 1)
     lines = view.pane.lines
-    view.pane.top = max(0, min(view.pane.top, len(lines) - view.pane_page))
-    last = min(view.pane.top + view.pane_page, len(lines))
-    more = f"{view.pane.top + 1}-{last} of {len(lines)}" if len(lines) > view.pane_page else ""
+    view.pane.top = max(0, min(view.pane.top, len(lines) - view.pane.page))
+    last = min(view.pane.top + view.pane.page, len(lines))
+    more = f"{view.pane.top + 1}-{last} of {len(lines)}" if len(lines) > view.pane.page else ""
     shown = lines[view.pane.top : last]
     return [
         _rule(view.pane.title, canvas, right=more),
@@ -196,12 +198,12 @@ def _bottom(model: RunModel, view: View, width: int) -> Line:
         return _message(view.word, "warn", width)
     if view.typed:
         return _message(f"rank {view.typed}", "bold", width)
-    if view.over and model.ended is None:
+    if view.over and model.run.ended is None:
         return _message("no more updates from the run; q leaves", "bold", width)
     if view.over:
-        code = f", exit code {model.code}" if model.code is not None else ""
+        code = f", exit code {model.run.code}" if model.run.code is not None else ""
         return _message(f"the run has ended{code}; q leaves", "bold", width)
-    if view.question == "stopping" and model.ended is None:
+    if view.question == "stopping" and model.run.ended is None:
         return _message("stopping the run" + ("; Ctrl-C: kill" if view.owned_by_run else ""), "warn", width)
     if view.pane is not None:
         return _message("Esc: close; up, down, PgUp, PgDn: scroll", "dim", width)

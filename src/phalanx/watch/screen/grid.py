@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from phalanx.watch.model.run_model import RankView, RunModel
+from phalanx.watch.model.rank import RankView
+from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.screen import numbers, text
 from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import HEALTH_STYLES, Signs
@@ -55,38 +56,38 @@ def _title(bar: int) -> str:
 
 def _rendezvous(model: RunModel, width: int) -> list[Line]:
     """Return which nodes have joined and which are missing."""
-    if model.rendezvous is None:
+    if model.run.rendezvous is None:
         return [[("   no ranks yet", "dim")]]
     joined, missing = (
-        ", ".join(map(text.clean, names)) for names in (model.rendezvous.joined, model.rendezvous.missing)
+        ", ".join(map(text.clean, names)) for names in (model.run.rendezvous.joined, model.run.rendezvous.missing)
     )
     lines: list[Line] = [
         [("   joined: ", "dim"), (joined, "good")],
         [("   missing: ", "dim"), (missing or "?", "warn")],
     ]
-    return [text.clip(line, width) for line in (*lines, [(f"   {text.clean(model.rendezvous.text)}", "dim")])]
+    return [text.clip(line, width) for line in (*lines, [(f"   {text.clean(model.run.rendezvous.text)}", "dim")])]
 
 
 def _layout(views: list[RankView], width: int) -> _Layout:
     """Choose the columns that fit."""
-    hosts, nodes = {view.host for view in views}, {view.node for view in views}
+    hosts, nodes = {view.location.host for view in views}, {view.location.node for view in views}
     named = len(hosts) == len(nodes)  # else several nodes are on one host: show numbers
-    devices = any(view.device for view in views)
-    gpus = any(view.gpu >= 0 or view.gpu_memory for view in views)
-    has_samples = any(view.samples >= 0 for view in views)
+    devices = any(view.location.device for view in views)
+    gpus = any(view.usage.gpu >= 0 or view.usage.gpu_memory for view in views)
+    has_samples = any(view.steps.samples >= 0 for view in views)
     host = min(max((text.width(text.clean(name)) for name in hosts), default=4), 12)
-    device = min(max((text.width(text.clean(view.device)) for view in views), default=3), 10)
+    device = min(max((text.width(text.clean(view.location.device)) for view in views), default=3), 10)
     columns = [
         _Column("rank", max(4, len(str(len(views)))), 9, lambda view: str(view.rank)),
-        _Column("node", max(4, host), 3, lambda view: (named and text.clean(view.host)) or str(view.node), right=False),
-        _Column("device", max(6, device), 2, lambda view: text.clean(view.device) or "cpu", right=False),
+        _Column("node", max(4, host), 3, lambda view: _node(view, named=named), right=False),
+        _Column("device", max(6, device), 2, lambda view: text.clean(view.location.device) or "cpu", right=False),
         _Column("phase", 10, 7, _phase, right=False),
-        _Column("step", max(6, max((len(str(view.step)) for view in views), default=0)), 8, _step),
+        _Column("step", max(6, max((len(str(view.steps.last)) for view in views), default=0)), 8, _step),
         _Column("samp/s" if has_samples else "step/s", 6, 5, _rate),
-        _Column("mem", 5, 4, lambda view: numbers.size(view.memory) if view.memory else ""),
-        _Column("cpu", 4, 1, lambda view: f"{view.cpu:.1f}"),
-        _Column("gpu", 4, 6, lambda view: f"{view.gpu * 100:.0f}%" if view.gpu >= 0 else ""),
-        _Column("gmem", 5, 2, lambda view: numbers.size(view.gpu_memory) if view.gpu_memory else ""),
+        _Column("mem", 5, 4, lambda view: numbers.size(view.usage.memory) if view.usage.memory else ""),
+        _Column("cpu", 4, 1, lambda view: f"{view.usage.cpu:.1f}"),
+        _Column("gpu", 4, 6, lambda view: f"{view.usage.gpu * 100:.0f}%" if view.usage.gpu >= 0 else ""),
+        _Column("gmem", 5, 2, lambda view: numbers.size(view.usage.gpu_memory) if view.usage.gpu_memory else ""),
     ]
     if len(nodes) < 2:
         columns = [column for column in columns if column.title != "node"]
@@ -137,9 +138,10 @@ def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
     """Return how the rank spends its time, as cells."""
     if view.health in ("dead", "stopped", "done", "starting"):
         return [(signs.empty * cells, "dim")]
-    known = min(round((view.data + view.compute + view.waiting) * cells), cells)
-    data = min(round(view.data * cells), known)
-    waiting = min(round(view.waiting * cells), known - data)
+    shares = view.activity.shares
+    known = min(round(sum(shares) * cells), cells)
+    data = min(round(shares.data * cells), known)
+    waiting = min(round(shares.waiting * cells), known - data)
     compute = known - data - waiting
     return [
         (signs.data * data, "data"),
@@ -151,23 +153,28 @@ def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
 
 def phases(view: RankView, width: int) -> Line:
     """Return the recent phases, one letter per tenth of a second."""
-    letters = view.strip.letters[-max(width - 12, 1) :]
+    letters = view.activity.strip.letters[-max(width - 12, 1) :]
     line: Line = [(f" last {len(letters) / 10:.0f} s ".ljust(11), "dim")]
     for style, group in itertools.groupby(letters, key=lambda letter: _LETTERS.get(letter.lower(), "dim")):
         line.append(("".join(group), style))
     return line
 
 
+def _node(view: RankView, *, named: bool) -> str:
+    return (named and text.clean(view.location.host)) or str(view.location.node)
+
+
 def _phase(view: RankView) -> str:
-    return view.health if view.health in ("dead", "stuck", "silent", "debugged", "stopped", "done") else view.phase
+    ends = ("dead", "stuck", "silent", "debugged", "stopped", "done")
+    return view.health if view.health in ends else view.activity.phase
 
 
 def _step(view: RankView) -> str:
-    return str(view.step) if view.step >= 0 else "-"
+    return str(view.steps.last) if view.steps.last >= 0 else "-"
 
 
 def _rate(view: RankView) -> str:
-    return numbers.rate(view.samples if view.samples >= 0 else view.rate)
+    return numbers.rate(view.steps.samples if view.steps.samples >= 0 else view.steps.rate)
 
 
 # -- overview
@@ -178,8 +185,8 @@ def overview(model: RunModel, chosen: int, canvas: Canvas) -> list[Line]:
     width, height, signs = canvas.width, canvas.height, canvas.signs
     nodes: dict[int, list[RankView]] = {}
     for rank in sorted(model.ranks):
-        nodes.setdefault(model.ranks[rank].node, []).append(model.ranks[rank])
-    names = {node: text.clean(views[0].host) or f"node {node}" for node, views in nodes.items()}
+        nodes.setdefault(model.ranks[rank].location.node, []).append(model.ranks[rank])
+    names = {node: text.clean(views[0].location.host) or f"node {node}" for node, views in nodes.items()}
     margin = min(max((text.width(name) for name in names.values()), default=0), 16, width // 3)
     cells = max(width - margin - 3, 8)
     groups: list[Line] = []

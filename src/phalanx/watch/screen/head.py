@@ -16,39 +16,39 @@ def draw(model: RunModel, canvas: Canvas, now: float) -> list[Line]:
 
 def state(model: RunModel) -> str:
     """Return the state of the run."""
-    if model.state == "failed" and model.code is not None:
-        return f"failed (exit code {model.code})"
-    if model.state == "gathering" and model.rendezvous is not None:
-        return f"waiting for nodes: {len(model.rendezvous.joined)} of {model.rendezvous.expected} joined"
-    return model.state
+    if model.run.state == "failed" and model.run.code is not None:
+        return f"failed (exit code {model.run.code})"
+    if model.run.state == "gathering" and model.run.rendezvous is not None:
+        return f"waiting for nodes: {len(model.run.rendezvous.joined)} of {model.run.rendezvous.expected} joined"
+    return model.run.state
 
 
 def loss(model: RunModel) -> tuple[str, float] | None:
     """Return name and latest value of the curve to draw: the loss, else the first metric."""
-    name = next((name for name in model.curves if "loss" in name.lower()), None)
-    name = name or next((name for name in model.curves if name not in ("steps/s", "samples/s")), None)
-    last = model.curves[name].last if name is not None else None
+    name = next((name for name in model.progress.curves if "loss" in name.lower()), None)
+    name = name or next((name for name in model.progress.curves if name not in ("steps/s", "samples/s")), None)
+    last = model.progress.curves[name].last if name is not None else None
     return (name, last) if name is not None and last is not None else None
 
 
 def _who(model: RunModel, width: int, now: float, signs: Signs) -> Line:
     dot = f" {signs.dot} "
-    many = model.world_size or len(model.ranks)
-    words = [_plural(model.nodes or 1, "node"), _plural(many, "rank")]
-    words += [f"{'generation' if width >= 100 else 'gen'} {model.generation}"] if model.generation else []
-    words += [f"attempt {model.attempt}"] if model.attempt else []
+    many = model.ranks.world_size or len(model.ranks)
+    words = [_plural(model.ranks.nodes or 1, "node"), _plural(many, "rank")]
+    words += [f"{'generation' if width >= 100 else 'gen'} {model.run.generation}"] if model.run.generation else []
+    words += [f"attempt {model.run.attempt}"] if model.run.attempt else []
     line: Line = [
         (" ", ""),
-        (text.clean(model.run) or "a run", "bold"),
+        (text.clean(model.run.name) or "a run", "bold"),
         ("  ", ""),
-        (text.cut(text.clean(state(model)), 40, signs.dots), f"bold {STATE_STYLES.get(model.state, '')}"),
+        (text.cut(text.clean(state(model)), 40, signs.dots), f"bold {STATE_STYLES.get(model.run.state, '')}"),
         ("  ", ""),
         (dot.join(words), ""),
     ]
-    until = model.ended if model.ended is not None else max(now, model.now)
-    lasted = numbers.span(until - model.started) if model.started else ""
-    right = f"{'took' if model.ended is not None else 'elapsed'} {lasted} " if lasted else ""
-    more = f"goodput {numbers.share(model.goodput)}{dot}{right}" if model.step >= 0 else right
+    until = model.run.ended if model.run.ended is not None else max(now, model.now)
+    lasted = numbers.span(until - model.run.started) if model.run.started else ""
+    right = f"{'took' if model.run.ended is not None else 'elapsed'} {lasted} " if lasted else ""
+    more = f"goodput {numbers.share(model.goodput)}{dot}{right}" if model.progress.step >= 0 else right
     return text.spread(line, [(more if text.length(line) + text.width(more) < width else right, "dim")], width)
 
 
@@ -58,13 +58,13 @@ def _plural(count: int, noun: str) -> str:
 
 def _progress(model: RunModel, width: int, signs: Signs) -> Line:
     dot = f" {signs.dot} "
-    if model.step < 0:
-        begun = " no steps yet" if model.ended is None else " no steps"
+    if model.progress.step < 0:
+        begun = " no steps yet" if model.run.ended is None else " no steps"
         return text.clip([(begun, "dim")], width)
-    line: Line = [(" step ", ""), (str(model.step), "bold")]
-    if model.total:
-        done = min(model.step / model.total, 1.0)
-        line.append((f"/{model.total} ", ""))
+    line: Line = [(" step ", ""), (str(model.progress.step), "bold")]
+    if model.progress.total:
+        done = min(model.progress.step / model.progress.total, 1.0)
+        line.append((f"/{model.progress.total} ", ""))
         if width >= 100:
             full = round(done * 20)
             line += [(signs.compute * full, "good"), (signs.waiting * (20 - full), "dim"), (" ", "")]
@@ -77,15 +77,15 @@ def _progress(model: RunModel, width: int, signs: Signs) -> Line:
 
 def _measures(model: RunModel) -> list[str]:
     words: list[str] = []
-    if model.eta is not None and model.state == "running":
-        words.append(f"ETA {numbers.about(model.eta)}")
-    if model.ended is None:
-        words.append(f"{numbers.rate(model.rate)} steps/s")
+    if model.progress.eta is not None and model.run.state == "running":
+        words.append(f"ETA {numbers.about(model.progress.eta)}")
+    if model.run.ended is None:
+        words.append(f"{numbers.rate(model.progress.rate)} steps/s")
     found = loss(model)
     if found is not None:
         words.append(f"{text.clean(found[0])} {numbers.value(found[1])}")
-    if model.ended is None and model.samples >= 0:
-        words.append(f"{numbers.rate(model.samples)} samples/s")
+    if model.run.ended is None and model.progress.samples >= 0:
+        words.append(f"{numbers.rate(model.progress.samples)} samples/s")
     if model.lost >= 1:
         words.append(f"{numbers.about(model.lost)} lost")
     return words

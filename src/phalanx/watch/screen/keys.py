@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+from collections.abc import Callable
+
+_ESCAPE = 0.05  # seconds after which an escape byte is the Escape key
 
 # With and without application mode.
 _NAMED = {
@@ -70,3 +75,40 @@ class Keys:
             return []
         alone, self._rest = self._rest == "\x1b", ""
         return ["escape"] if alone else []
+
+
+class Keyboard:
+    """Reads keys from a terminal, in the event loop. Calls `gone` when the terminal is closed."""
+
+    def __init__(self, gone: Callable[[], None]) -> None:
+        self._gone = gone
+        self._keys = Keys()
+        self._fd: int | None = None
+        self._escape_timer: asyncio.TimerHandle | None = None
+
+    def listen(self, fd: int, pressed: Callable[[list[str]], None]) -> None:
+        """Start reading. `pressed` is called with the names of keys."""
+        self._fd = fd
+        asyncio.get_running_loop().add_reader(fd, self._read, fd, pressed)
+
+    def ignore(self) -> None:
+        """Stop reading: another program uses the terminal."""
+        if self._fd is not None:
+            asyncio.get_running_loop().remove_reader(self._fd)
+
+    def _read(self, fd: int, pressed: Callable[[list[str]], None]) -> None:
+        try:
+            data = os.read(fd, 4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._gone()
+            return
+        if self._escape_timer is not None:
+            self._escape_timer.cancel()
+        pressed(self._keys.feed(data))
+        if self._keys.halfway:
+            loop = asyncio.get_running_loop()
+            self._escape_timer = loop.call_later(_ESCAPE, lambda: pressed(self._keys.lapse()))

@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from phalanx.watch.model.run_model import RunModel, TimelineEvent
+from phalanx.watch.model.events_timeline import TimelineEvent
+from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.status import RunStatus
 from phalanx.watch.screen import head, numbers, text
 from phalanx.watch.source import Source
 
@@ -21,27 +23,27 @@ def show(source: Source, *, out: TextIO | None = None) -> int:
 
 
 async def _show(source: Source, out: TextIO) -> int:
-    model = RunModel(run=source.run)
+    model = RunModel(RunStatus(source.run))
     began = printed = time.time()
     last: TimelineEvent | None = None
     async for event in source.events():
         model.apply(event)
         for one in _since(model, last):
             out.write(f"{_clock(one.time)} {event_line(one)}\n")
-        last = model.timeline_events[-1] if model.timeline_events else None
-        if event.time >= began and model.ended is None and model.now - printed >= _EVERY:
+        last = model.timeline.latest[-1] if model.timeline.latest else None
+        if event.time >= began and model.run.ended is None and model.now - printed >= _EVERY:
             printed = model.now
             out.write(f"{_clock(model.now)} {status(model)}\n")
         out.flush()
     out.write(f"{ending(model)}\n")
     out.flush()
-    return 1 if model.code is None else model.code & 0xFF
+    return 1 if model.run.code is None else model.run.code & 0xFF
 
 
 def _since(model: RunModel, last: TimelineEvent | None) -> Iterator[TimelineEvent]:
     """Yield the new events in order."""
     new: list[TimelineEvent] = []
-    for one in reversed(model.timeline_events):
+    for one in reversed(model.timeline.latest):
         if one is last:
             break
         new.append(one)
@@ -61,24 +63,28 @@ def event_line(one: TimelineEvent) -> str:
 def status(model: RunModel) -> str:
     """Return state, progress and speed as a line."""
     words = [head.state(model)]
-    if model.step >= 0:
-        words.append(f"step {model.step}/{model.total}" if model.total else f"step {model.step}")
-        words.append(f"{numbers.rate(model.rate)} steps/s")
-        if model.samples >= 0:
-            words.append(f"{numbers.rate(model.samples)} samples/s")
+    if model.progress.step >= 0:
+        words.append(
+            f"step {model.progress.step}/{model.progress.total}"
+            if model.progress.total
+            else f"step {model.progress.step}"
+        )
+        words.append(f"{numbers.rate(model.progress.rate)} steps/s")
+        if model.progress.samples >= 0:
+            words.append(f"{numbers.rate(model.progress.samples)} samples/s")
     found = head.loss(model)
     if found is not None:
         words.append(f"{text.clean(found[0])} {numbers.value(found[1])}")
-    if model.eta is not None:
-        words.append(f"ETA {numbers.about(model.eta)}")
+    if model.progress.eta is not None:
+        words.append(f"ETA {numbers.about(model.progress.eta)}")
     return ", ".join(words)
 
 
 def ending(model: RunModel) -> str:
     """Return the result as a line."""
-    name = text.clean(model.run) or "the run"
-    if model.ended is None:
+    name = text.clean(model.run.name) or "the run"
+    if model.run.ended is None:
         return f"{name}: the end was not recorded ({status(model)})"
-    steps = f", {model.step} steps" if model.step > 0 else ""
-    how = "succeeded" if model.code == 0 else f"failed with exit code {model.code}"
-    return f"{name}: {how} after {numbers.span(model.ended - model.started)}{steps}"
+    steps = f", {model.progress.step} steps" if model.progress.step > 0 else ""
+    how = "succeeded" if model.run.code == 0 else f"failed with exit code {model.run.code}"
+    return f"{name}: {how} after {numbers.span(model.run.ended - model.run.started)}{steps}"

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 from phalanx.contract.events import ClusterSample, MetricsMeasured
 from phalanx.errors import PhalanxError
 from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.status import RunStatus
 from phalanx.watch.screen import frame
 from phalanx.watch.screen.canvas import Canvas
-from phalanx.watch.screen.keys import Keys
+from phalanx.watch.screen.keys import Keyboard
 from phalanx.watch.screen.paint import Painter
 from phalanx.watch.screen.signs import signs
 from phalanx.watch.screen.terminal import Terminal
@@ -26,7 +27,6 @@ from phalanx.watch.source import Source, WhyAnswer
 _PAUSE = 1.0  # seconds between two frames without a key: drawing takes CPU time from the ranks
 _AT_ONCE = 0.03  # seconds after a key
 _POLL = 1.0  # seconds between two reads of the log
-_ESCAPE = 0.05  # seconds after which an escape byte is the Escape key
 _LINGER = 1.0  # seconds for which `run --screen` shows the final state
 _TYPING = 1.5  # seconds between two digits of a number
 _LEAVE_TIMEOUT = 2.0  # seconds for requests that are still running when the user leaves
@@ -65,14 +65,13 @@ class RunScreen:
         self._actions = actions
         self._signs = signs(environ)
         self._painter = Painter(colour=not environ.get("NO_COLOR"), ascii_only=self._signs.ascii_only)
-        self._model = RunModel(run=source.run)
+        self._model = RunModel(RunStatus(source.run))
         self._view = View(owned_by_run=owned_by_run, able=source.alive)
-        self._keys = Keys()
         self._changed = asyncio.Event()  # there is something to draw
         self._hurry = asyncio.Event()  # draw at once
         self._rank_changed = asyncio.Event()  # another log is to be shown
         self._left = asyncio.Event()
-        self._escape_timer: asyncio.TimerHandle | None = None
+        self._keyboard = Keyboard(gone=self._left.set)
         self._typing_timer: asyncio.TimerHandle | None = None  # of a rank number
         self._away = False  # another program uses the terminal
         self._tasks: set[asyncio.Task[None]] = set()
@@ -92,13 +91,13 @@ class RunScreen:
         with Terminal() as terminal:
             loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
             loop.add_signal_handler(signal.SIGCONT, self._continued, terminal)
-            loop.add_reader(terminal.fd, self._typed, terminal)
+            self._keyboard.listen(terminal.fd, lambda keys: self._pressed(keys, terminal))
             for work in (self._listen(), self._follow(), self._paint(terminal), self._tick(terminal)):
                 self._start(work)
             try:
                 await self._left.wait()
             finally:
-                loop.remove_reader(terminal.fd)
+                self._keyboard.ignore()
                 for task in list(self._tasks):
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -156,17 +155,8 @@ class RunScreen:
         while True:
             if view.rank in self._model.ranks:
                 view.tail.switch(view.rank, view.stream)
-                before = view.tail.came
-                try:
-                    if await view.tail.read(self._source, whole=view.back > 0):
-                        self._changed.set()
-                    if view.back:  # keep the scroll position
-                        view.back = max(0, min(view.back + view.tail.came - before, len(view.tail.lines) - 1))
-                    view.tail.error = ""
-                except (PhalanxError, OSError) as error:
-                    if view.tail.error != str(error):
-                        view.tail.error = str(error)
-                        self._changed.set()
+                if await view.tail.update(self._source):
+                    self._changed.set()
             self._rank_changed.clear()
             await _within(_POLL, self._rank_changed)
 
@@ -201,24 +191,7 @@ class RunScreen:
 
     # -- keys
 
-    def _typed(self, terminal: Terminal) -> None:
-        try:
-            data = os.read(terminal.fd, 4096)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:  # the terminal is gone
-            self._left.set()
-            return
-        if self._escape_timer is not None:
-            self._escape_timer.cancel()
-        self._pressed(self._keys.feed(data), terminal)
-        if self._keys.halfway:
-            loop = asyncio.get_running_loop()
-            self._escape_timer = loop.call_later(_ESCAPE, lambda: self._pressed(self._keys.lapse(), terminal))
-
-    def _pressed(self, keys: list[str], terminal: Terminal | None = None) -> None:
+    def _pressed(self, keys: list[str], terminal: Terminal) -> None:
         view = self._view
         for key in keys:
             if view.over and view.owned_by_run:
@@ -241,7 +214,7 @@ class RunScreen:
         self._view.typed = ""
         self._changed.set()
 
-    def _handle(self, action: str, terminal: Terminal | None) -> None:
+    def _handle(self, action: str, terminal: Terminal) -> None:
         match action:
             case "leave":
                 self._left.set()
@@ -252,7 +225,7 @@ class RunScreen:
             case "stacks":
                 self._view.pane = Pane("stacks", ["asking all ranks ..."])
                 self._start(self._stacks(self._view.pane))
-            case "suspend" | "debugger" if terminal is not None:
+            case "suspend" | "debugger":
                 self._begin_away(terminal, action)
 
     async def _stop(self, *, now: bool) -> None:
@@ -279,7 +252,7 @@ class RunScreen:
 
     async def _be_away(self, terminal: Terminal, why: str) -> None:
         loop = asyncio.get_running_loop()
-        loop.remove_reader(terminal.fd)
+        self._keyboard.ignore()
         loop.remove_signal_handler(signal.SIGTSTP)
         try:
             if why == "suspend":
@@ -299,7 +272,7 @@ class RunScreen:
         finally:
             self._away = False
         loop.add_signal_handler(signal.SIGTSTP, self._begin_away, terminal, "suspend")
-        loop.add_reader(terminal.fd, self._typed, terminal)
+        self._keyboard.listen(terminal.fd, lambda keys: self._pressed(keys, terminal))
         self._repaint()
 
     def _continued(self, terminal: Terminal) -> None:

@@ -1,9 +1,10 @@
-"""The end of the output of the chosen rank."""
+"""The end of the output of the selected rank."""
 
 from __future__ import annotations
 
 from collections import deque
 
+from phalanx.errors import PhalanxError
 from phalanx.watch.screen import text
 from phalanx.watch.source import LogPart, Source, Stream
 
@@ -13,13 +14,14 @@ _MUCH = 1 << 15  # bytes from which there may be more
 
 
 class Tail:
-    """Follows one stream of one rank."""
+    """Follows one stream of one rank, and scrolls in what is kept of it."""
 
     def __init__(self) -> None:
         self.rank = -1
         self.stream: Stream = "stdout"
         self.lines: deque[str] = deque(maxlen=_KEPT)
         self.came = 0  # lines so far, for a stable scroll position
+        self.back = 0  # lines by which it is scrolled back
         self.error = ""
         self._end: int | None = None
         self._open = ""  # the unfinished line
@@ -33,6 +35,25 @@ class Tail:
     def _begin(self) -> None:
         self.lines.clear()
         self.came, self._end, self._open = 0, None, ""
+
+    def scroll(self, key: str) -> None:
+        """Handle a key that scrolls."""
+        back = self.back + {"up": 1, "down": -1, "page up": 20, "page down": -20}.get(key, 0)
+        most = len(self.lines) - 1
+        self.back = most if key == "home" else 0 if key == "end" else max(0, min(back, most))
+
+    async def update(self, source: Source) -> bool:
+        """Read new output and keep the scroll position. Returns whether there is something new to show."""
+        before = self.came
+        try:
+            new = await self.read(source, whole=self.back > 0)
+        except (PhalanxError, OSError) as error:
+            new, self.error = self.error != str(error), str(error)
+            return new
+        if self.back:
+            self.back = max(0, min(self.back + self.came - before, len(self.lines) - 1))
+        self.error = ""
+        return new
 
     async def read(self, source: Source, *, whole: bool = False) -> bool:
         """Read new output. Returns whether there is something new to show.

@@ -23,7 +23,8 @@ class Pane:
 
     title: str
     text: list[str]
-    top: int = 0
+    top: int = 0  # index of the first visible line
+    page: int = 10  # number of visible lines
     lines: list[str] = field(default_factory=list)  # of the text, as it fits
     _fitting: tuple[int, int] = (0, 0)
 
@@ -32,6 +33,17 @@ class Pane:
         if self._fitting != (width, id(self.text)):
             self._fitting = (width, id(self.text))
             self.lines = [part for line in self.text for part in text.wrap(text.clean(line), width)]
+
+    def scroll(self, key: str) -> bool:
+        """Return whether the key scrolls."""
+        page = max(self.page - 1, 1)
+        by = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -page, "page down": page, " ": page}.get(key)
+        last = max(len(self.lines) - self.page, 0)
+        if key in ("home", "end"):
+            self.top = 0 if key == "home" else last
+        elif by is not None:
+            self.top = max(0, min(self.top + by, last))
+        return by is not None or key in ("home", "end")
 
 
 @dataclass
@@ -44,11 +56,9 @@ class View:
     top: int = 0  # index of the first visible rank
     page: int = 8  # number of visible ranks
     follows: bool = False  # show only the log
-    back: int = 0  # lines by which the log is scrolled back
     stream: Stream = "stdout"
     overview: bool = False
     pane: Pane | None = None
-    pane_page: int = 10
     question: Question = ""
     typed: str = ""
     word: str = ""  # message in the last line, until the next key
@@ -74,8 +84,12 @@ class View:
             return self._answer(key)
         if key == "ctrl-c":
             return self._interrupted()
-        if self.pane is not None and self._scroll(key, self.pane):
-            return ""
+        if self.pane is not None:
+            if key in ("escape", "q", "enter", "?", "backspace"):
+                self.pane = None
+                return ""
+            if self.pane.scroll(key):
+                return ""
         if key.isdigit() and len(key) == 1 and key.isascii():
             self._type(key, model)
             return ""
@@ -111,7 +125,7 @@ class View:
             return ""
         if key == "x":
             if self.question == "stopping":
-                self.word = f"already stopping; phalanx stop --now {model.run} does not wait"
+                self.word = f"already stopping; phalanx stop --now {model.run.name} does not wait"
             else:
                 self.question = "stop"
             return ""
@@ -127,24 +141,22 @@ class View:
 
     def choose(self, rank: int) -> None:
         """Select a rank."""
-        self.rank, self.back = rank, 0
+        self.rank, self.tail.back = rank, 0
 
     def _look(self, key: str, model: RunModel) -> Action:
         match key:
             case "f" | "enter":
-                self.follows, self.back = not self.follows, 0
+                self.follows, self.tail.back = not self.follows, 0
             case "escape":
-                self.follows, self.overview, self.back = False, False, 0
+                self.follows, self.overview, self.tail.back = False, False, 0
             case "e":
-                self.stream, self.back = "stderr" if self.stream == "stdout" else "stdout", 0
+                self.stream, self.tail.back = "stderr" if self.stream == "stdout" else "stdout", 0
             case "g" | "tab":
                 self.overview = not self.overview
             case "?" | "h":
                 self.pane = Pane("keys", HELP)
             case "up" | "down" | "page up" | "page down" | "home" | "end" if self.follows:
-                self.back += {"up": 1, "down": -1, "page up": 20, "page down": -20}.get(key, 0)
-                most = len(self.tail.lines) - 1
-                self.back = most if key == "home" else 0 if key == "end" else max(0, min(self.back, most))
+                self.tail.scroll(key)
             case _:
                 self._move(key, model)
         return ""
@@ -166,20 +178,6 @@ class View:
         if by and ranks:
             at = ranks.index(self.rank) if self.rank in model.ranks else 0
             self.choose(ranks[max(0, min(at + by, len(ranks) - 1))])
-
-    def _scroll(self, key: str, pane: Pane) -> bool:
-        """Return whether the pane has handled the key."""
-        if key in ("escape", "q", "enter", "?", "backspace"):
-            self.pane = None
-            return True
-        page = max(self.pane_page - 1, 1)
-        by = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -page, "page down": page, " ": page}.get(key)
-        last = max(len(pane.lines) - self.pane_page, 0)
-        if key in ("home", "end"):
-            pane.top = 0 if key == "home" else last
-        elif by is not None:
-            pane.top = max(0, min(pane.top + by, last))
-        return by is not None or key in ("home", "end")
 
 
 HELP = [

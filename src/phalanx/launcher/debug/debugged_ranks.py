@@ -1,0 +1,108 @@
+"""Which ranks are in a debugger. All nodes know it: waiting for those is not a stall.
+
+s ranks in a debugger on this node, to the leader   p all of them, from the leader
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx.launcher.agent.worker import Worker
+from phalanx.launcher.agent.worker_group import WorkerGroup
+from phalanx.launcher.ipc.node_rpc import RpcCarrier
+
+Send = Callable[[int | None, bytes, dict[str, Any]], None]  # to a node, a kind, and the content
+
+
+class DebugTarget(Protocol):
+    """The agent, as far as debug sessions need it."""
+
+    @property
+    def attempt(self) -> WorkerGroup | None:
+        """Return the current worker group."""
+
+
+@dataclass
+class DebuggedWorker:
+    """A worker of this node that is in a debugger."""
+
+    by: str = ""
+    place: str = ""
+    sock: socket.socket | None = None  # it waits at a breakpoint, for a user to take this
+
+
+class DebuggedRanks:
+    """The workers of this node that are in a debugger, by name; on the leader, also the ranks of other nodes."""
+
+    def __init__(self, target: DebugTarget, coordinator: RpcCarrier, send: Send) -> None:
+        self.workers: dict[str, DebuggedWorker] = {}
+        self._target = target
+        self._coordinator = coordinator
+        self._send = send
+        self._remote: dict[int, frozenset[int]] = {}  # by member, on the leader
+        # What was published last: whether this node led, the ranks, the members.
+        self._published: tuple[bool, frozenset[int], frozenset[int]] | None = None
+
+    def __bool__(self) -> bool:
+        """Return whether any rank on any node is in a debugger, as far as this node knows."""
+        return bool(self.workers or any(self._remote.values()) or self._applied)
+
+    @property
+    def _applied(self) -> bool:
+        attempt = self._target.attempt
+        return attempt is not None and bool(attempt.debugged)
+
+    def worker(self, name: str) -> Worker | None:
+        """Return a worker of this node."""
+        attempt = self._target.attempt
+        return attempt.workers.get(name) if attempt is not None else None
+
+    def publish(self) -> None:
+        """Tell all nodes which ranks are in a debugger."""
+        own = frozenset(worker.seat.rank for name in self.workers if (worker := self.worker(name)) is not None)
+        leads, members = self._coordinator.leads, self._coordinator.members()
+        ranks = own.union(*(self._remote.get(member, ()) for member in members))
+        before, self._published = self._published, (leads, ranks, frozenset(members))
+        if leads:
+            self.apply(ranks)
+        if before == self._published and (leads or not own):  # the leader may have changed
+            return
+        for to in members if leads else (None,):
+            self._send(to, b"p" if leads else b"s", {"ranks": sorted(ranks)})
+
+    def apply(self, ranks: frozenset[int]) -> None:
+        """Suspend the timeouts of this node's workers while any rank is in a debugger."""
+        attempt = self._target.attempt
+        if attempt is None or attempt.debugged == ranks:
+            return
+        before, attempt.debugged = attempt.debugged, ranks
+        if bool(before) != bool(ranks):
+            self._order("suspend" if ranks else "resume")
+
+    def receive(self, member: int, ranks: Iterable[int]) -> None:
+        """Take the ranks of a follower, on the leader."""
+        theirs = self._coordinator.members().get(member, ())
+        self._remote[member] = frozenset(ranks).intersection(theirs)
+        self.publish()
+
+    def check(self, connected: Collection[int | None]) -> None:
+        """Forget nodes that are not connected, suspend the timeouts of new workers, and publish new rank numbers."""
+        if self._applied:
+            self._order("suspend")
+        self._remote = {member: ranks for member, ranks in self._remote.items() if member in connected}
+        self.publish()
+
+    def close(self) -> None:
+        """Close the sockets of workers that wait at a breakpoint."""
+        for debugged in self.workers.values():
+            if debugged.sock is not None:
+                debugged.sock.close()
+
+    def _order(self, what: str) -> None:
+        attempt = self._target.attempt
+        for _, worker in attempt.living if attempt is not None else ():
+            if worker.probe is not None:
+                worker.probe.send(what)

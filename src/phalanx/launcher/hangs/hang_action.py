@@ -1,0 +1,49 @@
+"""What --on-hang does about a stall. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.diagnose.evidence import Evidence
+from phalanx.diagnose.rank_state import LONGER
+from phalanx.diagnose.verdict import Verdict
+
+OnHang = Literal["report", "stop", "kill"]
+
+
+@dataclass(frozen=True)
+class WaitLonger:
+    """The rank may only be slow: diagnose again after some seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StopRun:
+    """End the run with an error."""
+
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class KillRanks:
+    """Kill the living ranks that are to blame. There may be none."""
+
+    ranks: frozenset[int]
+
+
+def choose(on_hang: OnHang, evidence: Evidence, verdicts: Sequence[Verdict]) -> WaitLonger | StopRun | KillRanks | None:
+    """Return what to do about a stall with these verdicts. None: it is only reported."""
+    if on_hang == "report":
+        return None
+    if verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:
+        return WaitLonger(LONGER * evidence.limit - evidence.waited)
+    if on_hang == "stop":
+        why = f"the run is stalled and was stopped (--on-hang stop): {verdicts[0].text}"
+        return StopRun(why, verdicts[0].fix)
+    living = {rank.rank for rank in evidence.ranks if rank.ended is None}
+    blamed = (living.intersection(verdict.ranks) for verdict in verdicts)
+    return KillRanks(frozenset(next(filter(None, blamed), set[int]())))

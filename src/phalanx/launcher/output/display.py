@@ -1,0 +1,249 @@
+"""What stdout and stderr show: finished lines of all ranks, unfinished rows of live streams, messages of phalanx."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from threading import RLock
+
+from phalanx.launcher.output.shown_stream import ShownStream
+from phalanx.launcher.output.sink import Sink
+
+BATCH = 1 << 22  # bytes collected before they are written
+_MOST_MESSAGES = 500  # of phalanx, kept while the console is hidden
+
+
+class Display:
+    """Shows streams and messages. Only the thread of the console uses it, except where a method says otherwise.
+
+    `alone`: there is one rank, and its output passes unchanged.
+    """
+
+    def __init__(self, out: Sink, err: Sink, lock: RLock, *, alone: bool, quiet: float, bar_interval: float) -> None:
+        self.out = out
+        self.err = err
+        self.status: str | None = None  # at the bottom of a terminal
+        self._lock = lock  # of the lists of streams, to which other threads add
+        self._alone = alone
+        self._quiet = quiet  # seconds after which an unfinished line is shown
+        self._bar_interval = bar_interval  # seconds between two states of a bar where there is no terminal
+        self._streams: list[ShownStream] = []
+        self._live: list[ShownStream] = []
+        self._debugged: int | None = None  # the rank whose debugger has the terminal
+        self._deferred: list[ShownStream] = []  # to be shown when it ends
+        self._held_messages: deque[str] | None = None  # while hidden: messages to print afterwards
+
+    @property
+    def streams(self) -> tuple[ShownStream, ...]:
+        """Return the streams that have not ended. Any thread may ask, with the lock."""
+        return tuple(self._streams)
+
+    @property
+    def sinks(self) -> Iterator[Sink]:
+        """Return stdout and stderr: one sink, if both lead to the same place."""
+        return iter(dict.fromkeys((self.out, self.err)))
+
+    @property
+    def defers(self) -> bool:
+        """Return whether output waits for the end of a debugger."""
+        return bool(self._deferred)
+
+    def add(self, stream: ShownStream, *, first: bool) -> None:
+        """Add a stream, from any thread, with the lock. `first`: paint its rows above those of others."""
+        self._streams.append(stream)
+        if stream.live:
+            self._live.insert(0 if first else len(self._live), stream)
+
+    def due(self) -> float | None:
+        """Return the seconds until `tick` and `flush` have something to do, or None."""
+        times = [sink.repaint_at for sink in (self.out, self.err) if sink.late and not self._is_hidden(sink)]
+        dues = [stream.due(self._quiet) for stream in self._streams if not self._is_held(stream)]
+        if self._debugged is None and self._held_messages is None:
+            dues += [stream.painting_due(self._quiet) for stream in self._live]
+        times += [due for due in dues if due is not None]
+        return min(times) - time.monotonic() if times else None
+
+    # -- who has the terminal
+
+    def lend(self, rank: int | None) -> list[ShownStream]:
+        """Lend the terminal to the debugger of a rank, or take it back. Return the streams to show now.
+
+        No area is painted while it is lent.
+        """
+        self._debugged = rank
+        if self._held_messages is not None:
+            return []
+        self._leave_area()
+        if rank is not None:
+            return []
+        deferred, self._deferred = self._deferred, []
+        return deferred
+
+    def hide(self) -> None:
+        """Write nothing to a terminal until `unhide`."""
+        self._leave_area()
+        if self._held_messages is None:
+            self._held_messages = deque(maxlen=_MOST_MESSAGES)
+
+    def unhide(self) -> None:
+        """Print the kept messages. What ranks have written meanwhile is only in their logs."""
+        if self._held_messages is None:
+            return
+        messages, self._held_messages = self._held_messages, None
+        for stream in self._streams:
+            if stream.sink.terminal:
+                stream.tail.skip()
+        for text in messages:
+            self.print(text)
+
+    def _leave_area(self) -> None:
+        for sink in self.sinks:
+            self._seal_past(sink, None)
+            sink.flush([], max(time.monotonic(), sink.repaint_at))
+
+    def _is_hidden(self, sink: Sink) -> bool:
+        return self._held_messages is not None and sink.terminal
+
+    def _is_held(self, stream: ShownStream) -> bool:
+        return self._debugged not in (None, stream.rank) or self._is_hidden(stream.sink)
+
+    # -- output
+
+    def show(self, stream: ShownStream) -> None:
+        """Show what a stream has to show. Not now, if somebody else has the terminal."""
+        if self._held_messages is not None and stream.sink.terminal:
+            if stream.tail.skip() and stream in self._streams:
+                self._remove(stream)
+                stream.tail.close()
+            return
+        if self._held_messages is None and self._is_held(stream):
+            self._deferred.append(stream)
+            return
+        data, last = stream.tail.take(read=not stream.sink.dead)
+        if stream.lines is None:
+            stream.sink.straight(data)
+        elif data:
+            self._process(stream, data)
+        if last:
+            self.end(stream)
+        if stream.sink.waiting > BATCH and self._held_messages is None:
+            self.flush()
+
+    def debugger(self, data: bytes) -> None:
+        """Write output of the debugger."""
+        if self._held_messages is None:
+            self.out.straight(data)
+
+    def print(self, text: str) -> None:
+        """Print a message of phalanx on stderr."""
+        sink = self.err
+        if self._held_messages is not None and sink.terminal:
+            self._held_messages.append(text)
+            return
+        self._seal_past(sink, None)
+        lines = f"phalanx: {text.rstrip()}\n"
+        if sink.terminal:
+            lines = _wrapped(lines, sink.size()[1] or 80)
+        if self._alone or self._debugged is not None:
+            sink.interject(lines.encode(errors="replace"))
+        else:
+            sink.put(lines.encode(errors="replace"))
+
+    def end(self, stream: ShownStream) -> None:
+        """Show the rest of a stream."""
+        if stream not in self._streams:
+            return
+        if stream.lines is not None:
+            self._put(stream, stream.end())
+        self._remove(stream)
+        if stream.lines is None or stream.live:
+            stream.sink.restore()  # before messages about its end, which would be lost with the alternate screen
+        if stream.tail.skipped:
+            self.print(f"{stream.tail.skipped} bytes of output were neither logged nor shown")
+        stream.tail.close()
+
+    def tick(self, now: float) -> None:
+        """Show unfinished lines that are due."""
+        for stream in self.streams:
+            if not self._is_held(stream):
+                for lines in stream.overdue(now, self._quiet, self._bar_interval):
+                    self._put(stream, lines)
+
+    def flush(self) -> None:
+        """Write everything, and paint the area."""
+        now = time.monotonic()
+        for sink in self.sinks:
+            if not self._is_hidden(sink):
+                sink.flush(self._area(sink, now), now)
+
+    def close(self) -> None:
+        """Close the logs."""
+        for stream in self._streams:
+            stream.tail.close()
+
+    def _process(self, stream: ShownStream, data: bytes) -> None:
+        if stream.live and self._debugged is None:
+            self._leave_prompts(stream)
+        done = stream.feed(data, time.monotonic(), self._bar_interval)
+        stream.take_over(reclaim=self._debugged is None)
+        self._put(stream, done)
+
+    def _leave_prompts(self, writer: ShownStream) -> None:
+        """Finish prompts on the other stream of a rank that writes."""
+        for stream in self._live:
+            if stream is not writer and stream.sink is writer.sink and stream.prompts:
+                if stream.sink.waiting:
+                    self.flush()
+                stream.leave_prompt()
+
+    def _put(self, stream: ShownStream, lines: bytes) -> None:
+        if stream.tail.noise is not None:
+            lines = stream.tail.noise.without(lines)
+        if not lines:
+            return
+        self._seal_past(stream.sink, stream)
+        if self._debugged is None:
+            stream.sink.put(stream.rendered(lines))
+        else:
+            stream.sink.interject(lines)
+
+    def _seal_past(self, sink: Sink, writer: ShownStream | None) -> None:
+        for stream in self._live:
+            if stream is not writer and stream.sink is sink:
+                stream.seal()
+
+    def _remove(self, stream: ShownStream) -> None:
+        with self._lock:
+            self._streams.remove(stream)
+            if stream.live:
+                self._live.remove(stream)
+
+    def _area(self, sink: Sink, now: float) -> list[bytes]:
+        rows: list[bytes] = []
+        if self._debugged is not None:
+            return rows
+        if self.status and sink is self.err:
+            rows.append(f"phalanx: {self.status}"[: max((sink.size()[1] or 80) - 1, 20)].encode(errors="replace"))
+        for stream in self._live:
+            if stream.sink is sink:
+                rows += stream.area(now, self._quiet)
+        return rows
+
+
+def _wrapped(lines: str, width: int) -> str:
+    import textwrap  # only for messages on a terminal
+
+    return "".join(
+        textwrap.fill(
+            line,
+            max(width - 1, 20),
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        )
+        + "\n"
+        for line in lines.splitlines()
+    )

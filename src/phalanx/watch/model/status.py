@@ -1,0 +1,106 @@
+"""The state of a run, as a whole.
+
+gathering    waiting for nodes (RendezvousProgress with missing nodes)
+starting     all ranks are still importing or joining
+running
+stalled      no progress (Stalled, VerdictEvent), until the next step or Resumed
+recovering   after a fault that the run survives, until the first step after it (Recovered) or a restart of all ranks
+             (Restarted)
+stopping     ranks are being stopped
+done, failed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.contract import events
+
+State = Literal["gathering", "starting", "running", "stalled", "recovering", "stopping", "done", "failed"]
+
+
+@dataclass
+class RunStatus:
+    """Which run it is, its state, and how it ended. Call `apply` with each event."""
+
+    name: str = ""
+    command: tuple[str, ...] = ()
+    state: State = "starting"
+    started: float = 0.0
+    ended: float | None = None
+    code: int | None = None
+    generation: int = 0
+    attempt: int = 0
+    rendezvous: events.RendezvousProgress | None = None  # while nodes are missing
+
+    @property
+    def halted(self) -> bool:
+        """Whether no step is made because of a stall or a fault."""
+        return self.state in ("stalled", "recovering")
+
+    def apply(self, event: events.AnyEvent) -> None:
+        """Fold an event into the state."""
+        match event:
+            case events.ClusterSample():
+                self.generation = event.generation
+            case events.RunStarted():
+                self.name, self.command, self.started = event.run, event.command, event.time
+            case events.RendezvousProgress():
+                self._rendezvous(event)
+            case events.AttemptStarted():
+                self.attempt, self.rendezvous = event.attempt, None
+                self._set("starting", only=("gathering", "recovering", "running", "stalled"))
+            case events.Stalled() | events.VerdictEvent() | events.Resumed():
+                self._stall(event)
+            case events.FaultEvent() | events.Recovered() | events.Restarted():
+                self._fault(event)
+            case events.Stopping():
+                self._set("stopping", unless=("recovering",))
+            case events.Preempted():
+                self._set("stopping")
+            case events.RunEnded():
+                self._set("failed" if event.code else "done")
+                self.ended, self.code, self.rendezvous = event.time, event.code, None
+
+    def left_startup(self) -> bool:
+        """Record that a rank has imported and joined. Return whether the run was starting until now."""
+        starting = self.state in ("starting", "gathering")
+        if starting:
+            self._set("running")
+        return starting
+
+    def stepped(self) -> None:
+        """Record that a step was made: a start, stall or recovery is over."""
+        self.rendezvous = None
+        self._set("running", only=("gathering", "starting", "stalled", "recovering"))
+
+    def _rendezvous(self, event: events.RendezvousProgress) -> None:
+        if event.missing or len(event.joined) < event.expected:
+            self.rendezvous = event
+            self._set("gathering", only=("starting",))
+        else:
+            self.rendezvous = None
+            self._set("starting", only=("gathering",))
+
+    def _stall(self, event: events.Stalled | events.VerdictEvent | events.Resumed) -> None:
+        if isinstance(event, events.Resumed):
+            self._set("running", only=("stalled",))
+        else:
+            self._set("stalled", unless=("stopping",))
+
+    def _fault(self, event: events.FaultEvent | events.Recovered | events.Restarted) -> None:
+        match event:
+            case events.FaultEvent(recovery="stop"):
+                self._set("stopping")
+            case events.FaultEvent():
+                self._set("recovering", unless=("stopping",))
+            case events.Recovered():
+                self.generation = max(self.generation, event.generation)
+                self._set("running", only=("recovering", "starting", "stalled"))
+            case events.Restarted():
+                self._set("starting", only=("recovering", "running", "stalled"))
+
+    def _set(self, state: State, *, only: tuple[State, ...] = (), unless: tuple[State, ...] = ()) -> None:
+        if self.ended is None and (not only or self.state in only) and self.state not in unless:
+            self.state = state
