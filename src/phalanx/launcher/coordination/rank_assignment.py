@@ -7,14 +7,18 @@ import time
 
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
+from phalanx.control import interfaces
 from phalanx.control.messages import Claim, NodeInfo, StartRanks
 from phalanx.errors import DeviceError
 from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.plan import Plan
 
 
-def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = "", door: int = 0) -> NodeInfo:
-    """Return what this node tells the leader when it joins. `trouble`: why it cannot take part."""
+def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = "", failover_port: int = 0) -> NodeInfo:
+    """Return what this node tells the leader when it joins.
+
+    `trouble`: why it cannot take part. `failover_port`: where it listens if it has to lead.
+    """
     task = rendezvous.task
     claim = None
     if task is not None:
@@ -36,7 +40,20 @@ def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = ""
         claim=claim,
         trouble=trouble,
         time=time.time(),
-        door=door,
+        failover_port=failover_port,
+    )
+
+
+def assigned_plan(plan: Plan, start: StartRanks, *, leader_address: str, own_address: str) -> Plan:
+    """Return the plan with the ranks that this node got. `own_address`: on the interface towards the leader."""
+    return plan.seated(
+        assign_seats(plan, start),
+        world_size=start.world_size,
+        nodes=start.nodes,
+        topology=start.topology,
+        master=(leader_address, start.store_port),
+        interface=interfaces.owner(own_address, interfaces.survey()),
+        spare=not start.ranks,
     )
 
 
