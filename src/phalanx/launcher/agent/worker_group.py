@@ -690,7 +690,7 @@ class WorkerGroup:
             port=plan.master_port,
             why=self._why,
             devices=plan.devices(seat),
-            **({} if rendezvous is None else {"patience": rendezvous.node_timeout + _SLACK}),
+            **({} if rendezvous is None else {"patience": rendezvous.timeouts.node + _SLACK}),
             halt=self._halts,
             preempt=preempt,
         )

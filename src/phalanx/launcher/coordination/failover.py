@@ -95,14 +95,15 @@ class FailoverCoordinator:
         if self._role is not self._follower:
             return
         # Some nodes notice later that the leader is gone.
-        timeout = self._context.rendezvous.node_timeout + CONNECT_TIMEOUT
+        timeout = self._context.rendezvous.timeouts.node + CONNECT_TIMEOUT
         state = await find_next_leader(self._follower, why, silent=silent, timeout=timeout, note=self._agent.note)
         if state is not None:
             await self._lead(state, timeout)
 
     async def _lead(self, state: TakeoverState, timeout: float) -> None:
         follower = self._follower
-        rendezvous = replace(self._context.rendezvous, member=follower.state.member, leads=True, leader_file=None)
+        location = replace(self._context.rendezvous.location, file=None)
+        rendezvous = replace(self._context.rendezvous, member=follower.state.member, leads=True, location=location)
         plan = replace(self._context.plan, rendezvous=rendezvous)
         leader = LeaderCoordinator(replace(self._context, plan=plan, rendezvous=rendezvous))
         leader.attach(self._agent)

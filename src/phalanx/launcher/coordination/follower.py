@@ -33,12 +33,13 @@ def leader_endpoints(rendezvous: RendezvousConfig) -> Callable[[], Sequence[Endp
     """Return a function that lists where the leader may be, the most likely first. Call it before each try."""
 
     def where() -> list[Endpoint]:
-        found = [Endpoint(address, rendezvous.port) for address in rendezvous.addresses]
-        if rendezvous.host is not None and rendezvous.port:
-            found.append(Endpoint(rendezvous.host, rendezvous.port))
-        place = rendezvous.leader_file.read() if rendezvous.leader_file is not None else None
-        if place is not None:
-            found += [Endpoint(address, place.port) for address in place.addresses]
+        location = rendezvous.location
+        found = [Endpoint(address, location.port) for address in location.addresses]
+        if location.host is not None and location.port:
+            found.append(Endpoint(location.host, location.port))
+        published = location.file.read() if location.file is not None else None
+        if published is not None:
+            found += [Endpoint(address, published.port) for address in published.addresses]
         return list(dict.fromkeys(found))
 
     return where
@@ -90,7 +91,7 @@ class FollowerCoordinator:
     async def join(self) -> None:
         """Join the leader, and name the run folder as it says. Raises JoinError."""
         folder, rendezvous = self._context.folder, self._context.rendezvous
-        welcome = await self.member.join(rendezvous.join_timeout)
+        welcome = await self.member.join(rendezvous.timeouts.join)
         try:
             folder.join(welcome.run, welcome.member)
         except OSError as error:

@@ -30,13 +30,13 @@ def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = ""
             node=task.node,
         )
     return NodeInfo(
-        run=rendezvous.run,
+        run=rendezvous.terms.run,
         member=rendezvous.member,
         host=os.uname().nodename,
         pid=os.getpid(),
         slots=len(plan.seats) if plan is not None else 0,
-        versions=rendezvous.versions,
-        terms=rendezvous.terms,
+        versions=rendezvous.terms.versions,
+        terms=rendezvous.terms.settings,
         claim=claim,
         trouble=trouble,
         time=time.time(),

@@ -120,23 +120,23 @@ class LeaderCoordinator:
         """Open the control port and wait for the members. Raises JoinError."""
         rendezvous, sockets = self._context.rendezvous, self._context.sockets
         leader = await self._open_control_port()
-        if rendezvous.leader_file is not None:
+        if rendezvous.location.file is not None:
             from phalanx.control.leader_file import LeaderFilePath
 
             addresses = tuple(str(sock.getsockname()[0]) for sock in sockets)
-            rendezvous.leader_file.announce(LeaderFilePath(addresses, self._context.port))
-        await leader.wait_for_members(rendezvous.join_timeout)
+            rendezvous.location.file.announce(LeaderFilePath(addresses, self._context.port))
+        await leader.wait_for_members(rendezvous.timeouts.join)
 
     async def _open_control_port(self) -> Leader:
         rendezvous = self._context.rendezvous
-        last_call = rendezvous.last_call if rendezvous.elastic else 0.0
+        last_call = rendezvous.timeouts.last_call if rendezvous.elastic else 0.0
         leader = self._leader = Leader(
             rendezvous.token,
             node_info(self._context.plan, rendezvous),
             self._members,
             run=self._context.folder.name,
             events=self._events,
-            timing=Timing(node_timeout=rendezvous.node_timeout, last_call=last_call),
+            timing=Timing(node_timeout=rendezvous.timeouts.node, last_call=last_call),
         )
         await leader.open(self._context.sockets)
         return leader
@@ -197,7 +197,7 @@ class LeaderCoordinator:
 
     async def _next_attempt(self, attempt: int) -> StartAttempt | RunResult:
         """Start an attempt with the nodes that are there, once they are enough."""
-        roster, timeout = self._members.roster, self._context.rendezvous.join_timeout
+        roster, timeout = self._members.roster, self._context.rendezvous.timeouts.join
         until = time.monotonic() + timeout
         while not roster.enough or self._results.failure is not None:
             result = self._results.ended()
@@ -287,8 +287,8 @@ class LeaderCoordinator:
         self.announce_result(code, text)
         if self._leader is not None:
             await self._leader.close()
-        if self._context.rendezvous.leader_file is not None:
-            self._context.rendezvous.leader_file.close()
+        if self._context.rendezvous.location.file is not None:
+            self._context.rendezvous.location.file.close()
         self._commands.close()
         for sock in self._context.sockets:
             sock.close()

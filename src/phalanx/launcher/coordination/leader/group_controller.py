@@ -99,7 +99,7 @@ class GroupController:
 
     def _hold(self, why: str) -> Action:
         """Have the members that are left wait for others, for a limited time."""
-        timeout = self._rendezvous.join_timeout
+        timeout = self._rendezvous.timeouts.join
         left = (
             f"{len(self._membership.ranks)} of at least {self._membership.min_nodes} {self._rendezvous.noun}s are left"
         )
