@@ -24,7 +24,7 @@ class Applicant:
     """A caller that has proved that it has the token."""
 
     peer: str  # its address
-    own: str  # our address by which it came
+    own: str  # the address of ours that it used
     nonces: Nonces
     info: bytes  # an encoded NodeInfo
     transport: asyncio.BaseTransport

@@ -44,7 +44,7 @@ class JoinedMember:
     id: int
     info: NodeInfo
     address: str  # of the member, as seen from the leader
-    leader_address: str  # by which the member came
+    leader_address: str  # that the member used
     channel: Channel
     transport: asyncio.BaseTransport
     outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)

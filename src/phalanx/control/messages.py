@@ -86,14 +86,14 @@ class NodeInfo(Message, frozen=True, kw_only=True, tag="node-info"):
     """What a node says about itself when it joins."""
 
     run: Name  # id of the run, where the user gave one
-    member: Count | None  # None: the leader numbers us
+    member: Count | None  # None: the leader assigns it
     host: Name
     pid: Annotated[int, Meta(ge=0, le=1 << 31)]  # the kernel counts to 1 << 22 where it is let
     slots: Count  # workers that it takes
     versions: Names
     terms: Names  # what has to be the same everywhere: "script", "nodes", …
     claim: Claim | None = None
-    trouble: Text = ""  # why it cannot take part: it came only to say so
+    trouble: Text = ""  # why it cannot take part
     time: float = 0.0
     failover_port: Port = 0  # where it would listen if it had to lead
     resumes: AttemptState | None = None  # it comes from a leader that is lost; None: it has no workers
@@ -114,7 +114,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     run: Name  # the run's name, everywhere
     leader: Name  # its host
     node_timeout: float
-    quiet: float = 3.0  # seconds of the leader's silence that are worth a word
+    quiet: float = 3.0  # seconds without a message from the leader after which a note is printed
     notes: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
 
 
@@ -130,8 +130,8 @@ class Ping(Message, frozen=True, kw_only=True, tag="ping"):
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     """The answer to a ping."""
 
-    ping: float  # the leader's time, given back
-    time: float  # the member's own
+    ping: float  # the time in the ping
+    time: float  # of the member
 
 
 class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):

@@ -251,16 +251,16 @@ def _prefixes(plan: Plan) -> dict[int, str]:
 
 
 def _announcement(plan: Plan, folder: RunFolder, sockets: list[socket.socket]) -> list[str]:
-    gathering = plan.rendezvous
-    if gathering is None:
+    rendezvous = plan.rendezvous
+    if rendezvous is None:
         ranks = plan.placement.world_size
         return [f"{folder.name}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"]
-    if not gathering.leads:
+    if not rendezvous.leads:
         return []
     from phalanx.control.endpoint import Endpoint
 
     where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in sockets)
-    lines = [f"{folder.name}: {gathering.expected} {gathering.noun}s, meeting at {where}, output in {folder.path}"]
-    if not gathering.token.key:
+    lines = [f"{folder.name}: {rendezvous.expected} {rendezvous.noun}s, meeting at {where}, output in {folder.path}"]
+    if not rendezvous.token.key:
         lines.append("--no-auth: there is no token, so whoever reaches the port gets in")
     return lines
