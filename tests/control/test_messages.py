@@ -27,6 +27,7 @@ from phalanx.control.messages import (
     Log,
     Message,
     NodeInfo,
+    NodeWorkerFailed,
     NoteMessage,
     Peer,
     PeerList,
@@ -41,7 +42,6 @@ from phalanx.control.messages import (
     Stop,
     Waiting,
     Welcome,
-    WorkerFailed,
 )
 
 DECODERS: dict[str, messages.MessageDecoder[Any]] = {
@@ -86,7 +86,7 @@ EXAMPLES: dict[str, list[Message]] = {
     ],
     "from_member": [
         Pong(ping=1.0, time=2.0),
-        WorkerFailed(rank=1, reason="r", time=1.0),
+        NodeWorkerFailed(rank=1, reason="r", time=1.0),
         RegroupReady(connected=True, all_connected=True),
         FirstStepCommitted(generation=1, step=7),
         SignalReceived(signal=2),

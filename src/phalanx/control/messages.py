@@ -234,7 +234,7 @@ class RegroupReady(Message, frozen=True, kw_only=True, tag="regroup-ready"):
     all_connected: bool = False
 
 
-class WorkerFailed(Message, frozen=True, kw_only=True, tag="worker-failed"):
+class NodeWorkerFailed(Message, frozen=True, kw_only=True, tag="worker-failed"):
     """A worker has failed."""
 
     rank: Count
@@ -352,7 +352,7 @@ FromLeader = (
 FromMember = (
     Pong
     | RegroupReady
-    | WorkerFailed
+    | NodeWorkerFailed
     | FirstStepCommitted
     | SignalReceived
     | NodeHaltAck

@@ -178,7 +178,7 @@ class FollowerCoordinator:
     def worker_failed(self, failure: WorkerFailure) -> Action | None:
         """Report the failure to the leader. Stop the workers at once if they cannot regroup."""
         self._send(
-            messages.WorkerFailed(
+            messages.NodeWorkerFailed(
                 rank=failure.rank,
                 reason=failure.reason,
                 time=failure.time,

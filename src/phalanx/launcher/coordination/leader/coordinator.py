@@ -1,6 +1,6 @@
 """The coordinator of node 0: waits for the nodes, decides for all of them, and ends the run for all.
 
-membership.py        which members have ranks or are spares, and whether their workers can regroup
+member_states.py     which members have ranks or are spares, and whether their workers can regroup
 node_commands.py     carries a decision out on all nodes
 group_controller.py  what follows a failure: regroup, restart, hold or stop
 node_changes.py      what follows when nodes join, leave or are lost
@@ -31,7 +31,7 @@ from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, Att
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
 from phalanx.launcher.coordination.leader.group_controller import GroupController
 from phalanx.launcher.coordination.leader.member_messages import MemberMessages
-from phalanx.launcher.coordination.leader.membership import Membership
+from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.node_changes import NodeChanges
 from phalanx.launcher.coordination.leader.node_commands import CurrentAttempt, NodeCommands
 from phalanx.launcher.coordination.leader.remote_output import RemoteOutput
@@ -73,16 +73,16 @@ class LeaderCoordinator:
             Roster(rendezvous.expected, rendezvous.promised, rendezvous.least, rendezvous.spares),
             MemberNames(rendezvous.noun, rendezvous.names, rendezvous.managed),
         )
-        self._membership = membership = Membership(members.roster, rendezvous.member or 0)
+        self._member_states = member_states = MemberStates(members.roster, rendezvous.member or 0)
         output = RemoteOutput(context.console, members)
-        self._commands = commands = NodeCommands(context, members, membership, output)
+        self._commands = commands = NodeCommands(context, members, member_states, output)
         self._recoveries = recoveries = Recoveries(context.plan.recovery.policy, context.folder)
         self._results = results = AttemptResults(agent, members, context.folder, recoveries)
         self._group = group = GroupController(
             context,
             agent,
             members,
-            membership=membership,
+            member_states=member_states,
             commands=commands,
             recoveries=recoveries,
             results=results,
@@ -91,7 +91,7 @@ class LeaderCoordinator:
             agent,
             members,
             group,
-            membership=membership,
+            member_states=member_states,
             commands=commands,
             recoveries=recoveries,
             results=results,
@@ -101,7 +101,7 @@ class LeaderCoordinator:
             context,
             agent,
             members,
-            membership=membership,
+            member_states=member_states,
             commands=commands,
             results=results,
             group=group,
@@ -143,14 +143,14 @@ class LeaderCoordinator:
 
     async def take_over(self, state: TakeoverState, timeout: float) -> None:
         """Lead in place of a lost leader: wait for the others, then regroup, restart or hold."""
-        own, membership = self._membership.own, self._membership
+        own, member_states = self._member_states.own, self._member_states
         self._commands.attempt = CurrentAttempt(state.attempt, time.monotonic(), running=True)
         self._recoveries.generation = state.generation
-        membership.expect(state.others | {own}, state.worked, state.readiness)
+        member_states.expect(state.others | {own}, state.worked, state.readiness)
         leader = await self._open_control_port()
         await leader.wait_for_survivors(state.others, timeout)
         here = {own} | (self._members.connected.keys() & state.others)
-        membership.keep(here)
+        member_states.keep(here)
         for member in list(self._members.connected):
             self._changes.admit(member)
         if len(here) < state.quorum:
@@ -162,7 +162,7 @@ class LeaderCoordinator:
         self._commands.open_store()
         where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in self._context.sockets)
         self._agent.note(f"this node leads now; others join at {where}")
-        readiness = membership.readiness
+        readiness = member_states.readiness
         self._group.preemption.regroup_ready(readiness.connected, readiness.finished)  # the lost leader knew it
         failure = WorkerFailure(0, f"node {state.leader} is lost: {state.why}", "", time.time(), 0.0, None)
         self._agent.perform(self._group.nodes_lost(failure))
@@ -176,7 +176,7 @@ class LeaderCoordinator:
 
     def members(self) -> dict[int, tuple[int, ...]]:
         """Return the ranks of each connected follower."""
-        connected, ranks = self._members.connected, self._membership.ranks
+        connected, ranks = self._members.connected, self._member_states.ranks
         return {member: table.ranks for member, table in ranks.items() if member in connected}
 
     def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
@@ -203,7 +203,7 @@ class LeaderCoordinator:
             result = self._results.ended()
             if result is not None:
                 return result
-            least, noun = self._membership.min_nodes, self._context.rendezvous.noun
+            least, noun = self._member_states.min_nodes, self._context.rendezvous.noun
             here = f"{len(roster.members)} of at least {least} {noun}s are here"
             if time.monotonic() >= until:
                 return RunResult(1, f"{here}, and no other has joined within {timeout:.0f} s (--join-timeout)")
@@ -233,7 +233,7 @@ class LeaderCoordinator:
         """Compare the failures of all nodes, and return a restart or the result of the run."""
         preemption = self._group.preemption
         preemption.close()
-        absent = self._membership.ranks.keys() - self._members.connected.keys() - {self._membership.own}
+        absent = self._member_states.ranks.keys() - self._members.connected.keys() - {self._member_states.own}
         preempted = preemption.final_text(self._recoveries.summary()) if preemption.halted else None
         next_ = self._results.evaluate(report, restarts=self._group.restarts, preempted=preempted, absent=absent)
         if isinstance(next_, RunResult):
@@ -249,7 +249,7 @@ class LeaderCoordinator:
 
     def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:
         """Record the readiness of this node, as for any member."""
-        self._changes.set_readiness(self._membership.own, Readiness(connected, finished, all_connected))
+        self._changes.set_readiness(self._member_states.own, Readiness(connected, finished, all_connected))
 
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Print how long the recovery took."""

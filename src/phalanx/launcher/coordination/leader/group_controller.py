@@ -14,7 +14,7 @@ from phalanx.launcher.coordination.actions import AcceptLoss, Action, EndRun, Ha
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
-from phalanx.launcher.coordination.leader.membership import Membership
+from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.node_commands import NodeCommands
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.recover.decision import RecoveryAction
@@ -29,7 +29,7 @@ class GroupController:
         agent: AgentProxy,
         members: Members,
         *,
-        membership: Membership,
+        member_states: MemberStates,
         commands: NodeCommands,
         recoveries: Recoveries,
         results: AttemptResults,
@@ -40,7 +40,7 @@ class GroupController:
         self._rendezvous = context.rendezvous
         self._agent = agent
         self._members = members
-        self._membership = membership
+        self._member_states = member_states
         self._commands = commands
         self._recoveries = recoveries
         self._results = results
@@ -64,9 +64,9 @@ class GroupController:
             return None
         if not self._commands.has_store:  # this node takes over, and a regroup follows
             return None
-        can_regroup = self._membership.readiness.can_regroup
+        can_regroup = self._member_states.readiness.can_regroup
         if self._recoveries.decide(failure, can_regroup=can_regroup) is not RecoveryAction.REGROUP:
-            stopped = sender is not None and not self._membership.can_regroup(sender)  # by the member itself
+            stopped = sender is not None and not self._member_states.can_regroup(sender)  # by the member itself
             return self._commands.stop(failure.reason, skip=sender if stopped else None)
         if self._hold_timer is None:
             return self._regroup(failure.reason)
@@ -74,12 +74,12 @@ class GroupController:
 
     def nodes_lost(self, failure: WorkerFailure) -> Action | None:
         """Decide about nodes that are gone: the others regroup or restart without them, or hold if they are too few."""
-        can_regroup = self._membership.readiness.can_regroup
+        can_regroup = self._member_states.readiness.can_regroup
         self._recoveries.nodes_changed(failure, RecoveryAction.REGROUP if can_regroup else RecoveryAction.RESTART)
         if not can_regroup:
             self._results.nodes_changed = True
             return self._commands.stop(failure.reason)
-        return self._regroup(failure.reason) if self._membership.enough else self._hold(failure.reason)
+        return self._regroup(failure.reason) if self._member_states.enough else self._hold(failure.reason)
 
     def nodes_joined(self, names: str, action: RecoveryAction) -> Action | None:
         """Regroup or restart with nodes that have joined."""
@@ -100,9 +100,8 @@ class GroupController:
     def _hold(self, why: str) -> Action:
         """Have the members that are left wait for others, for a limited time."""
         timeout = self._rendezvous.timeouts.join
-        left = (
-            f"{len(self._membership.ranks)} of at least {self._membership.min_nodes} {self._rendezvous.noun}s are left"
-        )
+        here, least, noun = len(self._member_states.ranks), self._member_states.min_nodes, self._rendezvous.noun
+        left = f"{here} of at least {least} {noun}s are left"
         self._agent.note(f"{why}\n  {left}: waiting {timeout:.0f} s (--join-timeout) for another")
         if self._hold_timer is None:
             result = RunResult(1, f"{why}\n  and no other has joined within {timeout:.0f} s (--join-timeout)")
@@ -133,7 +132,7 @@ class GroupController:
             case HaltWorkers():
                 self._agent.perform(self._commands.halt(action.step))
             case RegroupAndHalt():
-                if self._membership.readiness.can_regroup:
+                if self._member_states.readiness.can_regroup:
                     self._recoveries.next_generation()
                     self._agent.perform(self._regroup(action.why, halt=True))
             case StopWorkers():
@@ -158,11 +157,11 @@ class GroupController:
 
     def check_all_ended(self) -> None:
         """Set `all_ended` if no member with ranks still runs this attempt."""
-        ranks = self._membership.ranks
+        ranks = self._member_states.ranks
         if not self._results.has_all(self._members.connected.keys() & ranks.keys()):
             return
         if not self._commands.attempt.running:
             self.all_ended.set()
-        elif ranks and self._membership.own not in ranks:
+        elif ranks and self._member_states.own not in ranks:
             # The workers of this node are spares, and all ranks have ended.
             self._agent.perform(self._commands.stop_here("every rank has ended"))

@@ -14,7 +14,7 @@ from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
 from phalanx.launcher.coordination.leader.group_controller import GroupController
-from phalanx.launcher.coordination.leader.membership import Membership
+from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.node_changes import NodeChanges
 from phalanx.launcher.coordination.leader.node_commands import NodeCommands
 from phalanx.launcher.coordination.leader.remote_output import RemoteOutput
@@ -32,7 +32,7 @@ class MemberMessages:
         agent: AgentProxy,
         members: Members,
         *,
-        membership: Membership,
+        member_states: MemberStates,
         commands: NodeCommands,
         results: AttemptResults,
         group: GroupController,
@@ -42,7 +42,7 @@ class MemberMessages:
         self._context = context
         self._agent = agent
         self._members = members
-        self._membership = membership
+        self._member_states = member_states
         self._commands = commands
         self._results = results
         self._group = group
@@ -56,7 +56,7 @@ class MemberMessages:
         match message:
             case messages.Log():
                 self._show(member, message)
-            case messages.WorkerFailed():
+            case messages.NodeWorkerFailed():
                 self._worker_failed(member, message)
             case messages.RegroupReady():
                 readiness = Readiness(message.connected, message.finished, message.all_connected)
@@ -81,12 +81,12 @@ class MemberMessages:
                 self._changes.left(member, message.code, message.text)
 
     def _show(self, member: int, log: messages.Log) -> None:
-        ranks = self._membership.ranks
+        ranks = self._member_states.ranks
         if member in ranks and log.rank in ranks[member].ranks:
-            self._output.show(member, log, filter_noise=self._membership.readiness.connected)
+            self._output.show(member, log, filter_noise=self._member_states.readiness.connected)
 
-    def _worker_failed(self, member: int, message: messages.WorkerFailed) -> None:
-        if member not in self._membership.ranks:  # a spare node, or one that leaves
+    def _worker_failed(self, member: int, message: messages.NodeWorkerFailed) -> None:
+        if member not in self._member_states.ranks:  # a spare node, or one that leaves
             return
         failure = WorkerFailure(
             message.rank,
@@ -123,8 +123,8 @@ class MemberMessages:
 
     def _attempt_ended(self, member: int, report: messages.AttemptEnded) -> None:
         self._results.add(member, report)
-        if member not in self._membership.ranks:
-            self._membership.spare_ended(member)
+        if member not in self._member_states.ranks:
+            self._member_states.spare_ended(member)
         elif report.trouble and not self._group.restarts:
             self._group.give_up(RunResult(128 + signal.SIGKILL, f"{self._members.name(member)}: {report.trouble}"))
         self._group.check_all_ended()

@@ -16,7 +16,7 @@ from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
 from phalanx.launcher.coordination.leader.group_controller import GroupController
-from phalanx.launcher.coordination.leader.membership import Membership
+from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.node_commands import NodeCommands
 from phalanx.launcher.coordination.readiness import Readiness
 from phalanx.launcher.coordination.recoveries import Recoveries
@@ -37,7 +37,7 @@ class NodeChanges:
         members: Members,
         group: GroupController,
         *,
-        membership: Membership,
+        member_states: MemberStates,
         commands: NodeCommands,
         recoveries: Recoveries,
         results: AttemptResults,
@@ -46,7 +46,7 @@ class NodeChanges:
         self._agent = agent
         self._members = members
         self._group = group
-        self._membership = membership
+        self._member_states = member_states
         self._commands = commands
         self._recoveries = recoveries
         self._results = results
@@ -57,7 +57,7 @@ class NodeChanges:
 
     def joined(self, member: int) -> None:
         """Handle a member that joined during the run."""
-        self._membership.leaving.discard(member)  # the member that had this number before
+        self._member_states.leaving.discard(member)  # the member that had this number before
         self._group.changed.set()
         self._agent.note(f"{self._members.name(member)} has come")
         self._commands.send_peer_list()
@@ -74,16 +74,16 @@ class NodeChanges:
         if resumes is not None:
             self._recoveries.generation = max(self._recoveries.generation, resumes.generation)
         if (
-            self._membership.admit(member, resumes) and state is not None
+            self._member_states.admit(member, resumes) and state is not None
         ):  # its workers belong to an attempt that is over
             self._commands.stop_member(member, "the others have continued")
 
     def set_readiness(self, member: int, readiness: Readiness) -> None:
         """Record whether the workers of a member can regroup."""
-        if self._membership.set_readiness(member, readiness):
+        if self._member_states.set_readiness(member, readiness):
             self._grow()
-        elif member in self._membership.ranks:
-            overall = self._membership.readiness
+        elif member in self._member_states.ranks:
+            overall = self._member_states.readiness
             self._group.preemption.regroup_ready(overall.connected, overall.finished)
             self.start_spares()
 
@@ -96,21 +96,21 @@ class NodeChanges:
         """Regroup with the nodes that are ready, if there is room."""
         if self._commands.attempt.stopping or self._group.preemption.begun or not self._commands.has_store:
             return
-        joined = self._membership.next_ready()
-        if joined and self._membership.readiness.can_regroup:
+        joined = self._member_states.next_ready()
+        if joined and self._member_states.readiness.can_regroup:
             self._agent.perform(self._group.nodes_joined(self._names(joined), RecoveryAction.REGROUP))
 
     def schedule_growth(self) -> None:
         """Schedule a restart with the new nodes, for a script that cannot regroup."""
-        if self._membership.next_idle(self._members.connected):
+        if self._member_states.next_idle(self._members.connected):
             attempt = self._commands.attempt
             wait = max(0.0, attempt.began + _PLAIN_AFTER - time.monotonic())
             asyncio.get_running_loop().call_later(wait, self._grow_by_restart, attempt.number)
 
     def _grow_by_restart(self, number: int) -> None:
         """Restart with the new nodes, if the script still has not shown that it can regroup."""
-        attempt, readiness = self._commands.attempt, self._membership.readiness
-        joined = self._membership.next_idle(self._members.connected)
+        attempt, readiness = self._commands.attempt, self._member_states.readiness
+        joined = self._member_states.next_idle(self._members.connected)
         if attempt.number != number or attempt.stopping or not joined or readiness.connected or readiness.finished:
             return
         self._agent.perform(self._group.nodes_joined(self._names(joined), RecoveryAction.RESTART))
@@ -128,18 +128,18 @@ class NodeChanges:
         elif self._members.roster.complete and not self._members.end_sent:
             # Before the start it may join again. Later its ranks are missing.
             self._group.give_up(RunResult(code or 1, text))
-        self._membership.leaving.discard(member)
+        self._member_states.leaving.discard(member)
         self._group.check_all_ended()
 
     def leaves(self, member: int, text: str) -> None:
         """Handle a member of an elastic run that is about to leave: the others continue without it."""
-        self._membership.leaving.add(member)
+        self._member_states.leaving.add(member)
         self.remove(member, text)
 
     def lost(self, member: int, why: str, *, silent: bool) -> None:
         """Handle the loss of a member: end the run or, if it is elastic, continue without it."""
         text = f"{self._members.name(member)} is lost: {why}"
-        self._membership.leaving.discard(member)
+        self._member_states.leaving.discard(member)
         if not self._elastic:
             self._group.give_up(RunResult(1, text))
             self._group.check_all_ended()
@@ -174,11 +174,11 @@ class NodeChanges:
         """Remove a node. The others regroup or restart without it, or hold if they are too few."""
         self._members.roster.remove(member)
         self._results.remove(member)
-        ranks = self._membership.remove(member)
+        ranks = self._member_states.remove(member)
         if self._members.end_sent:
             return
         self._commands.send_peer_list()
-        attempt, readiness = self._commands.attempt, self._membership.readiness
+        attempt, readiness = self._commands.attempt, self._member_states.readiness
         ends = attempt.stopping or self._results.signal is not None or self._group.preemption.halted
         # Once some ranks have finished, the others end by themselves.
         if ranks is None or not attempt.running or ends or readiness.finished:

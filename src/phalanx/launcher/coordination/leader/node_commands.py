@@ -16,7 +16,7 @@ from phalanx.launcher.coordination import port
 from phalanx.launcher.coordination.actions import HaltWorkers, HoldWorkers, RegroupPlan, StopWorkers
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import StartAttempt
-from phalanx.launcher.coordination.leader.membership import Membership
+from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.remote_output import RemoteOutput
 from phalanx.launcher.coordination.rank_assignment import assigned_plan
 
@@ -36,12 +36,14 @@ class CurrentAttempt:
 class NodeCommands:
     """Starts, regroups, holds and stops the workers of all nodes."""
 
-    def __init__(self, context: NodeContext, members: Members, membership: Membership, output: RemoteOutput) -> None:
+    def __init__(
+        self, context: NodeContext, members: Members, member_states: MemberStates, output: RemoteOutput
+    ) -> None:
         self.plan = context.plan  # with the ranks of this node
         self.attempt = CurrentAttempt()
         self._context = context
         self._members = members
-        self._membership = membership
+        self._member_states = member_states
         self._output = output
         self._store: socket.socket | None = None
 
@@ -82,15 +84,15 @@ class NodeCommands:
         """Start an attempt on all members that get ranks. `generation`: of the group that they form."""
         self.open_store()
         self.attempt = CurrentAttempt(attempt, time.monotonic(), running=True)
-        self._membership.start_attempt(self._members.connected)
+        self._member_states.start_attempt(self._members.connected)
         self._assign_ranks()
-        self._send_start(self._membership.ranks, generation)
+        self._send_start(self._member_states.ranks, generation)
         self.send_peer_list()
         return StartAttempt(attempt, self.plan, self._store, generation)
 
     def start_spares(self, generation: int) -> None:
         """Start the workers of idle members as spares."""
-        self._send_start(self._membership.start_spares(self._members.connected), generation)
+        self._send_start(self._member_states.start_spares(self._members.connected), generation)
 
     def _send_start(self, members: Iterable[int], generation: int) -> None:
         for member in members:
@@ -99,9 +101,9 @@ class NodeCommands:
 
     def regroup(self, generation: int, why: str, *, halt: bool) -> RegroupPlan:
         """Form a new group of the members that have ranks or are ready."""
-        self._membership.regroup()
+        self._member_states.regroup()
         self._assign_ranks()
-        for member in self._membership.ranks:
+        for member in self._member_states.ranks:
             regroup = messages.Regroup(
                 attempt=self.attempt.number,
                 generation=generation,
@@ -148,18 +150,18 @@ class NodeCommands:
     def send_peer_list(self) -> None:
         """Send all members to all members, so that one of them can lead if this node is lost."""
         if self._context.rendezvous.elastic:
-            membership = self._membership
-            self._members.broadcast(self._members.peer_list(membership.own, membership.ranks.keys()))
+            member_states = self._member_states
+            self._members.broadcast(self._members.peer_list(member_states.own, member_states.ranks.keys()))
 
     # -- ranks
 
     def _start_ranks(self, member: int) -> messages.StartRanks:
         if self._store is None:
             raise LaunchError("there is no store")
-        return self._membership.start_ranks(member, int(self._store.getsockname()[1]))
+        return self._member_states.start_ranks(member, int(self._store.getsockname()[1]))
 
     def _assign_ranks(self) -> None:
         """Set the ranks of this node in its plan, and the prefixes of all ranks on the console."""
-        self._output.ranks_assigned(self.plan, self._membership.ranks)
-        own, address = self._start_ranks(self._membership.own), self.plan.master_addr
+        self._output.ranks_assigned(self.plan, self._member_states.ranks)
+        own, address = self._start_ranks(self._member_states.own), self.plan.master_addr
         self.plan = assigned_plan(self.plan, own, leader_address=address, own_address=address)

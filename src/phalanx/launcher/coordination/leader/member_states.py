@@ -12,7 +12,7 @@ from phalanx.launcher.coordination.readiness import Readiness, combine
 _NO_RANKS = RankTable(0, (), (), 0)
 
 
-class Membership:
+class MemberStates:
     """The members of a run with their ranks and their readiness.
 
     A member without ranks is idle until its workers are started as spares. It is ready when they have all connected,
