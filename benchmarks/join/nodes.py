@@ -17,8 +17,11 @@ import time
 from typing import Any
 
 from phalanx.control import messages
+from phalanx.control.endpoint import Endpoint
 from phalanx.control.leader import Leader
-from phalanx.control.member import Endpoint, Member
+from phalanx.control.member import Member
+from phalanx.control.members import Members
+from phalanx.control.roster import Roster
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 
@@ -45,16 +48,16 @@ class EventRecorder:
 class LeaderRecorder(EventRecorder):
     """What the leader calls."""
 
-    def joined(self, member: int) -> None:
+    def member_joined(self, member: int) -> None:
         """Ignore a member that has joined."""
 
-    def gathering(self, here: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
+    def rendezvous_progress(self, joined: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
         """Ignore the progress of the rendezvous."""
 
-    def heard(self, member: int, message: messages.FromMember) -> None:
+    def message_received(self, member: int, message: messages.FromMember) -> None:
         """Ignore a message."""
 
-    def lost(self, member: int, why: str, *, silent: bool) -> None:  # noqa: ARG002
+    def member_lost(self, member: int, why: str, *, silent: bool) -> None:  # noqa: ARG002
         """Record the loss of a member."""
         self.losses.append(f"node {member}: {why}")
 
@@ -62,12 +65,12 @@ class LeaderRecorder(EventRecorder):
 class MemberRecorder(EventRecorder):
     """What a member calls."""
 
-    def heard(self, message: messages.FromLeader) -> None:
+    def message_received(self, message: messages.FromLeader) -> None:
         """Note the end of the run."""
         if isinstance(message, messages.EndMessage):
             self.ended.set()
 
-    def lost(self, why: str, *, silent: bool) -> None:  # noqa: ARG002
+    def leader_lost(self, why: str, *, silent: bool) -> None:  # noqa: ARG002
         """Record the loss of the leader."""
         self.losses.append(why)
         self.ended.set()
@@ -84,9 +87,9 @@ def node_info(member: int | None) -> messages.NodeInfo:
 async def lead() -> None:
     """Run the leader until all members have joined, then end them."""
     request = _read()
-    token, members = Token(bytes.fromhex(request["token"]), "bench"), int(request["members"])
+    token, members = Token(bytes.fromhex(request["token"]), "bench"), Members(Roster(int(request["members"]) + 1))
     recorder = LeaderRecorder()
-    leader = Leader(token, node_info(0), expected=members + 1, run="bench", events=recorder)
+    leader = Leader(token, node_info(0), members, run="bench", events=recorder)
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         before = _memory("VmRSS")
@@ -106,7 +109,7 @@ async def lead() -> None:
             failure=failure,
         )
         await _wait_for_line()
-        leader.broadcast(messages.EndMessage(code=0))
+        members.broadcast(messages.EndMessage(code=0))
         await leader.close()
     _answer(lost=recorder.losses)
 

@@ -93,16 +93,16 @@ def test_by_hand(tmp_path: Path) -> None:
     rendezvous = look("-n 2 -g 8,2 -i 1 --master a:1234", {}, tmp_path).rendezvous
     assert rendezvous is not None
     assert (rendezvous.expected, rendezvous.member, rendezvous.leads) == (2, 1, False)
-    assert (rendezvous.host, rendezvous.port, rendezvous.promised) == ("a", 1234, (8, 2))
+    assert (rendezvous.location.host, rendezvous.location.port, rendezvous.promised) == ("a", 1234, (8, 2))
 
 
 def test_nodes_that_come_and_go_are_led_by_whoever_has_the_address(tmp_path: Path) -> None:
     rendezvous = look("-n 1:4 -i 0 --master a --spares 2 --last-call 9s", {}, tmp_path).rendezvous
     assert rendezvous is not None
-    assert (rendezvous.least, rendezvous.expected, rendezvous.spares, rendezvous.last_call) == (1, 4, 2, 9.0)
+    assert (rendezvous.least, rendezvous.expected, rendezvous.spares, rendezvous.timeouts.last_call) == (1, 4, 2, 9.0)
     assert rendezvous.elastic
     assert rendezvous.leads is None
-    assert rendezvous.terms["nodes"] == "1:4"
+    assert rendezvous.terms.settings["nodes"] == "1:4"
     fixed = look("-n 4 -i 0 --master a", {}, tmp_path).rendezvous
     assert fixed is not None
     assert not fixed.elastic
@@ -123,15 +123,20 @@ def test_torchruns_c10d_numbers_nodes_by_itself(tmp_path: Path) -> None:
     line = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1234 --rdzv-id job7"
     rendezvous = look(line, {}, tmp_path).rendezvous
     assert rendezvous is not None
-    assert (rendezvous.member, rendezvous.leads, rendezvous.run) == (None, None, "job7")
+    assert (rendezvous.member, rendezvous.leads, rendezvous.terms.run) == (None, None, "job7")
 
 
 def test_one_task_a_rank(tmp_path: Path) -> None:
     rendezvous = look("", ONE_A_RANK, tmp_path).rendezvous
     assert rendezvous is not None
-    assert (rendezvous.expected, rendezvous.member, rendezvous.leads, rendezvous.host) == (3, 2, False, "node1")
-    assert rendezvous.port in range(20000, 30000)
-    assert rendezvous.leader_file is not None
+    assert (rendezvous.expected, rendezvous.member, rendezvous.leads, rendezvous.location.host) == (
+        3,
+        2,
+        False,
+        "node1",
+    )
+    assert rendezvous.location.port in range(20000, 30000)
+    assert rendezvous.location.file is not None
     assert not rendezvous.echo
 
 
@@ -151,8 +156,13 @@ def test_the_leader_of_a_step_is_on_its_first_node_whatever_its_rank(tmp_path: P
 def test_open_mpi_has_no_names_of_hosts(tmp_path: Path) -> None:
     rendezvous = look("", OPEN_MPI, tmp_path).rendezvous
     assert rendezvous is not None
-    assert (rendezvous.expected, rendezvous.member, rendezvous.host, rendezvous.port) == (3, 2, None, 0)
-    assert rendezvous.leader_file is not None
+    assert (rendezvous.expected, rendezvous.member, rendezvous.location.host, rendezvous.location.port) == (
+        3,
+        2,
+        None,
+        0,
+    )
+    assert rendezvous.location.file is not None
 
 
 def test_a_batch_script_waits_for_a_srun(tmp_path: Path) -> None:

@@ -21,9 +21,14 @@ import aiohttp
 
 from phalanx.control import channel, messages
 from phalanx.control.channel import Channel, Nonces
-from phalanx.control.leader import PATH, Leader, Timing
-from phalanx.control.member import Endpoint, Member
+from phalanx.control.endpoint import Endpoint
+from phalanx.control.leader import Leader
+from phalanx.control.liveness import Timing
+from phalanx.control.member import Member
+from phalanx.control.members import MemberNames, Members
 from phalanx.control.messages import JoinAnswer, JoinRequest, NodeInfo, Welcome
+from phalanx.control.roster import Roster
+from phalanx.control.server import PATH
 from phalanx.control.tokens import Token
 from tests.kit.cli import PYTHON, Handle, start
 
@@ -65,49 +70,55 @@ class Ears:
 
 
 class LeaderEars(Ears):
-    def joined(self, member: int) -> None:
+    def member_joined(self, member: int) -> None:
         self.came.append(member)
 
-    def gathering(self, here: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
-        self.gathered.append((here, missing))
+    def rendezvous_progress(self, joined: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
+        self.gathered.append((joined, missing))
 
-    def heard(self, member: int, message: messages.FromMember) -> None:
+    def message_received(self, member: int, message: messages.FromMember) -> None:
         self.said.append((member, message))
 
-    def lost(self, member: int, why: str, *, silent: bool) -> None:
+    def member_lost(self, member: int, why: str, *, silent: bool) -> None:
         self.gone.append(f"{member}: {why}")
 
 
 class MemberEars(Ears):
-    def heard(self, message: messages.FromLeader) -> None:
+    def message_received(self, message: messages.FromLeader) -> None:
         self.told.append(message)
 
-    def lost(self, why: str, *, silent: bool) -> None:
+    def leader_lost(self, why: str, *, silent: bool) -> None:
         self.gone.append(why)
 
 
 @dataclass
 class Led:
     leader: Leader
+    members: Members
     ears: LeaderEars
     port: int
 
     @property
     def ids(self) -> set[int]:
-        return set(self.leader.guests)
+        return set(self.members.connected)
 
 
 @contextlib.asynccontextmanager
 async def leading(
-    expected: int = 2, *, timing: Timing | None = None, own: NodeInfo | None = None, **options: Any
+    expected: int = 2,
+    *,
+    timing: Timing | None = None,
+    own: NodeInfo | None = None,
+    names: MemberNames | None = None,
+    **options: Any,
 ) -> AsyncIterator[Led]:
-    ears = LeaderEars()
-    leader = Leader(TOKEN, own or arrival(0), expected=expected, run="test", events=ears, timing=timing, **options)
+    ears, members = LeaderEars(), Members(Roster(expected, **options), names)
+    leader = Leader(TOKEN, own or arrival(0), members, run="test", events=ears, timing=timing)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         await leader.open([sock])
         try:
-            yield Led(leader, ears, sock.getsockname()[1])
+            yield Led(leader, members, ears, sock.getsockname()[1])
         finally:
             await leader.close()
 
@@ -143,7 +154,7 @@ class Speaker:
         words = messages.encode(arrival(member)) if words is None else words
         self.sealed = Channel(key, nonces, leads=False)
         proof = channel.prove(key, channel.MEMBER, nonces, words)
-        return messages.encode(JoinRequest(nonce=nonces.member, arrival=words, proof=proof))
+        return messages.encode(JoinRequest(nonce=nonces.member, info=words, proof=proof))
 
     async def answered(self) -> messages.Welcome | messages.Refusal:
         answer = messages.handshake.decode(await self.ws.receive_bytes(timeout=5))
@@ -197,27 +208,30 @@ class _Loud:
 
 
 class _LoudLeader(_Loud):
-    def joined(self, member: int) -> None: ...
-    def gathering(self, here: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None: ...
+    def member_joined(self, member: int) -> None: ...
+    def rendezvous_progress(
+        self, joined: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str
+    ) -> None: ...
 
-    def heard(self, member: int, message: messages.FromMember) -> None:
+    def message_received(self, member: int, message: messages.FromMember) -> None:
         print("heard", member, type(message).__name__)
 
-    def lost(self, member: int, why: str, *, silent: bool) -> None:
+    def member_lost(self, member: int, why: str, *, silent: bool) -> None:
         print("lost", member, why)
 
 
 class _LoudMember(_Loud):
-    def heard(self, message: messages.FromLeader) -> None:
+    def message_received(self, message: messages.FromLeader) -> None:
         print("heard", type(message).__name__)
 
-    def lost(self, why: str, *, silent: bool) -> None:
+    def leader_lost(self, why: str, *, silent: bool) -> None:
         print("lost", why)
 
 
 async def _lead(expected: str, node_timeout: str) -> None:
     timing = Timing(ping=0.1, node_timeout=float(node_timeout))
-    leader = Leader(TOKEN, arrival(0), expected=int(expected), run="test", events=_LoudLeader(), timing=timing)
+    members = Members(Roster(int(expected)))
+    leader = Leader(TOKEN, arrival(0), members, run="test", events=_LoudLeader(), timing=timing)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         await leader.open([sock])

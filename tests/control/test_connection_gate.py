@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.control import connection_gate, messages
-from phalanx.control.leader import PATH, Timing
+from phalanx.control.liveness import Timing
 from phalanx.control.messages import NoteMessage
+from phalanx.control.server import PATH
 from phalanx.errors import JoinError
 from tests.control.parties import (
     FAST,

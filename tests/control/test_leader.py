@@ -14,9 +14,11 @@ from aiohttp import web
 
 from phalanx.control import channel, messages
 from phalanx.control.channel import Nonces
-from phalanx.control.leader import PATH, Timing
-from phalanx.control.member import Endpoint, Member
+from phalanx.control.endpoint import Endpoint
+from phalanx.control.liveness import Timing
+from phalanx.control.member import Member
 from phalanx.control.messages import Challenge, JoinAnswer, JoinRequest, Leaving, NoteMessage, Refusal, Welcome
+from phalanx.control.server import PATH
 from phalanx.errors import JoinError
 from tests.control.parties import (
     FAST,
@@ -45,13 +47,15 @@ def test_they_come_together_and_talk() -> None:
     async def meet() -> None:
         async with leading(3) as led, joined(led.port, 1) as (one, ears), joined(led.port, None) as (_, others):
             await led.leader.wait_for_members(5)
-            assert set(led.leader.roster.members) == {0, 1, 2}
+            assert set(led.members.roster.members) == {0, 1, 2}
             assert led.ears.gathered[-1] == (("host0", "host1", "hostNone"), ())
-            assert one.welcome == Welcome(member=1, run="test", leader="host0", node_timeout=15.0)
-            assert (one.leader_address, one.own_address) == ("127.0.0.1", "127.0.0.1")
-            assert {(guest.address, guest.reached) for guest in led.leader.guests.values()} == {("127.0.0.1",) * 2}
-            led.leader.send(1, NoteMessage(text="to one"))
-            led.leader.broadcast(NoteMessage(text="to all"))
+            assert one.connection.welcome == Welcome(member=1, run="test", leader="host0", node_timeout=15.0)
+            assert (one.connection.leader_address, one.connection.own_address) == ("127.0.0.1", "127.0.0.1")
+            assert {(each.address, each.leader_address) for each in led.members.connected.values()} == {
+                ("127.0.0.1",) * 2
+            }
+            led.members.send(1, NoteMessage(text="to one"))
+            led.members.broadcast(NoteMessage(text="to all"))
             one.send(NoteMessage(text="first"))
             one.send(NoteMessage(text="second"))
             await until(lambda: len(ears.told) == 2 and len(others.told) == 1 and len(led.ears.said) == 2)
@@ -74,8 +78,8 @@ def test_one_alone_waits_for_nobody() -> None:
 def test_clocks_are_compared() -> None:
     async def meet() -> None:
         async with leading(timing=FAST) as led, joined(led.port):
-            await until(lambda: led.leader.guests[1].trip < 5)
-            assert abs(led.leader.guests[1].skew) < 0.5
+            await until(lambda: led.members.connected[1].round_trip < 5)
+            assert abs(led.members.connected[1].skew) < 0.5
 
     asyncio.run(meet())
 
@@ -147,7 +151,7 @@ def test_who_cannot_take_part_says_so() -> None:
     async def meet() -> None:
         async with leading() as led:
             where = [Endpoint("127.0.0.1", led.port)]
-            await Member(TOKEN, arrival(1, trouble="no GPU"), lambda: where, events=MemberEars()).excuse()
+            await Member(TOKEN, arrival(1, trouble="no GPU"), lambda: where, events=MemberEars()).decline()
             assert led.ears.notes == ["host1 at 127.0.0.1 was rejected: no GPU"]
 
     asyncio.run(meet())
@@ -163,7 +167,7 @@ def test_a_member_that_leaves_before_the_start_may_come_again() -> None:
             assert led.ears.notes == ["node 1 (host1) left before the start"] * 2
             async with joined(led.port, 1) as (_, ears), joined(led.port, 2):
                 await led.leader.wait_for_members(5)
-                led.leader.broadcast(messages.EndMessage(code=7))
+                led.members.broadcast(messages.EndMessage(code=7))
                 await led.leader.close()
                 assert ears.told == [messages.EndMessage(code=7)]  # though at some time nobody was here
             assert led.ears.gone == []
@@ -175,7 +179,7 @@ def test_who_hears_that_one_leaves_finds_it_gone() -> None:
     async def meet() -> None:
         async with leading() as led:
             seen: list[set[int]] = []
-            led.ears.heard = lambda member, message: seen.append(led.ids)  # type: ignore[method-assign]
+            led.ears.message_received = lambda member, message: seen.append(led.ids)  # type: ignore[method-assign]
             async with joined(led.port):
                 await led.leader.wait_for_members(5)
             await until(lambda: seen)
@@ -189,8 +193,7 @@ def test_a_warning_is_told_on_both_sides() -> None:
     async def meet() -> None:
         own = arrival(0, versions={"torch": "2.9"})
         async with leading(own=own) as led, joined(led.port, versions={"torch": "2.11"}) as (one, _):
-            assert one.welcome is not None
-            assert list(one.welcome.notes) == led.ears.notes == ["host1 has torch 2.11, host0 2.9"]
+            assert list(one.connection.welcome.notes) == led.ears.notes == ["host1 has torch 2.11, host0 2.9"]
 
     asyncio.run(meet())
 
@@ -351,7 +354,7 @@ def test_a_fault_of_those_who_listen_is_told() -> None:
             def stumble(member: int, message: messages.FromMember) -> None:
                 raise KeyError("seat")
 
-            led.ears.heard = stumble  # type: ignore[method-assign]
+            led.ears.message_received = stumble  # type: ignore[method-assign]
             one.send(NoteMessage(text="x"))
             await until(lambda: led.ears.gone)
             assert led.ears.gone == ["1: its message could not be processed (KeyError: 'seat')"]
@@ -432,7 +435,7 @@ def test_a_leader_that_closes_is_missed_unless_it_said_so() -> None:
             await led.leader.wait_for_members(5)
             leaving = None
             if last is not None:
-                led.leader.broadcast(last)
+                led.members.broadcast(last)
                 await until(lambda: ears.told)
                 leaving = asyncio.create_task(one.leave())  # as whoever is told that all is over does
             began = time.monotonic()
@@ -535,15 +538,14 @@ def test_enough_begin_after_the_last_call_and_others_come_later() -> None:
         timing = Timing(last_call=0.2)
         async with leading(3, least=2, timing=timing) as led, joined(led.port, None):
             await led.leader.wait_for_members(10)
-            assert set(led.leader.roster.members) == {0, 1}
+            assert set(led.members.roster.members) == {0, 1}
             assert any("which is enough" in text for text in led.ears.waits)
-            async with joined(led.port, None, door=4711) as (late, _):
+            async with joined(led.port, None, failover_port=4711) as (late, _):
                 await until(lambda: led.ears.came == [2])
-                assert late.welcome is not None
-                assert late.welcome.member == 2
-                roll = led.leader.peer_list(working=[0, 1])
+                assert late.connection.welcome.member == 2
+                roll = led.members.peer_list(0, working=[0, 1])
                 assert [(peer.member, peer.port, peer.works) for peer in roll.peers] == [(1, 0, True), (2, 4711, False)]
-                assert led.leader.audible == 3
+                assert led.members.responsive == 3
 
     asyncio.run(meet())
 
@@ -551,15 +553,14 @@ def test_enough_begin_after_the_last_call_and_others_come_later() -> None:
 def test_one_whose_place_is_taken_waits_until_it_is_free() -> None:
     async def meet() -> None:
         async with leading(2, least=1, timing=FAST) as led:
-            async with joined(led.port, 1) as (first, _):
+            async with joined(led.port, 1) as _:
                 await led.leader.wait_for_members(10)
                 ears = MemberEars()
-                arrives = arrival(1, door=4711)
+                arrives = arrival(1, failover_port=4711)
                 second = Member(TOKEN, arrives, lambda: [Endpoint("127.0.0.1", led.port)], events=ears)
                 coming = asyncio.create_task(second.join(30))
                 await until(lambda: any("node 1" in text for text in ears.waits))
-                assert first.welcome is not None
-            led.leader.roster.remove(1)
+            led.members.roster.remove(1)
             assert (await coming).member == 1
             await second.leave()
 
@@ -569,14 +570,14 @@ def test_one_whose_place_is_taken_waits_until_it_is_free() -> None:
 def test_whoever_takes_over_waits_for_those_it_knows_of() -> None:
     async def meet() -> None:
         async with leading(4, least=1, own=arrival(1)) as led:
-            gathering = asyncio.create_task(led.leader.gather({2, 3}, 30))
+            gathering = asyncio.create_task(led.leader.wait_for_survivors({2, 3}, 30))
             async with joined(led.port, 2), joined(led.port, 3):
                 await gathering
                 assert led.ids == {2, 3}
                 assert led.ears.came == []
             await until(lambda: not led.ids)
         async with leading(4, least=1, own=arrival(1)) as led, joined(led.port, 3):
-            await led.leader.gather({2, 3}, 0.3)  # and not for ever
+            await led.leader.wait_for_survivors({2, 3}, 0.3)  # and not for ever
             assert led.ids == {3}
 
     asyncio.run(meet())

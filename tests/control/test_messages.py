@@ -16,10 +16,11 @@ from phalanx.contract.encoding import Decoder
 from phalanx.contract.placement import PartialPlacement
 from phalanx.control import messages
 from phalanx.control.messages import (
+    AttemptEnded,
     Challenge,
     EndMessage,
-    Failing,
     FailureReport,
+    FirstStepCommitted,
     Hold,
     JoinAnswer,
     JoinRequest,
@@ -27,17 +28,16 @@ from phalanx.control.messages import (
     Log,
     Message,
     NodeInfo,
+    NodeWorkerFailed,
     NoteMessage,
-    Over,
     Peer,
     PeerList,
     Ping,
     Pong,
-    ProgressMessage,
     Refusal,
     Regroup,
     RegroupReady,
-    Signalled,
+    SignalReceived,
     Start,
     StartRanks,
     Stop,
@@ -64,7 +64,7 @@ DEATH = FailureReport(rank=1, code=-9, time=1.0, stderr=("a", "b"), block="text"
 EXAMPLES: dict[str, list[Message]] = {
     "handshake": [
         Challenge(protocol=1, nonce=b"n" * 32),
-        JoinRequest(nonce=b"n" * 32, arrival=messages.encode(FULL), proof=b"p" * 32),
+        JoinRequest(nonce=b"n" * 32, info=messages.encode(FULL), proof=b"p" * 32),
         JoinAnswer(content=b"c", proof=b""),
     ],
     "node_info": [FULL],
@@ -85,12 +85,12 @@ EXAMPLES: dict[str, list[Message]] = {
     ],
     "from_member": [
         Pong(ping=1.0, time=2.0),
-        Failing(rank=1, reason="r", time=1.0),
-        RegroupReady(called=True, ready=True),
-        ProgressMessage(generation=1, step=7),
-        Signalled(signal=2),
+        NodeWorkerFailed(rank=1, reason="r", time=1.0),
+        RegroupReady(connected=True, all_connected=True),
+        FirstStepCommitted(generation=1, step=7),
+        SignalReceived(signal=2),
         Log(rank=0, stream=1, data=b"x\xff", skipped=3, ended=True),
-        Over(attempt=1, failed=2, first=DEATH),
+        AttemptEnded(attempt=1, failed=2, first=DEATH),
         NoteMessage(text="t"),
         Leaving(code=1, text="t"),
     ],
@@ -185,19 +185,19 @@ def test_a_nonce_has_32_bytes(size: int) -> None:
     with pytest.raises(msgspec.ValidationError):
         messages.handshake.decode(messages.encode(Challenge(protocol=1, nonce=b"n" * size)))
     with pytest.raises(msgspec.ValidationError):
-        messages.handshake.decode(messages.encode(JoinRequest(nonce=b"n" * size, arrival=b"", proof=b"")))
+        messages.handshake.decode(messages.encode(JoinRequest(nonce=b"n" * size, info=b"", proof=b"")))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("handshake", JoinAnswer(content=b"", proof=b"p" * 33)),
-        ("handshake", JoinRequest(nonce=b"n" * 32, arrival=b"a" * (messages.JOIN_REQUEST_LIMIT + 1), proof=b"")),
+        ("handshake", JoinRequest(nonce=b"n" * 32, info=b"a" * (messages.JOIN_REQUEST_LIMIT + 1), proof=b"")),
         ("node_info", msgspec.structs.replace(FULL, slots=-1)),
         ("node_info", msgspec.structs.replace(FULL, host="h" * 257)),
         ("node_info", msgspec.structs.replace(FULL, terms={str(n): "" for n in range(65)})),
-        ("from_member", Signalled(signal=0)),
-        ("from_member", Signalled(signal=40)),
+        ("from_member", SignalReceived(signal=0)),
+        ("from_member", SignalReceived(signal=40)),
         ("from_member", Log(rank=0, stream=3)),
         ("from_member", NoteMessage(text="x" * ((1 << 16) + 1))),
         ("from_leader", EndMessage(code=256)),
@@ -212,7 +212,7 @@ def test_beyond_the_limits(name: str, message: Message) -> None:
 def test_every_signal_that_is_let_through_has_a_name() -> None:
     # Who hears one asks for its name.
     for number in range(1, 65):
-        content = messages.encode(Signalled(signal=number))
+        content = messages.encode(SignalReceived(signal=number))
         try:
             messages.from_member.decode(content)
         except msgspec.ValidationError:
@@ -230,9 +230,9 @@ def test_every_pid_that_there_may_be() -> None:
 def test_what_is_no_text_is_told_as_well_as_it_can_be() -> None:
     # Python's way to keep the bytes of a file's name that are no text.
     odd = b"caf\xe9".decode(errors="surrogateescape")
-    over = Over(attempt=0, failed=1, first=msgspec.structs.replace(DEATH, stderr=(odd, "fine"), block=odd))
+    over = AttemptEnded(attempt=0, failed=1, first=msgspec.structs.replace(DEATH, stderr=(odd, "fine"), block=odd))
     told = messages.from_member.decode(messages.encode(over))
-    assert isinstance(told, Over)
+    assert isinstance(told, AttemptEnded)
     assert told.first == msgspec.structs.replace(DEATH, stderr=("caf?", "fine"), block="caf?")
     arrival = msgspec.structs.replace(FULL, terms={"script": odd})
     assert messages.node_info.decode(messages.encode(arrival)).terms == {"script": "caf?"}

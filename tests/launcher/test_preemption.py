@@ -14,7 +14,8 @@ import pytest
 from phalanx.contract import worker_messages
 from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.coordination.actions import AcceptLoss, Action, HaltWorkers, StopWorkers
-from phalanx.launcher.coordination.coordinator import AttemptReport, RunResult, SingleNodeCoordinator
+from phalanx.launcher.coordination.coordinator import AttemptReport, RunResult
+from phalanx.launcher.coordination.single_node import SingleNodeCoordinator
 from phalanx.launcher.runs.root_cause import ProcessFailure
 from phalanx.recover.decision import RestartPolicy
 

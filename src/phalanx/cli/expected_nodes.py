@@ -64,8 +64,8 @@ def expected_nodes(options: RunOptions, context: LaunchContext, here: int, host:
     sizes = _requested(options, [None] * rendezvous.expected)
     own = rendezvous.member if rendezvous.member is not None else 0 if rendezvous.leads else None
     hosts = ["" for _ in sizes]
-    if rendezvous.host is not None:
-        hosts[0] = rendezvous.host
+    if rendezvous.location.host is not None:
+        hosts[0] = rendezvous.location.host
     if own is not None and own < len(hosts):  # else it is a spare
         hosts[own] = hosts[own] or host
         sizes = [here if id_ == own else size for id_, size in enumerate(sizes)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.cli.launch_context import LaunchContext, detect_context, join_terms, script_digest
+from phalanx.cli.launch_context import LaunchContext, detect_context, join_settings, script_digest
 from phalanx.cli.options import RunOptions
 from phalanx.cli.options.values import devices
 from phalanx.cluster.software import versions
@@ -26,7 +26,12 @@ from phalanx.contract.variables import HOME
 from phalanx.control import interfaces, tokens
 from phalanx.control.tokens import Token
 from phalanx.errors import UsageError
-from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launcher.coordination.rendezvous_config import (
+    JoinTerms,
+    LeaderLocation,
+    RendezvousConfig,
+    RendezvousTimeouts,
+)
 from phalanx.launcher.remote import node_spec
 from phalanx.launcher.remote.node_spec import Fail, Go, NodeSpec, Ready, Signal
 from phalanx.launcher.runs import run_folder
@@ -143,19 +148,21 @@ def rendezvous_config(spec: NodeSpec, options: RunOptions, go: Go | None) -> Ren
         expected=spec.nodes,
         member=spec.node,
         leads=spec.node == 0,
-        host=spec.host,
-        port=spec.port if go is None else go.port,
         token=Token(bytes.fromhex(spec.token), "phalanx run --hosts"),
-        run=options.rendezvous.run_id or "",
-        addresses=() if go is None else go.addresses,
+        location=LeaderLocation(
+            spec.host,
+            spec.port if go is None else go.port,
+            addresses=() if go is None else go.addresses,
+        ),
+        terms=JoinTerms(options.rendezvous.run_id or "", versions(), join_settings(options, spec.nodes, spec.promised)),
         promised=spec.promised,
-        # A node that cannot reach the leader knows the reason, so it gives up before the leader does.
-        join_timeout=options.rendezvous.join_timeout * (_FOLLOWER_SHARE if spec.node else 1),
-        node_timeout=options.rendezvous.node_timeout,
+        timeouts=RendezvousTimeouts(
+            # A node that cannot reach the leader knows the reason, so it gives up before the leader does.
+            join=options.rendezvous.join_timeout * (_FOLLOWER_SHARE if spec.node else 1),
+            node=options.rendezvous.node_timeout,
+        ),
         names=spec.names,
         echo=False,
-        versions=versions(),
-        terms=join_terms(options, spec.nodes, spec.promised),
     )
 
 

@@ -14,7 +14,12 @@ from phalanx.cli.options import RunOptions
 from phalanx.cluster.sources.task import Allocation, SchedulerTask
 from phalanx.contract.home import preferred
 from phalanx.errors import OptionError, UsageError
-from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launcher.coordination.rendezvous_config import (
+    JoinTerms,
+    LeaderLocation,
+    RendezvousConfig,
+    RendezvousTimeouts,
+)
 
 _PORTS = range(20000, 30000)  # below the kernel's ephemeral ports
 
@@ -84,8 +89,7 @@ def _from_command_line(options: RunOptions, environ: Mapping[str, str], home: st
         source="the command line",
         member=nodes.node_rank,
         leads=None if open_ else nodes.node_rank == 0,
-        host=address,
-        port=options.rendezvous.master_port or 0,
+        location=LeaderLocation(address, options.rendezvous.master_port or 0),
         echo=True,
         least=nodes.min_nodes,
         spares=nodes.spares,
@@ -114,17 +118,16 @@ def _from_task(options: RunOptions, environ: Mapping[str, str], home: str, task:
     if port is None:
         port = _PORTS[zlib.crc32(task.job.encode()) % len(_PORTS)] if task.hosts else 0
     shared = home if placement.node_count == 1 else preferred(environ)
+    file = LeaderFile(os.path.join(shared, "meetings"), task.job) if task.job else None
     return replace(
         _common(options, environ, home, placement.world_size),
         source=task.source,
         member=placement.node_rank if by_node else placement.rank,
         leads=leads,
-        host=address or (task.hosts[0] if task.hosts else None),
-        port=port,
+        location=LeaderLocation(address or (task.hosts[0] if task.hosts else None), port, file=file),
         echo=False,
         task=task,
         names=task.hosts if by_node else (),
-        leader_file=LeaderFile(os.path.join(shared, "meetings"), task.job) if task.job else None,
     )
 
 
@@ -179,20 +182,18 @@ def _common(options: RunOptions, environ: Mapping[str, str], home: str, expected
         expected=expected,
         member=None,
         leads=None,
-        host=None,
-        port=0,
         token=tokens.find(environ, file=meeting.token_file, home=home, open_=meeting.no_auth),
-        run=meeting.run_id if meeting.run_id not in (None, "none") else "",
+        timeouts=RendezvousTimeouts(meeting.join_timeout, meeting.node_timeout, meeting.last_call),
+        terms=JoinTerms(
+            meeting.run_id if meeting.run_id not in (None, "none") else "",
+            versions(),
+            join_settings(options, expected, promised),
+        ),
         promised=promised,
-        join_timeout=meeting.join_timeout,
-        last_call=meeting.last_call,
-        node_timeout=meeting.node_timeout,
-        versions=versions(),
-        terms=join_terms(options, expected, promised),
     )
 
 
-def join_terms(options: RunOptions, nodes: int, promised: tuple[int, ...]) -> dict[str, str]:
+def join_settings(options: RunOptions, nodes: int, promised: tuple[int, ...]) -> dict[str, str]:
     """Return what has to be equal on all nodes. Ranks of different programs would wait for each other forever."""
     import hashlib
 

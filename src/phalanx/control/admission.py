@@ -24,9 +24,9 @@ class Applicant:
     """A caller that has proved that it has the token."""
 
     peer: str  # its address
-    own: str  # our address by which it came
+    own: str  # the address of ours that it used
     nonces: Nonces
-    arrival: bytes  # an encoded NodeInfo
+    info: bytes  # an encoded NodeInfo
     transport: asyncio.BaseTransport
 
 
@@ -56,13 +56,13 @@ class Admission:
             return None
         peer, own = _host(transport, "peername"), _host(transport, "sockname")
         nonces = Nonces(nonce, join.nonce)
-        if not channel.proven(join.proof, self._token.key, channel.MEMBER, nonces, join.arrival):
+        if not channel.proven(join.proof, self._token.key, channel.MEMBER, nonces, join.info):
             self.reject(peer, f"another token than ours, which is from {self._token}: {_REMEDY}")
             fingerprint = self._token.fingerprint if self._token.key else ""
             content = messages.encode(Refusal(kind="token", leader=fingerprint))
             await ws.send_bytes(messages.encode(JoinAnswer(content=content, proof=b"")))
             return None
-        return Applicant(peer, own, nonces, join.arrival, transport)
+        return Applicant(peer, own, nonces, join.info, transport)
 
     def admit(self, applicant: Applicant, *, fatal: bool) -> tuple[int, NodeInfo, list[str]] | Refusal:
         """Give the applicant a number in the roster. Returns it with warnings, or why the applicant cannot take part.
@@ -70,7 +70,7 @@ class Admission:
         `fatal`: a refusal ends the run, so it is not printed here.
         """
         try:
-            info = messages.node_info.decode(applicant.arrival)
+            info = messages.node_info.decode(applicant.info)
         except msgspec.MsgspecError as error:  # it has the token, so it gets an answer
             refusal = Refusal(kind="words", leader="another message format", member=f"an unreadable message: {error}")
             self.reject(applicant.peer, describe(refusal))

@@ -72,9 +72,9 @@ class ConnectionGate(web.Server):
 
     def __call__(self) -> web.RequestHandler:
         """Return the handler of a new connection."""
-        visitor = Connection(self, loop=self._loop, **self._kwargs)
-        visitor.allowance = self._limits.allowance
-        return visitor
+        connection = Connection(self, loop=self._loop, **self._kwargs)
+        connection.allowance = self._limits.allowance
+        return connection
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Register a connection. If there are too many, close one."""
@@ -95,10 +95,10 @@ class ConnectionGate(web.Server):
 
     def trust(self, request: web.BaseRequest) -> None:
         """Lift the limits of an authenticated connection."""
-        visitor = request.protocol
-        self._forget(visitor)
-        if isinstance(visitor, Connection):
-            visitor.allowance = None
+        connection = request.protocol
+        self._forget(connection)
+        if isinstance(connection, Connection):
+            connection.allowance = None
 
     def _forget(self, handler: web.RequestHandler) -> None:
         _, address = self._untrusted.pop(handler, (0.0, None))

@@ -52,7 +52,7 @@ class JoinRequest(Message, frozen=True, kw_only=True, tag="join-request"):
     """A NodeInfo, with the proof that the sender has the token."""
 
     nonce: Nonce
-    arrival: Annotated[bytes, Meta(max_length=JOIN_REQUEST_LIMIT)]  # an encoded NodeInfo: the proof is over these bytes
+    info: Annotated[bytes, Meta(max_length=JOIN_REQUEST_LIMIT)]  # an encoded NodeInfo: the proof is over these bytes
     proof: Proof
 
 
@@ -63,31 +63,31 @@ class JoinAnswer(Message, frozen=True, kw_only=True, tag="answer"):
     proof: Proof
 
 
-class Engaged(Message, frozen=True, kw_only=True, tag="engaged"):
-    """The state of the workers of a member whose leader is lost."""
+class AttemptState(Message, frozen=True, kw_only=True, tag="attempt-state"):
+    """The attempt that runs on a member whose leader is lost, and the readiness of its workers."""
 
     attempt: Count
     generation: Count
-    called: bool
-    ended: bool
-    ready: bool
+    connected: bool
+    finished: bool
+    all_connected: bool
 
 
 class NodeInfo(Message, frozen=True, kw_only=True, tag="node-info"):
     """What a node says about itself when it joins."""
 
     run: Name  # id of the run, where the user gave one
-    member: Count | None  # None: the leader numbers us
+    member: Count | None  # None: the leader assigns it
     host: Name
     pid: Annotated[int, Meta(ge=0, le=1 << 31)]  # the kernel counts to 1 << 22 where it is let
     slots: Count  # workers that it takes
     versions: Names
     terms: Names  # what has to be the same everywhere: "script", "nodes", …
     claim: PartialPlacement | None = None  # this agent is a task of a scheduler, which has assigned the rank
-    trouble: Text = ""  # why it cannot take part: it came only to say so
+    trouble: Text = ""  # why it cannot take part
     time: float = 0.0
-    door: Port = 0  # where it would listen if it had to lead
-    engaged: Engaged | None = None  # it comes from a leader that is lost; None: it has no workers
+    failover_port: Port = 0  # where it would listen if it had to lead
+    resumes: AttemptState | None = None  # it comes from a leader that is lost; None: it has no workers
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
@@ -105,7 +105,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     run: Name  # the run's name, everywhere
     leader: Name  # its host
     node_timeout: float
-    quiet: float = 3.0  # seconds of the leader's silence that are worth a word
+    quiet: float = 3.0  # seconds without a message from the leader after which a note is printed
     notes: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
 
 
@@ -121,8 +121,8 @@ class Ping(Message, frozen=True, kw_only=True, tag="ping"):
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     """The answer to a ping."""
 
-    ping: float  # the leader's time, given back
-    time: float  # the member's own
+    ping: float  # the time in the ping
+    time: float  # of the member
 
 
 class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
@@ -213,15 +213,15 @@ class EndMessage(Message, frozen=True, kw_only=True, tag="end"):
 class RegroupReady(Message, frozen=True, kw_only=True, tag="regroup-ready"):
     """Whether the workers of this member can regroup: some have connected, and none has finished.
 
-    `ready`: all of them have connected, so that a regroup does not wait for imports.
+    `all_connected`: a regroup does not wait for imports.
     """
 
-    called: bool
-    ended: bool = False
-    ready: bool = False
+    connected: bool
+    finished: bool = False
+    all_connected: bool = False
 
 
-class Failing(Message, frozen=True, kw_only=True, tag="failing"):
+class NodeWorkerFailed(Message, frozen=True, kw_only=True, tag="worker-failed"):
     """A worker has failed."""
 
     rank: Count
@@ -233,7 +233,7 @@ class Failing(Message, frozen=True, kw_only=True, tag="failing"):
     generation: Annotated[int, Meta(ge=-1)] = -1  # of the group that it was in
 
 
-class ProgressMessage(Message, frozen=True, kw_only=True, tag="progress"):
+class FirstStepCommitted(Message, frozen=True, kw_only=True, tag="first-step"):
     """The first step after a regroup is committed."""
 
     generation: Count
@@ -241,7 +241,7 @@ class ProgressMessage(Message, frozen=True, kw_only=True, tag="progress"):
     before: Annotated[int, Meta(ge=0)] = 0
 
 
-class Signalled(Message, frozen=True, kw_only=True, tag="signalled"):
+class SignalReceived(Message, frozen=True, kw_only=True, tag="signal-received"):
     """A member got a signal to end the run. `preempt`: after a checkpoint, if possible."""
 
     signal: Signal
@@ -288,12 +288,12 @@ class FailureReport(Message, frozen=True, kw_only=True, tag="failure-report"):
     blame: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()
 
 
-class Over(Message, frozen=True, kw_only=True, tag="over"):
+class AttemptEnded(Message, frozen=True, kw_only=True, tag="attempt-ended"):
     """All workers of a member have ended."""
 
     attempt: Count
     failed: Count = 0
-    by_themselves: Count = 0  # of those, not because they were stopped
+    not_stopped: Count = 0  # of those, the ones that failed by themselves
     first: FailureReport | None = None  # the first cause among its own
     trouble: Text = ""  # it ended for a reason that is no worker's
     left: Text = ""  # processes that its workers left running, and what will be done about them
@@ -339,13 +339,13 @@ FromLeader = (
 FromMember = (
     Pong
     | RegroupReady
-    | Failing
-    | ProgressMessage
-    | Signalled
+    | NodeWorkerFailed
+    | FirstStepCommitted
+    | SignalReceived
     | NodeHaltAck
     | NodeHalted
     | Log
-    | Over
+    | AttemptEnded
     | NoteMessage
     | RpcFrame
     | Leaving

@@ -56,13 +56,13 @@ class Roster:
         """Whether enough members have joined to start."""
         return len(self.members) >= (self.least or self.expected)
 
-    def admit(self, arrival: NodeInfo) -> int | Refusal:
+    def admit(self, info: NodeInfo) -> int | Refusal:
         """Add a member. Returns its number, or why it cannot take part."""
-        refusal = self._against(arrival)
+        refusal = self._against(info)
         if refusal is not None:
             return refusal
-        id_ = arrival.member if arrival.member is not None else self._free()
-        self.members[id_] = arrival
+        id_ = info.member if info.member is not None else self._free()
+        self.members[id_] = info
         return id_
 
     def remove(self, member: int) -> None:
@@ -74,13 +74,13 @@ class Roster:
         self._from = next(id_ for id_ in range(self._from, self.room) if id_ not in self.members)
         return self._from
 
-    def _against(self, arrival: NodeInfo) -> Refusal | None:
+    def _against(self, info: NodeInfo) -> Refusal | None:
         leader = next(iter(self.members.values()), None)
         if leader is not None:
-            found = _differs(leader, arrival)
+            found = _differs(leader, info)
             if found is not None:
                 return found
-        id_ = arrival.member
+        id_ = info.member
         if id_ is None and self.complete:
             return Refusal(kind="taken", leader=f"all {self.room} nodes are here", member="one more")
         if id_ is not None and id_ >= self.room:
@@ -88,25 +88,25 @@ class Roster:
         if id_ in self.members:
             holder = self.members[id_]
             return Refusal(kind="taken", leader=f"{holder.host}, pid {holder.pid}", member=f"node {id_}")
-        if arrival.trouble:
-            return Refusal(kind="trouble", leader="", member=arrival.trouble)
+        if info.trouble:
+            return Refusal(kind="trouble", leader="", member=info.trouble)
         id_ = self._free() if id_ is None else id_
-        promised = self.promised[id_ : id_ + 1] or (arrival.slots,)  # a spare may have any number
-        if arrival.claim is None and arrival.slots != promised[0]:
-            return Refusal(kind="devices", leader=_workers(promised[0]), member=_workers(arrival.slots))
+        promised = self.promised[id_ : id_ + 1] or (info.slots,)  # a spare may have any number
+        if info.claim is None and info.slots != promised[0]:
+            return Refusal(kind="devices", leader=_workers(promised[0]), member=_workers(info.slots))
         return None
 
-    def warnings(self, arrival: NodeInfo) -> list[str]:
+    def warnings(self, info: NodeInfo) -> list[str]:
         """Return differences that may be intended."""
-        leader = next(iter(self.members.values()), arrival)
+        leader = next(iter(self.members.values()), info)
         found = []
         for name in _VERSIONS:
-            ours, theirs = leader.versions.get(name, ""), arrival.versions.get(name, "")
+            ours, theirs = leader.versions.get(name, ""), info.versions.get(name, "")
             if ours != theirs and ours and theirs:
-                found.append(f"{arrival.host} has {name} {theirs}, {leader.host} {ours}")
-        for name in sorted({*leader.terms, *arrival.terms} - {"nodes", "workers", "script"}):
-            if leader.terms.get(name) != arrival.terms.get(name):
-                found.append(f"{arrival.host} was started with other {name} than {leader.host}")
+                found.append(f"{info.host} has {name} {theirs}, {leader.host} {ours}")
+        for name in sorted({*leader.terms, *info.terms} - {"nodes", "workers", "script"}):
+            if leader.terms.get(name) != info.terms.get(name):
+                found.append(f"{info.host} was started with other {name} than {leader.host}")
         return found
 
 
@@ -114,15 +114,15 @@ def _workers(count: int) -> str:
     return f"{count} worker{'' if count == 1 else 's'}"
 
 
-def _differs(leader: NodeInfo, arrival: NodeInfo) -> Refusal | None:
-    if leader.run and arrival.run and leader.run != arrival.run:
-        return Refusal(kind="run", leader=leader.run, member=arrival.run)
+def _differs(leader: NodeInfo, info: NodeInfo) -> Refusal | None:
+    if leader.run and info.run and leader.run != info.run:
+        return Refusal(kind="run", leader=leader.run, member=info.run)
     for name in _VERSIONS:
-        ours, theirs = leader.versions.get(name, ""), arrival.versions.get(name, "")
+        ours, theirs = leader.versions.get(name, ""), info.versions.get(name, "")
         if ours and theirs and ours.split(".")[0] != theirs.split(".")[0]:
             return Refusal(kind="version", leader=f"{name} {ours}", member=f"{name} {theirs}")
     for name in ("nodes", "workers", "script"):
-        ours, theirs = leader.terms.get(name, ""), arrival.terms.get(name, "")
+        ours, theirs = leader.terms.get(name, ""), info.terms.get(name, "")
         if ours and theirs and ours != theirs:
             return Refusal(kind="plan", leader=f"{name}: {ours}", member=f"{name}: {theirs}")
     return None
@@ -130,7 +130,7 @@ def _differs(leader: NodeInfo, arrival: NodeInfo) -> Refusal | None:
 
 def one_a_rank(members: Mapping[int, NodeInfo]) -> bool:
     """Return whether a scheduler has started one task per rank, not one per node."""
-    claims = [arrival.claim for arrival in members.values()]
+    claims = [info.claim for info in members.values()]
     return all(claims) and any(claim is not None and (claim.local_world_size or 1) > 1 for claim in claims)
 
 
@@ -187,7 +187,7 @@ def spare_table(slots: int, tables: Mapping[int, RankTable]) -> RankTable:
 
 
 def _as_claimed(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
-    claimed = [(arrival.claim, arrival.host, id_) for id_, arrival in members.items() if arrival.claim is not None]
+    claimed = [(info.claim, info.host, id_) for id_, info in members.items() if info.claim is not None]
     claimed.sort(key=lambda one: one[0].rank)
     # Where the scheduler does not number its nodes: in the order of their lowest rank.
     hosts = list(dict.fromkeys(host for _, host, _ in claimed))

@@ -224,22 +224,25 @@ async def _supervised(
 
 def _coordinator(plan: Plan, folder: RunFolder, console: Console, sockets: list[socket.socket]) -> Coordinator:
     if plan.rendezvous is None:
-        from phalanx.launcher.coordination.coordinator import SingleNodeCoordinator
+        from phalanx.launcher.coordination.single_node import SingleNodeCoordinator
 
         return SingleNodeCoordinator(
             replace(plan, group=replace(plan.group, master_port=sockets[0].getsockname()[1])), folder, sockets[0]
         )
-    if plan.rendezvous.leads:
-        from phalanx.launcher.coordination.leader import LeaderCoordinator
+    from phalanx.launcher.coordination.context import NodeContext
 
-        return LeaderCoordinator(plan, plan.rendezvous, folder, console, sockets)
+    context = NodeContext(plan, plan.rendezvous, folder, console, sockets)
+    if plan.rendezvous.leads:
+        from phalanx.launcher.coordination.leader.coordinator import LeaderCoordinator
+
+        return LeaderCoordinator(context)
     if plan.rendezvous.elastic:
         from phalanx.launcher.coordination.failover import FailoverCoordinator
 
-        return FailoverCoordinator(plan, plan.rendezvous, folder, console, sockets)
+        return FailoverCoordinator(context)
     from phalanx.launcher.coordination.follower import FollowerCoordinator
 
-    return FollowerCoordinator(plan, plan.rendezvous, folder, console)
+    return FollowerCoordinator(context)
 
 
 def _prefixes(plan: Plan) -> dict[int, str]:
@@ -248,16 +251,16 @@ def _prefixes(plan: Plan) -> dict[int, str]:
 
 
 def _announcement(plan: Plan, folder: RunFolder, sockets: list[socket.socket]) -> list[str]:
-    gathering = plan.rendezvous
-    if gathering is None:
+    rendezvous = plan.rendezvous
+    if rendezvous is None:
         ranks = plan.group.world_size
         return [f"{folder.name}: {ranks} rank{'s' if ranks != 1 else ''}, output in {folder.path}"]
-    if not gathering.leads:
+    if not rendezvous.leads:
         return []
-    from phalanx.control.member import Endpoint
+    from phalanx.control.endpoint import Endpoint
 
     where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in sockets)
-    lines = [f"{folder.name}: {gathering.expected} {gathering.noun}s, meeting at {where}, output in {folder.path}"]
-    if not gathering.token.key:
+    lines = [f"{folder.name}: {rendezvous.expected} {rendezvous.noun}s, meeting at {where}, output in {folder.path}"]
+    if not rendezvous.token.key:
         lines.append("--no-auth: there is no token, so whoever reaches the port gets in")
     return lines

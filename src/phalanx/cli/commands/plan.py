@@ -143,8 +143,8 @@ def _meeting(plan: Plan) -> dict[str, Any] | None:
     return {
         "leads": rendezvous.leads,
         "node": rendezvous.member,
-        "host": rendezvous.host,
-        "port": rendezvous.port or None,
+        "host": rendezvous.location.host,
+        "port": rendezvous.location.port or None,
         "token": str(rendezvous.token),
     }
 

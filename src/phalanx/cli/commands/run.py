@@ -75,9 +75,9 @@ def _report_absence(rendezvous: RendezvousConfig, why: str) -> None:
         return
     import asyncio
 
-    from phalanx.launcher.coordination.follower import excuse
+    from phalanx.launcher.coordination.follower import decline
 
-    asyncio.run(excuse(rendezvous, why))
+    asyncio.run(decline(rendezvous, why))
 
 
 def _findings(plan: Plan, folder: RunFolder) -> list[str]:

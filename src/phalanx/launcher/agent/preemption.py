@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from phalanx.contract import events, worker_messages
 from phalanx.contract.variables import CHECKPOINTS
+from phalanx.launcher.coordination.actions import EndRun, HaltWorkers, StopWorkers
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
 
@@ -19,34 +21,33 @@ _NEVER = 1 << 62  # more steps than any training has
 _TRIES = 3  # regroups at most: a script that always fails would regroup for ever
 
 
-class PreemptionActions(Protocol):
-    """What a preemption does, on all nodes of the run."""
+@dataclass(frozen=True)
+class RegroupAndHalt:
+    """Regroup, so that ranks stop waiting; the new group writes a checkpoint."""
 
-    def note(self, text: str) -> None:
-        """Print a line."""
+    why: str
 
-    def halt(self, step: int | None) -> None:
-        """Have all ranks report their step (None), or halt at `step`."""
 
-    def regroup_and_halt(self, why: str) -> None:
-        """Regroup, so that ranks stop waiting; the new group writes a checkpoint."""
-
-    def stop(self, reason: str) -> None:
-        """Stop all workers that have not ended."""
-
-    def end_run(self, number: signal.Signals, reason: str) -> None:
-        """End the run as by any signal."""
+PreemptionAction = HaltWorkers | RegroupAndHalt | StopWorkers | EndRun  # for all nodes of the run
 
 
 class Preemption:
-    """Halts a run at a step that all ranks agree on, with a checkpoint."""
+    """Halts a run at a step that all ranks agree on, with a checkpoint. `perform` executes what it decides."""
 
-    def __init__(self, plan: Plan, folder: RunFolder, actions: PreemptionActions) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: RunFolder,
+        *,
+        perform: Callable[[PreemptionAction], None],
+        note: Callable[[str], None],
+    ) -> None:
         self.begun = False
         self._shutdown = plan.shutdown
         self._run_folder = folder
-        self._actions = actions
-        self._readiness = (False, False)  # called, ended
+        self._perform = perform
+        self._note = note
+        self._readiness = (False, False)  # connected, finished
         self._checkpoints = plan.environ.get(CHECKPOINTS, "")  # their folder; the script may name another
         self._signal = signal.SIGTERM
         self._began = 0.0
@@ -62,10 +63,10 @@ class Preemption:
         """Return whether the checkpoint is on disk: later failures lose nothing."""
         return self._step is not None
 
-    def regroup_ready(self, called: bool, ended: bool) -> None:
+    def regroup_ready(self, connected: bool, finished: bool) -> None:
         """Take whether ranks can regroup, and whether some have finished."""
-        self._readiness = (called, ended)
-        if self.begun and ended:
+        self._readiness = (connected, finished)
+        if self.begun and finished:
             self._halt_at_end()
 
     def begin(self, number: signal.Signals, ranks: int) -> bool:
@@ -75,19 +76,17 @@ class Preemption:
         if not self._readiness[0]:
             return False
         if not self._checkpoints:
-            self._actions.note(
+            self._note(
                 f"{number.name} received; no folder for checkpoints is known (--checkpoints DIR, or "
                 "run.keep(folder=…)), so what was trained since the start is lost"
             )
             return False
         self.begun, self._signal, self._ranks, self._began = True, number, ranks, time.time()
         grace = self._shutdown.checkpoint_timeout
-        self._actions.note(
-            f"{number.name} received; a checkpoint at the next step, and then the end, in {grace:g} s at most"
-        )
+        self._note(f"{number.name} received; a checkpoint at the next step, and then the end, in {grace:g} s at most")
         loop = asyncio.get_running_loop()
         self._timers = [loop.call_later(grace / 2, self._half_time), loop.call_later(grace, self._timed_out)]
-        self._actions.halt(None)
+        self._perform(HaltWorkers(None))
         self.regroup_ready(*self._readiness)
         return True
 
@@ -114,7 +113,7 @@ class Preemption:
 
     def _set_goal(self, step: int) -> None:
         self._goal = step
-        self._actions.halt(step)
+        self._perform(HaltWorkers(step))
 
     def _halt_at_end(self) -> None:
         """Let the others finish too, because one rank has finished its training."""
@@ -124,7 +123,7 @@ class Preemption:
     def _regroup(self, why: str) -> None:
         if not self.halted and self._regroups < _TRIES:
             self._regroups += 1
-            self._actions.regroup_and_halt(why)
+            self._perform(RegroupAndHalt(why))
 
     def _half_time(self) -> None:
         """Regroup once if half of the time is over: a rank may wait for another, or do something else than steps."""
@@ -135,12 +134,12 @@ class Preemption:
 
     def _timed_out(self) -> None:
         if self.halted:
-            self._actions.stop("the checkpoint is made")
+            self._perform(StopWorkers(signal.SIGTERM, "the checkpoint is made", self._shutdown.failure_timeout))
             return
         grace = self._shutdown.checkpoint_timeout
         number = self._signal if self._signal in self._shutdown.signals else signal.SIGTERM
-        self._actions.note(f"no checkpoint was made in {grace:g} s (--grace): what {self._checkpoints} has remains")
-        self._actions.end_run(number, f"{number.name}: the time for a checkpoint is over")
+        self._note(f"no checkpoint was made in {grace:g} s (--grace): what {self._checkpoints} has remains")
+        self._perform(EndRun(number, f"{number.name}: the time for a checkpoint is over"))
 
     def close(self) -> None:
         """Cancel the timers: all processes have ended."""

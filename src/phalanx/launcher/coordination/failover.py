@@ -9,124 +9,113 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from phalanx.contract import worker_messages
-from phalanx.control.member import CONNECT_TIMEOUT, STEADILY, Endpoint, answers
+from phalanx.control.endpoint import CONNECT_TIMEOUT, STEADILY, Endpoint, answers
 from phalanx.control.messages import PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError
 from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.coordination.actions import Action
-from phalanx.launcher.coordination.coordinator import AgentView, AttemptReport, RunResult, StartAttempt
+from phalanx.launcher.coordination.context import NodeContext
+from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult, StartAttempt
 from phalanx.launcher.coordination.follower import FollowerCoordinator
-from phalanx.launcher.coordination.leader import LeaderCoordinator, TakeoverState
-from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.coordination.leader.coordinator import LeaderCoordinator, TakeoverState
 from phalanx.launcher.output.log_forwarder import LogForwarder
-from phalanx.launcher.plan import Plan
-from phalanx.launcher.runs.run_folder import RunFolder
+
+
+async def find_next_leader(
+    follower: FollowerCoordinator, why: str, *, silent: bool, timeout: float, note: Callable[[str], None]
+) -> TakeoverState | None:
+    """Join the next leader. If this node is the next one, return what it needs to lead.
+
+    `why` the leader is lost. `silent`: it may still be alive. `timeout`: seconds to join another leader.
+    """
+    peers, state = follower.orders.peer_list, follower.state
+    if peers is None:
+        follower.orders.give_up(why)
+        return None
+    note(f"node {peers.leader} is lost: {why}")
+    endpoint = follower.member.leader_endpoint
+    if not silent and endpoint is not None and await answers(endpoint, steadily=STEADILY):
+        silent = True
+        note(f"node {peers.leader} still answers: it has dropped this node")
+    for peer in peers.peers:
+        if peer.member == state.member:
+            if not state.running:  # there is no state to continue from
+                break
+            return _takeover_state(follower, peers, why, silent=silent)
+        if await answers(Endpoint(peer.address, peer.port)):
+            try:
+                await follower.follow(Endpoint(peer.address, peer.port), timeout)
+            except JoinError:
+                continue  # it is gone too, or still has its leader: this node is cut off
+            note(f"node {peer.member} ({peer.host}) leads now")
+            return None
+    follower.orders.give_up(why)
+    return None
+
+
+def _takeover_state(follower: FollowerCoordinator, peers: PeerList, why: str, *, silent: bool) -> TakeoverState:
+    state, size = follower.state, len(peers.peers) + 1
+    return TakeoverState(
+        leader=peers.leader,
+        why=why,
+        size=size,
+        attempt=state.ordered,
+        generation=state.generation,
+        readiness=state.readiness,
+        worked=frozenset(peer.member for peer in peers.peers if peer.works),
+        others=frozenset(peer.member for peer in peers.peers if peer.member > state.member),
+        quorum=size // 2 + 1 if silent else 1,
+    )
 
 
 class FailoverCoordinator:
     """A coordinator that follows at first, and may lead later. It delegates to its current role."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        rendezvous: RendezvousConfig,
-        folder: RunFolder,
-        console: Console,
-        sockets: Sequence[socket.socket],
-    ) -> None:
-        self._plan = plan
-        self._rendezvous = rendezvous
-        self._folder = folder
-        self._console = console
-        self._sockets = sockets
-        self._follower = FollowerCoordinator(plan, rendezvous, folder, console, port=int(sockets[0].getsockname()[1]))
-        self._follower.failover = self
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._agent = AgentProxy()
+        self._follower = FollowerCoordinator(context, leader_lost=self._leader_lost)
         self._role: FollowerCoordinator | LeaderCoordinator = self._follower
-        self._agent: AgentView | None = None
         self._takeover: asyncio.Task[None] | None = None
 
     # -- replacing the leader
 
-    def leader_lost(self, why: str, *, silent: bool) -> None:
-        """Join the next leader, or become it. `silent`: the leader may still be alive."""
+    def _leader_lost(self, why: str, silent: bool) -> None:
         before = self._takeover  # the next leader may be lost too, right after this node joined it
         self._takeover = asyncio.get_running_loop().create_task(self._replace_leader(why, before, silent=silent))
 
     async def _replace_leader(self, why: str, before: asyncio.Task[None] | None, *, silent: bool) -> None:
+        """Join the next leader, or become it."""
         if before is not None:
             await before
-        follower = self._follower
-        if self._role is not follower:
+        if self._role is not self._follower:
             return
-        peers = follower.peer_list
-        if peers is None:
-            follower.give_up(why)
-            return
-        self._note(f"node {peers.leader} is lost: {why}")
-        endpoint = follower.leader_endpoint
-        if not silent and endpoint is not None and await answers(endpoint, steadily=STEADILY):
-            silent = True
-            self._note(f"node {peers.leader} still answers: it has dropped this node")
-        for peer in peers.peers:
-            if peer.member == follower.id:
-                if not follower.running:  # there is no state to continue from
-                    break
-                await self._lead(why, peers, silent=silent)
-                return
-            if await answers(Endpoint(peer.address, peer.port)):
-                try:
-                    await follower.follow(Endpoint(peer.address, peer.port), self._patience)
-                except JoinError:
-                    continue  # it is gone too, or still has its leader: this node is cut off
-                self._note(f"node {peer.member} ({peer.host}) leads now")
-                return
-        follower.give_up(why)
+        # Some nodes notice later that the leader is gone.
+        timeout = self._context.rendezvous.timeouts.node + CONNECT_TIMEOUT
+        state = await find_next_leader(self._follower, why, silent=silent, timeout=timeout, note=self._agent.note)
+        if state is not None:
+            await self._lead(state, timeout)
 
-    async def _lead(self, why: str, peers: PeerList, *, silent: bool) -> None:
+    async def _lead(self, state: TakeoverState, timeout: float) -> None:
         follower = self._follower
-        size = len(peers.peers) + 1
-        others = frozenset(peer.member for peer in peers.peers if peer.member > follower.id)
-        rendezvous = replace(self._rendezvous, member=follower.id, leads=True, leader_file=None)
-        leader = LeaderCoordinator(
-            replace(self._plan, rendezvous=rendezvous), rendezvous, self._folder, self._console, self._sockets
-        )
-        if self._agent is not None:
-            leader.attach(self._agent)
+        location = replace(self._context.rendezvous.location, file=None)
+        rendezvous = replace(self._context.rendezvous, member=follower.state.member, leads=True, location=location)
+        plan = replace(self._context.plan, rendezvous=rendezvous)
+        leader = LeaderCoordinator(replace(self._context, plan=plan, rendezvous=rendezvous))
+        leader.attach(self._agent)
         follower.log_forwarder = None
         self._role = leader
         # In the background: a silent leader does not answer.
-        dropping = asyncio.get_running_loop().create_task(follower.drop())
-        state = TakeoverState(
-            leader=peers.leader,
-            why=why,
-            size=size,
-            attempt=follower.ordered,
-            generation=follower.generation,
-            readiness=follower.readiness,
-            worked=frozenset(peer.member for peer in peers.peers if peer.works),
-            others=others,
-            quorum=size // 2 + 1 if silent else 1,
-        )
+        dropping = asyncio.get_running_loop().create_task(follower.member.drop())
         try:
-            await leader.take_over(state, self._patience)
+            await leader.take_over(state, timeout)
         except (OSError, PhalanxError) as error:
-            leader.fail(f"node {peers.leader} is lost, and this node cannot take its place: {error}")
+            leader.fail(f"node {state.leader} is lost, and this node cannot take its place: {error}")
         await dropping
-
-    @property
-    def _patience(self) -> float:
-        """Return how long to wait for others: some notice later that the leader is gone."""
-        return self._rendezvous.node_timeout + CONNECT_TIMEOUT
-
-    def _note(self, text: str) -> None:
-        if self._agent is not None:
-            self._agent.note(text)
 
     # -- delegated to the current role
 
@@ -159,7 +148,7 @@ class FailoverCoordinator:
 
     def attach(self, agent: AgentView) -> None:
         """Set the agent of this coordinator and its role."""
-        self._agent = agent
+        self._agent.attach(agent)
         self._role.attach(agent)
 
     async def join(self) -> None:
@@ -172,13 +161,9 @@ class FailoverCoordinator:
 
     async def wait_for_others(self) -> None:
         """Wait until it is clear who leads, then as that role does."""
-        await self._settle()
-        await self._role.wait_for_others()
-
-    async def _settle(self) -> None:
-        """Wait until it is clear who leads."""
         if self._takeover is not None:
             await self._takeover
+        await self._role.wait_for_others()
 
     def is_last_attempt(self, *, failed: bool) -> bool:
         """Return what the current role knows."""
@@ -186,16 +171,17 @@ class FailoverCoordinator:
 
     async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
         """Wait until it is clear who leads, then report to it."""
-        await self._settle()
+        if self._takeover is not None:
+            await self._takeover
         return await self._role.attempt_ended(report)
 
     def worker_failed(self, failure: WorkerFailure) -> Action | None:
         """Let the current role decide."""
         return self._role.worker_failed(failure)
 
-    def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
+    def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:
         """Report to the current role."""
-        self._role.regroup_ready(called, ended, ready)
+        self._role.regroup_ready(connected, finished, all_connected)
 
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Report to the current role."""
@@ -228,5 +214,5 @@ class FailoverCoordinator:
         if self._takeover is not None:
             self._takeover.cancel()
         await self._role.close(code, text)
-        for sock in self._sockets:
+        for sock in self._context.sockets:
             sock.close()

@@ -16,26 +16,26 @@ def open_leader_sockets(rendezvous: RendezvousConfig) -> tuple[bool, list[socket
     if rendezvous.leads is False:
         return False, []
     here = interfaces.survey()
-    addresses, own = _addresses(rendezvous.host, here)
+    addresses, own = _addresses(rendezvous.location.host, here)
     if rendezvous.leads is None and not own:
         return False, []
     try:
-        return True, port.listen_on(addresses, rendezvous.port)
+        return True, port.listen_on(addresses, rendezvous.location.port)
     except PortError as error:
         if rendezvous.leads is None:
             return False, []  # another process of this machine leads
-        if rendezvous.leader_file is None:
+        if rendezvous.location.file is None:
             raise _for_all(error) from error.__cause__
         return True, port.listen_on(addresses, 0)  # the port was a guess: the leader file has the right one
 
 
 def open_failover_sockets(rendezvous: RendezvousConfig) -> list[socket.socket]:
     """Return sockets for the case that this node must lead later. Connections are not answered before."""
-    named = _resolve(rendezvous.host) if rendezvous.host is not None else []
+    named = _resolve(rendezvous.location.host) if rendezvous.location.host is not None else []
     confined = bool(named) and all(interfaces.is_loopback(address) for address in named)
     addresses = named[:1] if confined else list(interfaces.reachable(interfaces.survey())) or ["127.0.0.1"]
     try:
-        return port.listen_on(addresses, rendezvous.port)  # nodes that join later know this port
+        return port.listen_on(addresses, rendezvous.location.port)  # nodes that join later know this port
     except PortError:
         return port.listen_on(addresses, 0)
 

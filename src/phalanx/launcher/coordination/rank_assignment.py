@@ -8,27 +8,42 @@ from collections.abc import Sequence
 
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
+from phalanx.control import interfaces
 from phalanx.control.messages import NodeInfo, StartRanks
 from phalanx.errors import DeviceError
 from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.plan import Plan
 
 
-def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = "", door: int = 0) -> NodeInfo:
-    """Return what this node tells the leader when it joins. `trouble`: why it cannot take part."""
+def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = "", failover_port: int = 0) -> NodeInfo:
+    """Return what this node tells the leader when it joins.
+
+    `trouble`: why it cannot take part. `failover_port`: where it listens if it has to lead.
+    """
     task = rendezvous.task
     return NodeInfo(
-        run=rendezvous.run,
+        run=rendezvous.terms.run,
         member=rendezvous.member,
         host=os.uname().nodename,
         pid=os.getpid(),
         slots=len(plan.seats) if plan is not None else 0,
-        versions=rendezvous.versions,
-        terms=rendezvous.terms,
+        versions=rendezvous.terms.versions,
+        terms=rendezvous.terms.settings,
         claim=None if task is None else task.placement,
         trouble=trouble,
         time=time.time(),
-        door=door,
+        failover_port=failover_port,
+    )
+
+
+def assigned_plan(plan: Plan, start: StartRanks, *, leader_address: str, own_address: str) -> Plan:
+    """Return the plan with the ranks that this node got. `own_address`: on the interface towards the leader."""
+    return plan.seated(
+        assign_seats(plan, start),
+        topology=start.topology,
+        master=(leader_address, start.store_port),
+        interface=interfaces.owner(own_address, interfaces.survey()),
+        spare=start.spare,
     )
 
 

@@ -13,6 +13,34 @@ if TYPE_CHECKING:  # a run on one node does not need these imports
 
 
 @dataclass(frozen=True)
+class LeaderLocation:
+    """Where the leader can be reached."""
+
+    host: str | None = None  # as given
+    port: int = 0  # 0: the leader chooses a free one and publishes it
+    addresses: tuple[str, ...] = ()  # if known
+    file: LeaderFile | None = None  # in which tasks find their leader if its name does not resolve
+
+
+@dataclass(frozen=True)
+class RendezvousTimeouts:
+    """How long nodes wait for each other, in seconds."""
+
+    join: float = 300.0
+    node: float = 15.0  # without a message: the node is lost
+    last_call: float = 3.0  # for more nodes to join once there are enough
+
+
+@dataclass(frozen=True)
+class JoinTerms:
+    """What a node compares with the others when it joins."""
+
+    run: str = ""  # id, if the user gave one
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)  # equal on all nodes
+
+
+@dataclass(frozen=True)
 class RendezvousConfig:
     """How the agents of a run find each other."""
 
@@ -20,23 +48,16 @@ class RendezvousConfig:
     expected: int  # maximum number of agents
     member: int | None  # number of this agent; None: the leader assigns it
     leads: bool | None  # None: the agent that has the address leads
-    host: str | None  # of the leader, as given
-    port: int  # 0: the leader chooses a free one and publishes it
     token: Token
-    run: str = ""  # id, if the user gave one
-    addresses: tuple[str, ...] = ()  # of the leader, if known
+    location: LeaderLocation = LeaderLocation()
+    timeouts: RendezvousTimeouts = RendezvousTimeouts()
+    terms: JoinTerms = field(default_factory=JoinTerms)
     promised: tuple[int, ...] = ()  # workers per node, if the user gave them
     task: SchedulerTask | None = None  # set if a scheduler started this process
-    leader_file: LeaderFile | None = None  # in which tasks find their leader if its name does not resolve
-    join_timeout: float = 300.0
-    node_timeout: float = 15.0
     least: int = 0  # minimum number of nodes; 0: all of them
     spares: int = 0  # extra nodes that replace lost ones
-    last_call: float = 3.0  # seconds to wait for more nodes once there are enough
     names: tuple[str, ...] = ()  # hosts of the members, by number, if known in advance
     echo: bool = True  # members print the output of their ranks; else only node 0 does
-    versions: dict[str, str] = field(default_factory=dict)
-    terms: dict[str, str] = field(default_factory=dict)
 
     @property
     def noun(self) -> str:

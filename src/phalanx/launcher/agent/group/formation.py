@@ -36,7 +36,7 @@ class Formation:
             port=group.master_port,
             why=self.why,
             devices=plan.devices.visible(seat, plan.environ),
-            **({} if rendezvous is None else {"patience": rendezvous.node_timeout + _SLACK}),
+            **({} if rendezvous is None else {"patience": rendezvous.timeouts.node + _SLACK}),
             halt=self.halt,
             preempt=preempt,
         )

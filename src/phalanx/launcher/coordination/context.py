@@ -1,0 +1,28 @@
+"""What a coordinator of several nodes is made of."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launcher.output.console import Console
+from phalanx.launcher.plan import Plan
+from phalanx.launcher.runs.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class NodeContext:
+    """The plan of this node, how it meets the others, and where its output goes."""
+
+    plan: Plan
+    rendezvous: RendezvousConfig
+    folder: RunFolder
+    console: Console
+    sockets: Sequence[socket.socket]  # on which this node listens if it leads, now or later
+
+    @property
+    def port(self) -> int:
+        """Return the port on which this node listens if it leads. 0 if it never does."""
+        return int(self.sockets[0].getsockname()[1]) if self.sockets else 0

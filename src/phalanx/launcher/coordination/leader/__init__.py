@@ -1,0 +1,1 @@
+"""The coordinator of node 0, which decides for all nodes."""

@@ -1,0 +1,164 @@
+"""Which members have ranks, which are spares, and whether their workers can regroup. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from phalanx.control import roster
+from phalanx.control.messages import AttemptState, StartRanks
+from phalanx.control.roster import RankTable, Roster
+from phalanx.launcher.coordination.readiness import Readiness, combine
+
+_NO_RANKS = RankTable()
+
+
+class MemberStates:
+    """The members of a run with their ranks and their readiness.
+
+    A member without ranks is idle until its workers are started as spares. It is ready when they have all connected,
+    and gets ranks in the next regroup.
+    """
+
+    def __init__(self, roster_: Roster, own: int) -> None:
+        self.own = own  # the number of this node
+        self.ranks: dict[int, RankTable] = {}  # of the members that have some
+        self.leaving: set[int] = set()
+        self._roster = roster_
+        self._readiness: dict[int, Readiness] = {}  # of the members with ranks
+        self._idle: set[int] = set()
+        self._starting: set[int] = set()  # their spare workers have been started
+        self._ready: set[int] = set()
+
+    # -- questions
+
+    @property
+    def min_nodes(self) -> int:
+        """Return with how many nodes the run can continue."""
+        return self._roster.least or self._roster.expected
+
+    @property
+    def enough(self) -> bool:
+        """Return whether enough members have ranks or can get some."""
+        return len(self.ranks) + len(self._ready) >= self.min_nodes
+
+    @property
+    def room(self) -> int:
+        """Return how many more members can get ranks."""
+        return self._roster.expected - len(self.ranks)
+
+    @property
+    def readiness(self) -> Readiness:
+        """Return the readiness of all members with ranks."""
+        return combine(self._readiness.values())
+
+    def can_regroup(self, member: int) -> bool:
+        """Return whether the workers of this member can regroup."""
+        return self._readiness.get(member, Readiness()).can_regroup
+
+    def next_ready(self) -> list[int]:
+        """Return the members that would get ranks in a regroup. Empty if there is no room, or too few."""
+        return sorted(self._ready)[: self.room] if self.room > 0 and self.enough else []
+
+    def next_idle(self, connected: Collection[int]) -> list[int]:
+        """Return the idle members that would get ranks in a restart."""
+        return sorted(self._idle & set(connected))[: self.room] if self.room > 0 else []
+
+    def start_ranks(self, member: int, store_port: int) -> StartRanks:
+        """Return the placements of the workers of a member."""
+        table = self.ranks.get(member)
+        if spare := table is None:
+            table = roster.spare_table(self._roster.members[member].slots, self.ranks)
+        return StartRanks(
+            placements=table.placements, topology=roster.world(self.ranks), store_port=store_port, spare=spare
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return sum(len(table.ranks) for table in self.ranks.values())
+
+    # -- changes
+
+    def start_attempt(self, connected: Collection[int]) -> None:
+        """Assign ranks for an attempt to all members that stay."""
+        self._starting.clear()
+        self._ready.clear()
+        self._assign(self._roster.members.keys() - self.leaving)
+        self._readiness = dict.fromkeys(self.ranks, Readiness())
+        self._idle = set(connected) - self.ranks.keys() - self.leaving
+
+    def regroup(self) -> None:
+        """Assign ranks again, to the members that have some and those that are ready."""
+        self._assign(self.ranks.keys() | self._ready)
+        for member in self.ranks.keys() - self._readiness.keys():
+            self._readiness[member] = Readiness(connected=True)
+        self._ready -= self.ranks.keys()
+
+    def _assign(self, members: Collection[int]) -> None:
+        known = {member: self._roster.members[member] for member in members}
+        working = roster.working(known, self.ranks.keys() | {self.own}, self._roster.expected)
+        self.ranks = roster.seat(working)
+
+    def expect(self, members: Collection[int], worked: Collection[int], own: Readiness) -> None:
+        """Take over the members of a lost leader. `worked`: those that had ranks. `own`: the readiness of this node."""
+        self._readiness = {self.own: own}
+        self.ranks = dict.fromkeys(set(members) & set(worked), _NO_RANKS)
+        self._starting = set(members) - set(worked)
+        if own.all_connected:
+            self._spare_ready(self.own)
+
+    def keep(self, members: Collection[int]) -> None:
+        """Remove all members but these."""
+        for member in (self.ranks.keys() | self._starting | self._ready) - set(members):
+            self.remove(member)
+
+    def admit(self, member: int, resumes: AttemptState | None) -> bool:
+        """Add a member that joined during the run. Return whether it is idle now.
+
+        `resumes`: it comes from a lost leader, and its workers belong to this attempt.
+        """
+        if resumes is not None and member in self.ranks:
+            # What it reported later stays.
+            self._readiness.setdefault(member, Readiness(resumes.connected, resumes.finished))
+            return False
+        if resumes is not None and not resumes.finished:
+            self._starting.add(member)
+            if resumes.all_connected:
+                self._spare_ready(member)
+            return False
+        self.remove(member)
+        self._idle.add(member)
+        return True
+
+    def set_readiness(self, member: int, readiness: Readiness) -> bool:
+        """Record the readiness of a member. Return whether a spare became ready."""
+        if member in self.ranks:
+            self._readiness[member] = readiness
+            return False
+        return readiness.all_connected and self._spare_ready(member)
+
+    def _spare_ready(self, member: int) -> bool:
+        if member not in self._starting:
+            return False
+        self._starting.discard(member)
+        self._ready.add(member)
+        return True
+
+    def spare_ended(self, member: int) -> None:
+        """Record that the workers of a member without ranks have ended."""
+        self._starting.discard(member)
+        self._ready.discard(member)
+
+    def start_spares(self, connected: Collection[int]) -> list[int]:
+        """Return the idle members whose workers are to be started as spares now."""
+        started = sorted(self._idle & set(connected)) if self.readiness.can_regroup else []
+        self._idle -= set(started)
+        self._starting |= set(started)
+        return started
+
+    def remove(self, member: int) -> RankTable | None:
+        """Remove a member. Return the ranks that it had."""
+        self._readiness.pop(member, None)
+        for waiting in (self._idle, self._starting, self._ready):
+            waiting.discard(member)
+        return self.ranks.pop(member, None)

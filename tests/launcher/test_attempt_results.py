@@ -1,0 +1,140 @@
+"""What follows the end of an attempt, from the reports of all nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from phalanx.control.members import Members
+from phalanx.control.messages import AttemptEnded, FailureReport
+from phalanx.control.roster import Roster
+from phalanx.launcher.coordination.coordinator import AgentProxy, AttemptReport, RunResult
+from phalanx.launcher.coordination.leader.attempt_results import AttemptResults, Restart
+from phalanx.launcher.coordination.recoveries import Recoveries
+from phalanx.launcher.runs.root_cause import ProcessFailure
+from phalanx.recover.decision import RestartPolicy
+
+NOW = time.time()
+SUCCESS = AttemptReport(0)
+
+
+class Folder:
+    def event(self, event: object) -> None:
+        pass
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str, *, repeats: bool = False) -> None:
+        self.notes.append(text)
+
+
+def results() -> tuple[AttemptResults, Notes]:
+    agent, notes, folder = AgentProxy(), Notes(), Folder()
+    attached: Any = notes
+    agent.attach(attached)
+    recoveries = Recoveries(RestartPolicy(3), folder)  # type: ignore[arg-type]
+    return AttemptResults(agent, Members(Roster(2)), folder, recoveries), notes  # type: ignore[arg-type]
+
+
+def own(rank: int = 0, *, at: float = NOW, code: int = 3) -> AttemptReport:
+    failure = ProcessFailure(rank=rank, code=code, time=at, stopped=False, device="", error="", stderr=[], memory="")
+    return AttemptReport(0, [failure], f"rank {rank} failed", failed=1)
+
+
+def theirs(rank: int = 1, *, at: float = NOW, code: int = 4) -> AttemptEnded:
+    first = FailureReport(rank=rank, code=code, time=at, block=f"rank {rank} failed")
+    return AttemptEnded(attempt=0, failed=1, not_stopped=1, first=first)
+
+
+def evaluate(found: AttemptResults, report: AttemptReport, **changes: Any) -> RunResult | Restart:
+    return found.evaluate(report, **{"restarts": False, "preempted": None, "absent": (), **changes})
+
+
+def test_success_everywhere_is_success() -> None:
+    found, notes = results()
+    found.add(1, AttemptEnded(attempt=0, left="2 processes are left"))
+    assert evaluate(found, SUCCESS) == RunResult(0)
+    assert notes.notes == ["node 1: 2 processes are left"]
+
+
+def test_a_member_that_is_gone_without_a_report_is_no_success() -> None:
+    found, _ = results()
+    assert evaluate(found, SUCCESS, absent={1}) == RunResult(1)
+    found.add(1, AttemptEnded(attempt=0))
+    assert evaluate(found, SUCCESS, absent={1}) == RunResult(0)
+
+
+@pytest.mark.parametrize("own_first", [True, False])
+def test_the_first_failure_of_all_nodes_decides(own_first: bool) -> None:
+    found, _ = results()
+    found.add(1, theirs(at=NOW + (10 if own_first else -10)))
+    result = evaluate(found, own())
+    assert isinstance(result, RunResult)
+    assert result.code == (3 if own_first else 4)
+    assert ("on node 1" in result.text) is not own_first
+
+
+def test_a_restart_prints_the_failure() -> None:
+    found, _ = results()
+    next_ = evaluate(found, own(), restarts=True)
+    assert isinstance(next_, Restart)
+    assert next_.text.startswith("rank 0 failed")
+    assert isinstance(evaluate(found, own(), restarts=True, absent={1}), RunResult)  # a node is missing
+
+
+def test_a_signal_ends_the_run_before_anything_else() -> None:
+    found, _ = results()
+    found.signal = signal.SIGINT
+    assert evaluate(found, own(), restarts=True) == RunResult(128 + signal.SIGINT)
+    assert found.ended() == RunResult(128 + signal.SIGINT)
+
+
+def test_a_preempted_run_can_be_run_again() -> None:
+    found, _ = results()
+    assert evaluate(found, own(), preempted="halted") == RunResult(os.EX_TEMPFAIL, "halted")
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(-100, 3), (100, 1)])
+def test_a_lost_node_is_the_cause_unless_a_rank_failed_before(seconds: float, code: int) -> None:
+    found, _ = results()
+    found.fail(RunResult(1, "node 1 is lost"))
+    found.fail(RunResult(2, "later"))
+    result = evaluate(found, own(at=NOW + seconds))
+    assert isinstance(result, RunResult)
+    assert result.code == code
+
+
+def test_changed_nodes_restart_all_ranks_once() -> None:
+    found, _ = results()
+    found.nodes_changed = True
+    assert not found.is_last(failed=False, restarts=False)
+    assert isinstance(evaluate(found, own()), Restart)
+    assert isinstance(evaluate(found, own()), RunResult)
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_trouble_of_a_node_that_no_worker_caused(restarts: bool) -> None:
+    found, notes = results()
+    next_ = evaluate(found, AttemptReport(0, trouble="the fork server was killed"), restarts=restarts)
+    assert isinstance(next_, Restart) is restarts
+    assert notes.notes == ["the fork server was killed"] * restarts
+    if isinstance(next_, RunResult):
+        assert next_ == RunResult(128 + signal.SIGKILL, "the fork server was killed")
+
+
+def test_the_last_attempt_is_known_from_all_reports() -> None:
+    found, _ = results()
+    assert found.is_last(failed=False, restarts=True)
+    assert not found.is_last(failed=True, restarts=True)
+    found.add(1, theirs())
+    assert not found.is_last(failed=False, restarts=True)
+    assert found.is_last(failed=False, restarts=False)
+    found.start_attempt()
+    assert found.is_last(failed=False, restarts=True)

@@ -1,0 +1,136 @@
+"""Which members of a run have ranks, which are spares, and when they get some."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.control.messages import AttemptState
+from phalanx.control.roster import Roster
+from phalanx.launcher.coordination.leader.member_states import MemberStates
+from phalanx.launcher.coordination.readiness import Readiness
+from tests.control.parties import arrival
+
+CONNECTED = Readiness(connected=True)
+FINISHED = Readiness(connected=True, finished=True)
+READY = Readiness(connected=True, all_connected=True)
+
+
+def member_states(nodes: int, *, expected: int, least: int = 1, spares: int = 0) -> MemberStates:
+    """Node 0 leads, all nodes have two slots, and an attempt has started."""
+    roster = Roster(expected, least=least, spares=spares)
+    for member in range(nodes):
+        assert roster.admit(arrival(member, slots=2)) == member
+    made = MemberStates(roster, 0)
+    made.start_attempt(range(1, nodes))
+    return made
+
+
+def state(**changes: bool) -> AttemptState:
+    flags = {"connected": True, "finished": False, "all_connected": False, **changes}
+    return AttemptState(attempt=0, generation=3, **flags)
+
+
+def ranks(made: MemberStates) -> dict[int, tuple[int, ...]]:
+    return {member: table.ranks for member, table in made.ranks.items()}
+
+
+def test_an_attempt_gives_ranks_to_as_many_as_are_expected() -> None:
+    made = member_states(3, expected=2, spares=1)
+    assert ranks(made) == {0: (0, 1), 1: (2, 3)}
+    assert (made.room, made.world_size, made.enough) == (0, 4, True)
+    spare = made.start_ranks(2, 4711)
+    assert (spare.ranks, spare.world_size, spare.nodes, spare.store_port) == ((), 4, 2, 4711)
+
+
+def test_a_spare_starts_only_once_the_script_can_regroup() -> None:
+    made = member_states(3, expected=2, spares=1)
+    assert made.start_spares([1, 2]) == []
+    made.set_readiness(1, CONNECTED)
+    assert made.start_spares([1]) == []  # it is not connected
+    assert made.start_spares([1, 2]) == [2]
+    assert made.start_spares([1, 2]) == []  # once
+
+
+def test_a_spare_replaces_a_lost_node() -> None:
+    made = member_states(3, expected=2, spares=1)
+    made.set_readiness(1, CONNECTED)
+    made.start_spares([1, 2])
+    assert not made.set_readiness(2, CONNECTED)  # not all of its workers
+    assert made.set_readiness(2, READY)
+    assert made.next_ready() == []  # there is no room
+    lost = made.remove(1)
+    assert lost is not None
+    assert lost.ranks == (2, 3)
+    assert made.next_ready() == [2]
+    made.regroup()
+    assert ranks(made) == {0: (0, 1), 2: (2, 3)}
+    assert made.can_regroup(2)
+
+
+def test_too_few_nodes_are_not_enough_until_another_is_ready() -> None:
+    made = member_states(2, expected=3, least=2)
+    made.set_readiness(0, CONNECTED)
+    made.remove(1)
+    assert not made.enough
+    assert made.admit(2, None)
+    made.start_spares([2])
+    assert not made.enough
+    made.set_readiness(2, READY)
+    assert made.enough
+    assert made.next_ready() == [2]
+
+
+def test_a_finished_rank_ends_all_regroups() -> None:
+    made = member_states(2, expected=2)
+    made.set_readiness(0, CONNECTED)
+    assert made.readiness.can_regroup
+    made.set_readiness(1, FINISHED)
+    assert not made.readiness.can_regroup
+    assert made.can_regroup(0)
+    assert not made.can_regroup(1)
+
+
+def test_a_spare_whose_workers_end_gets_no_ranks() -> None:
+    made = member_states(3, expected=2, spares=1)
+    made.set_readiness(0, CONNECTED)
+    made.start_spares([1, 2])
+    made.set_readiness(2, READY)
+    made.spare_ended(2)
+    made.remove(1)
+    assert made.next_ready() == []
+
+
+def test_nodes_that_join_a_script_that_cannot_regroup_get_ranks_in_a_restart() -> None:
+    roster = Roster(2, least=1)
+    roster.admit(arrival(0, slots=2))
+    made = MemberStates(roster, 0)
+    made.start_attempt([])
+    roster.admit(arrival(1, slots=2))
+    assert made.admit(1, None)
+    assert made.next_idle([1]) == [1]
+    assert made.next_idle([]) == []
+    made.leaving.add(1)
+    made.start_attempt([1])
+    assert ranks(made) == {0: (0, 1)}
+    made.leaving.clear()
+    made.start_attempt([1])
+    assert ranks(made) == {0: (0, 1), 1: (2, 3)}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_the_members_of_a_lost_leader(finished: bool) -> None:
+    made = MemberStates(Roster(4, least=3), 1)
+    made.expect([1, 2, 3], worked=[0, 1, 2], own=CONNECTED)
+    made.keep([1, 2])  # 3 has not come
+    assert made.ranks.keys() == {1, 2}
+    assert not made.admit(2, state(finished=finished))
+    assert made.readiness.can_regroup is not finished
+    assert not made.enough
+    assert not made.admit(3, state(all_connected=True))  # a spare, after all
+    assert made.enough
+
+
+def test_workers_of_another_attempt_are_not_taken_over() -> None:
+    made = member_states(1, expected=2)
+    assert made.admit(1, state(finished=True))  # idle: its workers have to stop
+    assert made.next_idle([1]) == [1]
