@@ -23,7 +23,7 @@ class SampleSummary:
     at_work: bool  # some rank is running
 
 
-class Ranks(Mapping[int, RankView]):
+class RankViews(Mapping[int, RankView]):
     """The ranks by number. Call `apply` with each event, `sampled` with each sample."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from phalanx.contract import events
 from phalanx.watch.model import events_timeline
 from phalanx.watch.model.events_timeline import EventsTimeline
 from phalanx.watch.model.progress import Progress
-from phalanx.watch.model.ranks import Ranks
+from phalanx.watch.model.ranks import RankViews
 from phalanx.watch.model.status import RunStatus
 from phalanx.watch.model.stragglers import Stragglers
 from phalanx.watch.model.trouble import Trouble
@@ -36,7 +36,7 @@ class RunModel:
     """All that viewers show of a run. Call `apply` with each event. Each part folds the events that concern it."""
 
     run: RunStatus = field(default_factory=RunStatus)
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: RankViews = field(default_factory=RankViews)
     progress: Progress = field(default_factory=Progress)
     trouble: Trouble = field(default_factory=Trouble)
     stragglers: Stragglers = field(default_factory=Stragglers)
