@@ -1,4 +1,4 @@
-"""What `phalanx demo` shows second: rank 1 meets an error, as ranks do, while the others wait for it."""
+"""The second part of `phalanx demo`: rank 1 raises an error while the others wait for it."""
 
 import phalanx
 

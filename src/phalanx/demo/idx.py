@@ -25,7 +25,7 @@ _FIX = "--data DIR: a folder with MNIST's four files, {}; without it the digits 
 
 
 def load(folder: str | Path | None = None, *, test: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images as floats from 0 to 1, (count, 1, height, width), and their labels as integers."""
+    """Return images as floats from 0 to 1, (count, 1, height, width), and their labels as integers."""
     where = EMBEDDED if folder is None else Path(folder).expanduser()
     part = "t10k" if test else "train"
     images_at, labels_at = _find(where, f"{part}-images", 3), _find(where, f"{part}-labels", 1)
@@ -40,7 +40,7 @@ def load(folder: str | Path | None = None, *, test: bool = False) -> tuple[torch
 
 
 def read(path: str | Path, *, dims: int | None = None) -> torch.Tensor:
-    """The bytes of one IDX file, packed or not, in the shape that its header gives."""
+    """Read one IDX file, compressed or not, in the shape of its header."""
     path = Path(path)
     try:
         with _open(path) as file:
@@ -62,7 +62,7 @@ def read(path: str | Path, *, dims: int | None = None) -> torch.Tensor:
 
 
 def _header(path: Path, file: IO[bytes], dims: int | None) -> tuple[int, ...]:
-    """Two zeros, the element type, the number of dimensions; then each dimension, big end first."""
+    """Read the header: two zeros, the element type, the number of dimensions; then each dimension, big-endian."""
     head = file.read(4)
     if len(head) < 4 or head[:2] != b"\0\0":
         seen = head.hex(" ") or "nothing"
@@ -78,7 +78,7 @@ def _header(path: Path, file: IO[bytes], dims: int | None) -> tuple[int, ...]:
 
 
 def _find(folder: Path, stem: str, dims: int) -> Path:
-    """MNIST's name for it, with the spellings and the folder (MNIST/raw) that are met as well."""
+    """Find a file by its MNIST name, or by common variants of the name and of the folder (MNIST/raw)."""
     names = [f"{stem}{mark}idx{dims}-ubyte" for mark in "-."]
     places = (folder, folder / "MNIST" / "raw")
     tried = [place / (name + end) for place in places for name in names for end in ("", ".gz")]
@@ -94,7 +94,7 @@ def _find(folder: Path, stem: str, dims: int) -> Path:
 
 
 def _open(path: Path) -> IO[bytes]:
-    # By what it holds, not by its name: downloads are renamed.
+    # Check the content, not the name: downloads get renamed.
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     return cast("IO[bytes]", gzip.open(path, "rb")) if packed else path.open("rb")

@@ -1,9 +1,9 @@
-"""What the tour shows: of every call, what each rank holds before and after. Pure; the calls are in tour.py.
+"""The scenes of the tour: what each rank holds before and after each call. Pure; the calls are in tour.py.
 
-A rank's numbers begin with its own digit, so that the picture tells where each came from, without colours too.
+The numbers of a rank begin with its own digit, so that the origin of a value is visible without colors.
 """
 
-# All take a rank and a world, whether they need them or not.
+# All functions have the signature of Rows.
 # ruff: noqa: ARG001, ARG005
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class TourCell:
     origin: int | None = None  # the rank that it came from; None: from several
 
 
-TourRow = list[TourCell | None]  # None: what is there is nobody's business, or nothing is
-Rows = Callable[[int, int], TourRow]  # of this rank, in a world of that size
+TourRow = list[TourCell | None]  # None: empty, or undefined
+Rows = Callable[[int, int], TourRow]  # (rank, world size)
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class TourScene:
     name: str
     title: str
     before: Rows
-    after: Rows | None = None  # None: only `holds` can tell
+    after: Rows | None = None  # None: checked by `holds` only
     holds: Callable[[Sequence[Sequence[Value]], Sequence[Sequence[Value]]], bool] | None = None
     unit: str = ""
 
 
 def own(count: int) -> Rows:
-    """A rank's own numbers: rank 2 holds 20 21 …"""
+    """Return the own numbers of a rank: rank 2 holds 20 21 …"""
     return lambda rank, world: [TourCell(10 * rank + place, rank) for place in range(count or world)]
 
 
@@ -55,7 +55,7 @@ def _all(before: Rows, world: int) -> list[TourRow]:
 
 
 def _few(rank: int, world: int) -> TourRow:
-    """Two, where that of all ranks still fits on a line."""
+    """Return two numbers if those of all ranks fit on a line, otherwise one."""
     return own(2 if world <= 5 else 1)(rank, world)
 
 
@@ -72,7 +72,7 @@ def _sum(count: int, how: Callable[[list[int]], int] = sum) -> Rows:
 
 
 def _of(source: Callable[[int, int], int], rows: Rows) -> Rows:
-    """What another rank held."""
+    """Return what another rank held."""
     return lambda rank, world: rows(source(rank, world), world)
 
 
@@ -89,7 +89,7 @@ def _all_words(rank: int, world: int) -> TourRow:
 
 
 def _column(rank: int, world: int) -> TourRow:
-    """One piece from every rank: the one that is meant for this rank."""
+    """Return the piece of every rank that is for this rank."""
     return [TourCell(10 * other + rank, other) for other in range(world)]
 
 
@@ -102,7 +102,7 @@ def _sum_of_column(rank: int, world: int) -> TourRow:
 
 
 def _pair(rank: int, world: int) -> int:
-    """Even ranks send to the next one; the last stays alone where the world is odd."""
+    """Return the sender for a rank: even ranks send to the next. The last rank of an odd world has no partner."""
     return rank - 1 if rank % 2 else rank
 
 
@@ -116,33 +116,33 @@ def _store_after(rank: int, world: int) -> TourRow:
 
 
 def _waited(before: Sequence[Sequence[Value]], after: Sequence[Sequence[Value]]) -> bool:
-    """Nobody left before the last one came."""
+    """Return whether no rank continued before the last one arrived."""
     return min(int(row[0]) for row in after) >= max(int(row[0]) for row in before)
 
 
 SCENES = (
-    TourScene("broadcast", "one rank's tensor, to everybody", own(2), _of(lambda rank, world: 1, own(2))),
-    TourScene("scatter", "rank 0 deals its pieces out", _only(0, own(0)), _piece),
-    TourScene("gather", "rank 0 collects a tensor of each", own(1), _only(0, _everybodys(1))),
-    TourScene("all_gather", "everybody gets a tensor of each", own(1), _everybodys(1)),
+    TourScene("broadcast", "one rank's tensor, to every rank", own(2), _of(lambda rank, world: 1, own(2))),
+    TourScene("scatter", "rank 0 distributes its pieces", _only(0, own(0)), _piece),
+    TourScene("gather", "rank 0 collects a tensor from each", own(1), _only(0, _everybodys(1))),
+    TourScene("all_gather", "every rank gets a tensor from each", own(1), _everybodys(1)),
     TourScene(
         "all_gather_into_tensor", "the same, into one tensor", _few, lambda r, w: _everybodys(len(_few(r, w)))(r, w)
     ),
     TourScene("reduce", "the sum, on rank 0", own(2), lambda r, w: _sum(2)(r, w) if r == 0 else [None, None]),
     TourScene("all_reduce", "the sum, on every rank: what DDP does with gradients", own(2), _sum(2)),
-    TourScene("all_reduce_max", "not only sums: the largest of each place", own(2), _sum(2, max)),
+    TourScene("all_reduce_max", "not only sums: the maximum of each element", own(2), _sum(2, max)),
     TourScene("all_reduce_async", "begin, do something else, then wait", own(2), _sum(2)),
     TourScene("reduce_scatter", "each rank gets its piece of the sum: what FSDP does", own(0), _sum_of_column),
     TourScene("all_to_all", "each rank sends a piece to each: rows become columns", own(0), _column),
     TourScene("barrier", "no rank continues before the last one has come", lambda r, w: [], holds=_waited, unit="ms"),
     TourScene(
-        "broadcast_objects", "Python objects; pickled, so among friends only", _words, _of(lambda r, w: 1, _words)
+        "broadcast_objects", "Python objects; pickled: only between trusted ranks", _words, _of(lambda r, w: 1, _words)
     ),
-    TourScene("scatter_objects", "rank 0 deals objects out", _only(0, _hand), lambda r, w: [TourCell(f"a{r}", 0)]),
-    TourScene("gather_objects", "rank 0 collects an object of each", _words, _only(0, _all_words)),
-    TourScene("all_gather_objects", "everybody gets an object of each", _words, _all_words),
+    TourScene("scatter_objects", "rank 0 distributes objects", _only(0, _hand), lambda r, w: [TourCell(f"a{r}", 0)]),
+    TourScene("gather_objects", "rank 0 collects an object from each", _words, _only(0, _all_words)),
+    TourScene("all_gather_objects", "every rank gets an object from each", _words, _all_words),
     TourScene("send_recv", "from one rank to one other: even ones send, odd ones receive", own(2), _of(_pair, own(2))),
-    TourScene("ring", "everybody sends to the next, all at once", own(2), _of(lambda r, w: (r - 1) % w, own(2))),
+    TourScene("ring", "every rank sends to the next, at the same time", own(2), _of(lambda r, w: (r - 1) % w, own(2))),
     TourScene("groups", "a sum among the even ranks, and one among the odd", own(2), _sum_of_kind),
     TourScene("store", "keys and counters that all ranks share", _words, _store_after),
 )
@@ -157,7 +157,7 @@ def expected(scene: TourScene, rank: int, world: int) -> TourRow:
 def faults(
     scene: TourScene, before: Sequence[Sequence[Value]], after: Sequence[Sequence[Value]]
 ) -> list[tuple[int, str]]:
-    """(rank, in words) where ranks held something else than the picture says."""
+    """Return (rank, text) for ranks that held other values than expected."""
     found: list[tuple[int, str]] = []
     if scene.holds is not None:
         return [] if scene.holds(before, after) else [(0, f"{scene.title} does not hold: {after} after {before}")]

@@ -155,12 +155,12 @@ def store(t: Any, rank: int, world: int) -> Any:
 
 
 def play(name: str, held: list[Any], rank: int, world: int) -> dict[str, Any]:
-    """One scene on one rank: `before`, `after`, and the `code` that ran between."""
+    """Run one scene on one rank. Return `before`, `after`, and the `code` that ran between."""
     call: Callable[..., Any] = globals()[name]
     thing = torch.tensor(held, dtype=torch.long) if held and isinstance(held[0], int) else list(held)
     before, began = list(held), time.monotonic()
     with warnings.catch_warnings():
-        # Newer versions of torch have shorter names for some; older ones do not know those yet.
+        # Newer versions of torch deprecate some of these names; older versions have no others.
         warnings.simplefilter("ignore", FutureWarning)
         after = call(thing, rank, world)
     if name == "barrier":  # what it noted on the way: all ranks read the same clock
@@ -170,13 +170,13 @@ def play(name: str, held: list[Any], rank: int, world: int) -> dict[str, Any]:
 
 
 def code(call: Callable[..., Any]) -> str:
-    """The lines that ran: the body without its last line, which only hands the result over."""
+    """Return the lines that ran: the body without its last line, which only returns the result."""
     lines = inspect.getsource(call).splitlines()[1:-1]
     return textwrap.dedent("\n".join(lines))
 
 
 def perform(names: list[str]) -> list[dict[str, Any]]:
-    """What one rank does."""
+    """Run the scenes on one rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     found = []
     for scene in SCENES:

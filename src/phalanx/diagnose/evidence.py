@@ -33,25 +33,25 @@ class ThreadStack(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     frames: tuple[Frame, ...]
     main: bool = False
-    holds_gil: bool = False  # it had Python's lock when the dump was made
+    holds_gil: bool = False  # it held the GIL when the stacks were dumped
 
 
 class CallEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """A collective or a message between two ranks, from the flight recorder of torch or from the stack."""
 
     group: str  # its name
-    seq: int  # collectives of a group are numbered; 0: nobody has counted it
+    seq: int  # number of the collective in its group; 0: unknown
     op: str  # all_reduce, broadcast, send ...
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     outputs: tuple[tuple[int, ...], ...] = ()  # their shapes
     done: bool = False
     age: float = 0.0  # seconds since it was called
-    site: tuple[Frame, ...] = ()  # where: the innermost first, where that is known
+    site: tuple[Frame, ...] = ()  # call site, the innermost frame first; empty: unknown
     peer: int | None = None  # of send and recv: the other rank
     tag: int | None = None
     reduction: str = ""  # SUM ...; empty: not known
-    root: int | None = None  # of broadcast, reduce, gather, scatter, where it is known
+    root: int | None = None  # of broadcast, reduce, gather and scatter, if known
     backend: str = ""  # that recorded it: a group may have one for CPU tensors and one for CUDA, each with own numbers
     started: bool | None = None  # its kernel runs on the GPU; None: not recorded (TORCH_NCCL_ENABLE_TIMING)
 
@@ -60,7 +60,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
     """A recorded collective without its number. A training loop repeats a few of them."""
 
     op: str  # as the backend recorded it
-    called: str = ""  # as the script called it, where the call site shows that
+    called: str = ""  # as the script called it, if the call site shows that
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     outputs: tuple[tuple[int, ...], ...] = ()
@@ -98,21 +98,21 @@ class GroupEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """What the kernel says about a process."""
+    """A process, as in /proc."""
 
     pid: int
     state: str  # R runs, S sleeps, D waits for a device, T stopped, t traced, Z dead
-    cpu: float = 0.0  # cores in use, since the look before
+    cpu: float = 0.0  # cores in use, since the previous reading
     resident: int = 0  # bytes
     swapped: int = 0  # bytes
     major_faults: float = 0.0  # pages read from disk, per second
     threads: int = 0
     sockets: int = 0  # open TCP connections
-    unsent: int = 0  # bytes in them that no peer has taken
-    read: float = 0.0  # bytes a second, of files and sockets
+    unsent: int = 0  # bytes in their send queues
+    read: float = 0.0  # bytes per second, of files and sockets
     written: float = 0.0
-    wchan: str = ""  # where in the kernel it sleeps, where that may be read
-    children: tuple[str, ...] = ()  # of its own making: "pid state command"
+    wchan: str = ""  # kernel function in which it sleeps, if readable
+    children: tuple[str, ...] = ()  # "pid state command"
 
 
 class Xid(msgspec.Struct, frozen=True):
@@ -124,21 +124,21 @@ class Xid(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver says about a GPU."""
+    """A GPU, as the driver reports it."""
 
     index: int
-    use: float  # 0 to 1; -1: not known, as of a MIG slice
+    use: float  # 0 to 1; -1: unknown, as for a MIG slice
     memory: int = 0
-    lost: bool = False  # the driver does not find it any more, or says that it must be reset
-    throttled: str = ""  # why it is slowed down: thermal, power; empty: it is not, or nobody says
+    lost: bool = False  # the driver no longer finds it, or requires a reset
+    throttled: str = ""  # why it is throttled: thermal, power; empty: it is not, or unknown
     shared: bool = False  # other ranks use it too, as slices or at the same time
     ecc: int = 0  # uncorrectable memory errors since the driver was loaded
     remap_pending: bool = False  # memory rows or pages wait for a reset to be replaced
     remap_failed: bool = False  # memory rows could not be replaced
-    nvlink_down: int = 0  # links that are not up, where others are
+    nvlink_down: int = 0  # links that are down while others are up
     nvlink_errors: int = 0  # replays, recoveries and CRC errors of all links since the driver was loaded
     pcie_replays: int = 0  # likewise
-    xids: tuple[Xid, ...] = ()  # from the kernel log, where that may be read: the newest last
+    xids: tuple[Xid, ...] = ()  # from the kernel log, if readable; the newest last
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,12 +147,12 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     node: int
     device: str = ""
-    step: int = -1  # the newest that it has finished; -1: none that could be seen
-    usual: float = 0.0  # seconds of a step, the median of the last; 0: not known
+    step: int = -1  # the newest finished step; -1: none was seen
+    usual: float = 0.0  # seconds per step, median of the last; 0: unknown
     phase: Phase = "idle"
     since: float = 0.0  # seconds without any progress of this rank
-    silent: float = 0.0  # seconds since it last published anything: Python's lock is held, or it is stopped
-    busy: bool = False  # its main thread computes, and is seen at ever other places: slow, and not stuck
+    silent: float = 0.0  # seconds since it last published anything: the GIL is held, or it is stopped
+    busy: bool = False  # its main thread computes, in changing places: slow, not stuck
     threads: tuple[ThreadStack, ...] = ()
     groups: tuple[GroupEvidence, ...] = ()
     calls: tuple[
@@ -162,9 +162,9 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     process: Process | None = None
     gpu: Gpu | None = None
     ended: int | None = None  # exit code, or minus the signal
-    note: str = ""  # what could not be had, and why
+    note: str = ""  # missing evidence, and why
     debugged: bool = False  # a debugger is attached
-    store: str = ""  # host:port where it looks for the store, if that is not where the launcher has it
+    store: str = ""  # host:port of the store that it uses, if it is not that of the launcher
     given: str = ""  # likewise, host:port that the launcher has set
     hosts: bool = False  # rank 0 hosts that store: the script has unset TORCHELASTIC_USE_AGENT_STORE
 
@@ -174,20 +174,20 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     node: int
     host: str
-    silent: float = 0.0  # seconds since its agent was last heard
+    silent: float = 0.0  # seconds since the last message of its agent
     lost: bool = False  # its connection has ended
     memory: int = 0  # bytes
     available: int = 0
     swapping: float = 0.0  # pages in and out, per second
-    finding: str = ""  # what the doctor says about the way to it
-    out_of_memory: str = ""  # the kernel's last word about a process that it has killed
+    finding: str = ""  # what the doctor found on the way to it
+    out_of_memory: str = ""  # the kernel's message about a process that it killed
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a stalled run."""
 
     time: float
-    waited: float  # seconds since anybody made progress
+    waited: float  # seconds since any rank made progress
     ranks: tuple[Rank, ...]
     nodes: tuple[NodeFacts, ...] = ()
     world_size: int = 0

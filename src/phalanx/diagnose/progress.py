@@ -1,10 +1,10 @@
-"""When to raise the alarm: what each rank shows once a second -> an Alarm, or none.
+"""Detects stalls: readings of all ranks, once per second -> an Alarm, or none.
 
-Standing still is what does not finish a step, a batch or a collective. It is an alarm after several usual steps, and
-not before `stall_timeout`. What computes at ever other places, or compiles, writes a checkpoint, imports, or has not
-done its first step yet, has ten times as long: it is more likely slow. What is proven needs no such patience: a stopped
-process, one whose Python's lock is held, ranks that all wait. Where nobody waits, nobody is kept: evaluation and
-inference may compute for hours, and a parameter server rests while others train.
+A rank makes no progress if it finishes no step, batch or collective. This is an alarm after several usual steps, but
+not before `stall_timeout`. A rank that computes in changing places, compiles, writes a checkpoint, imports, or has not
+finished its first step gets ten times as long: it is more likely slow. A proven stall gets no extra time: a stopped
+process, one whose GIL is held, ranks that all wait. If no rank waits, no rank is blocked: evaluation and inference may
+compute for hours, and a parameter server is idle while others train.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ STALL_AFTER = 30.0
 AGAIN = 600.0  # seconds after which a lasting stall is reported again
 _SEVERAL = 5.0  # usual steps
 _ALL = 2.0  # usual steps, if all wait: a step may consist of little else
-_ASLEEP = 10.0  # seconds between two looks: it was we who stood still, by Ctrl-Z or with the whole machine
+_ASLEEP = 10.0  # seconds between two readings: this process was suspended, by Ctrl-Z or with the whole host
 _LONG = frozenset({"compile", "checkpoint", "import"})
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a rank shows of itself."""
+    """The progress and state of a rank at one moment."""
 
     rank: int
     time: float
-    step: int = -1  # the newest that it has finished; -1: none that could be seen
-    progress: int = 0  # collectives that it has completed, of all groups together
-    batches: int = 0  # that a DataLoader has given it, as far as could be seen
+    step: int = -1  # the newest finished step; -1: none was seen
+    progress: int = 0  # completed collectives of all groups
+    batches: int = 0  # from a DataLoader, as far as seen
     phase: Phase = "idle"
-    waiting: bool = False  # in a collective, for a message, or where all ranks meet
+    waiting: bool = False  # in a collective, a receive, or the rendezvous
     silent: float = 0.0  # seconds since it last published anything
-    busy: bool = False  # its main thread computes, and is seen at ever other places
-    works: bool = False  # it computes, be it only now and then
-    state: str = "S"  # as the kernel has it
+    busy: bool = False  # its main thread computes, in changing places
+    works: bool = False  # it computes at least now and then
+    state: str = "S"  # as in /proc
     debugged: bool = False
-    usual: float = 0.0  # seconds of a step; 0: not known
+    usual: float = 0.0  # seconds per step; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class Alarm:
     """A stall that has begun, still lasts, or is over."""
 
     what: Literal["stall", "again", "resumed"]
-    ranks: tuple[int, ...]  # who is suspected: the late ones, or all that wait
+    ranks: tuple[int, ...]  # suspects: the late ranks, or all that wait
     since: float  # when they last made progress
-    limit: float  # seconds that were granted
+    limit: float  # seconds without progress that were allowed
     proven: bool = False
-    waiting: tuple[int, ...] = ()  # who else stood still, and waited
+    waiting: tuple[int, ...] = ()  # other ranks without progress, which wait
 
 
 @dataclass
 class _Past:
-    """What is remembered of one rank."""
+    """The history of one rank."""
 
     mark: tuple[int, int, int]
     moved: float  # when it last finished a step, a batch or a collective
-    eased: float  # when it was last seen at what may take long
+    eased: float  # when it was last seen in something that may take long
     worked: float  # when it was last seen to compute
     stepped: bool = False  # its steps have been counted
     met: bool = False  # it has done a collective, or waited in one
@@ -78,7 +78,7 @@ class ProgressWatch:
     _told: float = 0.0
     _idle: float = 0.0  # seconds without progress of any of them, if they belong together
     _resting: float = 0.0  # seconds in which none of them has computed
-    _now: float = 0.0  # of the newest reading: who does not tell any more does not go on either
+    _now: float = 0.0  # time of the newest reading: a rank without readings makes no progress
 
     def see(self, readings: Sequence[Reading]) -> Alarm | None:
         """Add readings of all ranks. Returns an alarm if one is due."""
@@ -177,7 +177,7 @@ class ProgressWatch:
             return True
         if reading.silent < self.stall_timeout or reading.phase in _LONG:
             return False
-        # Native code that computes with Python's lock: a file that is read before the first step, or nobody waits.
+        # Native code may compute while it holds the GIL: before the first step, or while no other rank waits.
         return reading.state != "R" or (awaited and (reading.step >= 0 or reading.progress > 0))
 
     def _late(self, reading: Reading, awaited: bool) -> bool:
@@ -186,17 +186,16 @@ class ProgressWatch:
             return self._rests(past, limit)
         if self._still(reading) >= LONGER * limit:
             return True
-        # It waits for others, and they are asked.
+        # It waits for other ranks: those are judged instead.
         if _waits(reading):
             return False
-        # A first step takes its time. Where steps cannot be seen, it is one if it computes.
+        # A first step may take long. If steps cannot be seen, assume a first step while it computes.
         if reading.step < 0 and (reading.progress == 0 or reading.state == "R"):
             return False
         return self._now - max(past.moved, past.eased) >= limit
 
     def _rests(self, past: _Past, limit: float) -> bool:
-        """Nobody is kept by it. What had a pace has lost it, if it does nothing; and where ranks that belong together
-        all do nothing, a first step may be what does not end."""
+        """Return whether a rank that no other waits for is idle for too long: it had steps, or all ranks are idle."""
         if past.stepped and self._now - max(past.moved, past.eased, past.worked) >= limit:
             return True
         return self._idle >= LONGER * limit and self._resting >= limit

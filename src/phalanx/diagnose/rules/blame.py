@@ -1,4 +1,4 @@
-"""A rank that waits for nobody while others wait for it: what its main thread does."""
+"""A rank that does not wait while others wait for it: what its main thread does."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from phalanx.diagnose.waits import Field
 
 _ALONE = frozenset(
     {"lock", "input", "subprocess", "file", "socket", "store", "loader", "work"}
-)  # a wait that nobody shares
+)  # waits that involve no other rank
 
 _TIMEOUT = "give it a timeout"
 
-# What it does -> the kind, what is to be said after the place, and what to do.
+# Activity -> kind of the verdict, text after the place, fix.
 _KEPT: dict[What, tuple[str, str, str]] = {
     "lock": ("lock", "", "phalanx why --stacks shows what its other threads do"),
     "input": ("input", "", "no rank has a terminal to read from: give it the answer on the command line"),
@@ -49,7 +49,7 @@ def verdicts(field: Field, accused: Container[int]) -> Iterator[Verdict]:
 
 
 def _likeness(field: Field, state: RankState) -> tuple[object, ...]:
-    """Ranks with the same cause are named together; each DataLoader has its own workers."""
+    """Return a key that is equal for ranks to name together. Each DataLoader has its own workers, hence its own key."""
     rank = state.rank
     alone = state.number if state.act.what == "loader" else None
     flags = (state.spins, slow(field, state), state.stuck, state.unseen)
@@ -57,11 +57,11 @@ def _likeness(field: Field, state: RankState) -> tuple[object, ...]:
 
 
 def roots(field: Field) -> set[int]:
-    """Return the ranks that keep the others waiting. If nobody waits for anybody: those that are stuck alone."""
+    """Return the ranks that keep the others waiting. If no rank waits for another: those that are stuck alone."""
     awaited = {rank for missing in field.awaits.values() for rank in missing}
     if awaited:
         return awaited - set(field.awaits)
-    # While others go on, one that never had a pace has another part to play: a server, a watcher of the others.
+    # While others make progress, a rank that never had steps has another role: a server, or a monitor.
     together = all(each.stuck or each.gone for each in field.states.values())
     return {
         each.number

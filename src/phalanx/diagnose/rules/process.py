@@ -10,12 +10,12 @@ from phalanx.diagnose.rank_state import LONGER, SPINS, RankState
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field
 
-_UNHEARD = 5.0  # seconds without a word of a node, which says one every second
-_MUTE = 1.5  # likewise, of one that has not said either how its ranks are, when it was asked
+_UNHEARD = 5.0  # seconds without a message from a node, which sends one per second
+_MUTE = 1.5  # likewise, if it has not answered a request for evidence either
 _SWAPPED = 64e6  # bytes of a process on disk, at least
 _FAULTS = 50.0  # pages read back in a second
 _RELEASE = "native code has to release Python's lock (Py_BEGIN_ALLOW_THREADS) around what takes long"
-_FULL = 0.03  # of a node's memory is left: it has none
+_FULL = 0.03  # share of available memory below which a node counts as full
 
 
 def lost_nodes(evidence: Evidence) -> list[NodeFacts]:
