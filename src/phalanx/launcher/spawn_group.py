@@ -28,9 +28,9 @@ from phalanx.contract.variables import (
     WorkerVariables,
     worker_environment,
 )
-from phalanx.errors import LaunchError, RankError
+from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
-from phalanx.launcher.runs import root_cause
+from phalanx.launcher import spawn_failure
 
 logger = logging.getLogger(__name__)
 
@@ -328,15 +328,15 @@ class SpawnGroup:
         if self._broken is not None:
             raise self._broken
         if self._late:
-            raise _too_late(self._late, len(self._ranks), self._timeout or 0.0)
+            raise spawn_failure.timeout_error(self._late, len(self._ranks), self._timeout or 0.0)
         answers = [state.result() for state in self._ranks]
-        failures = [
-            failure
+        found = [
+            spawn_failure.find(rank, answer, code=state.code, ended=state.time, stopped=not self._lost)
             for rank, (state, answer) in enumerate(zip(self._ranks, answers, strict=True))
-            if (failure := _failure(rank, state, answer, stopped=not self._lost)) is not None
         ]
+        failures = [failure for failure in found if failure is not None]
         if failures:
-            raise _error(failures, len(self._ranks))
+            raise spawn_failure.error(failures, len(self._ranks))
         return [pickle.loads(answer["value"]) for answer in answers if answer]  # noqa: S301
 
 
@@ -351,59 +351,6 @@ def _ends(pid: int, timeout: float) -> bool:
         ready = stack.enter_context(selectors.DefaultSelector())
         ready.register(ended, selectors.EVENT_READ)
         return bool(ready.select(max(timeout, 0.0)))
-
-
-@dataclass(frozen=True)
-class _Failure:
-    rank: int
-    text: str
-    time: float
-    ours: bool = False  # it was ended by us
-    traceback: str = ""
-    exception: bytes = b""
-    fix: str = ""
-
-    @property
-    def order(self) -> tuple[bool, bool, float]:
-        """The sort key: the first cause first, consequences of another rank's end last."""
-        return self.ours, root_cause.names_lost_peer(self.text), self.time
-
-
-def _failure(rank: int, state: _Rank, answer: dict[str, Any] | None, *, stopped: bool) -> _Failure | None:
-    if answer and "error" in answer:
-        kept = {name: answer.get(name, empty) for name, empty in (("traceback", ""), ("exception", b""), ("fix", ""))}
-        return _Failure(rank, answer["error"], answer["time"], **kept)
-    if answer and (state.code == 0 or (state.code is None and stopped)):
-        return None
-    if state.code is None:
-        return _Failure(rank, "was stopped" if stopped else "its fork server was killed", time.time(), ours=True)
-    text = f"{'killed by' if state.code < 0 else 'ended with'} {root_cause.in_words(state.code)}"
-    return _Failure(rank, text + (" and no result" if state.code >= 0 and not answer else ""), state.time)
-
-
-def _error(failures: Sequence[_Failure], world: int) -> RankError:
-    first, *others = sorted(failures, key=lambda failure: failure.order)
-    error = RankError(
-        f"rank {first.rank} of {world}: {first.text}",
-        rank=first.rank,
-        traceback=first.traceback,
-        details=[f"afterwards rank {other.rank}: {other.text}" for other in others if not other.ours],
-        fix=first.fix,
-    )
-    if first.exception:
-        try:
-            error.__cause__ = pickle.loads(first.exception)  # noqa: S301
-        except Exception:  # many exceptions can be pickled but not unpickled
-            logger.debug("the exception of rank %d cannot be unpickled", first.rank, exc_info=True)
-    return error
-
-
-def _too_late(late: list[int], world: int, timeout: float) -> LaunchError:
-    names = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
-    return LaunchError(
-        f"{names} of {world} had not ended after {timeout:g} s, and were stopped",
-        fix="a longer timeout=…, or find out what they wait for",
-    )
 
 
 class _Lines:
