@@ -10,10 +10,10 @@ from phalanx.version import __version__
 if TYPE_CHECKING:
     from phalanx.errors import RankError
     from phalanx.launcher.job import Job, launch
+    from phalanx.launcher.spawn import spawn
     from phalanx.train.main import init, main
     from phalanx.train.run import Run
     from phalanx.worker.rendezvous.topology import Topology
-    from phalanx.worker.spawn.spawn import spawn
 
 __all__ = ["Job", "RankError", "Run", "__version__", "init", "launch", "main", "spawn", "topology"]
 
@@ -25,7 +25,7 @@ _WHERE = {
     "init": "phalanx.train.main",
     "launch": "phalanx.launcher.job",
     "main": "phalanx.train.main",
-    "spawn": "phalanx.worker.spawn.spawn",
+    "spawn": "phalanx.launcher.spawn",
 }
 
 

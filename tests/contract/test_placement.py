@@ -5,16 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from phalanx.contract.encoding import encode
 from phalanx.contract.placement import RankPlacement
 from phalanx.contract.variables import rank_variables
-from phalanx.contract.worker_messages import Assignment, encode, from_agent
+from phalanx.contract.worker_messages import Assignment, from_agent
 from tests.kit.placements import placement
 
 
 def test_in_an_assignment() -> None:
     here = placement(5, 6, local_rank=1, local_world_size=2, node_rank=2, node_count=3)
     assignment = Assignment(generation=1, placement=here, topology="2*3", address="host", port=29500)
-    assert from_agent(encode(assignment)) == assignment
+    assert from_agent.decode(encode(assignment)) == assignment
     assert rank_variables(assignment) == {
         "RANK": "5",
         "LOCAL_RANK": "1",

@@ -33,16 +33,15 @@ class Group:
     """A worker group that is over at once."""
 
     def __init__(self, number: int, *, failed: bool) -> None:
-        self.number, self.failed, self.ranks = number, failed, {}
+        self.number = number
+        self.workers = SimpleNamespace(failed=failed, ranks={})
+        self.failures = SimpleNamespace(explain=lambda _: ([], "rank 0 failed"))
         self.output = Output()
         self.over = asyncio.Event()
         self.over.set()
 
     def close(self) -> None:
         pass
-
-    def explain_failures(self, kills: str) -> tuple[list[Any], str]:
-        return [], "rank 0 failed"
 
 
 class Node:

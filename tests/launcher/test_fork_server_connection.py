@@ -73,9 +73,9 @@ def test_a_request_has_an_answer_which_is_empty_if_the_fork_server_is_lost() -> 
         await server.connection.ready()
         asking = asyncio.create_task(server.connection.ask("orphans"))
         await asyncio.sleep(0)
-        assert server.request() == {"do": "orphans"}
-        server.send({"is": "orphans", "pids": [9]})
-        assert await asking == {"is": "orphans", "pids": [9]}
+        assert server.request() == {"do": "orphans", "id": 1}
+        server.send({"is": "orphans", "id": 1, "pids": [9]})
+        assert await asking == {"is": "orphans", "id": 1, "pids": [9]}
         asking = asyncio.create_task(server.connection.ask("sweep"))
         await asyncio.sleep(0)
         server.close()

@@ -27,6 +27,7 @@ class Group:
         self.living = [("0", object())] if living else []
         self.stopping = stopping
         self.over = asyncio.Event()
+        self.workers = self.failures = self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **_: self.calls.append((name, *args))
@@ -167,7 +168,7 @@ def test_the_loss_of_the_fork_server_is_a_failure_unless_the_attempt_is_over() -
     group = Group(living=False)
     here = controller(group=group)
     here.fork_server_lost()
-    assert group.names == ["fork_server_lost", "shared_failure"]
+    assert group.names == ["fork_server_lost", "of_all"]
     group.over.set()
     here.fork_server_lost()
     assert group.names[2:] == ["fork_server_lost"]

@@ -37,9 +37,10 @@ def ranks(made: MemberStates) -> dict[int, tuple[int, ...]]:
 def test_an_attempt_gives_ranks_to_as_many_as_are_expected() -> None:
     made = member_states(3, expected=2, spares=1)
     assert ranks(made) == {0: (0, 1), 1: (2, 3)}
-    assert (made.room, made.world_size, made.enough) == (0, 4, True)
+    assert (made.room, made.enough) == (0, True)
     spare = made.start_ranks(2, 4711)
-    assert (spare.ranks, spare.world_size, spare.nodes, spare.store_port) == ((), 4, 2, 4711)
+    assert (spare.spare, spare.store_port) == (True, 4711)
+    assert [(each.rank, each.world_size, each.node_count) for each in spare.placements] == [(4, 4, 2), (5, 4, 2)]
 
 
 def test_a_spare_starts_only_once_the_script_can_regroup() -> None:

@@ -13,9 +13,9 @@ import pytest
 from phalanx.contract import worker_messages
 from phalanx.launcher.agent.group.formation import Formation
 from phalanx.launcher.agent.group.heartbeats import HeartbeatWatch
-from phalanx.launcher.agent.group.regrouper import Readiness
+from phalanx.launcher.agent.group.regrouper import ReadinessReporter
 from phalanx.launcher.agent.group.stopper import Stopper, escalation
-from phalanx.launcher.agent.worker import TrainingProgress, Worker, WorkerState
+from phalanx.launcher.agent.worker import StepProgress, Worker, WorkerState
 from phalanx.launcher.agent.workers import Workers
 from tests.kit.placements import seat
 
@@ -46,8 +46,8 @@ class Observer:
     def __init__(self) -> None:
         self.reported: list[tuple[bool, bool, bool]] = []
 
-    def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
-        self.reported.append((called, ended, ready))
+    def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:
+        self.reported.append((connected, finished, all_connected))
 
 
 def worker(rank: int, *states: WorkerState, spare: bool = False) -> Worker:
@@ -126,7 +126,7 @@ def test_a_worker_in_a_debugger_is_not_interrupted() -> None:
 
 def test_readiness_is_reported_when_it_changes() -> None:
     observer: Any = Observer()
-    readiness = Readiness(observer)
+    readiness = ReadinessReporter(observer)
     ranks = [worker(0), worker(1), worker(2, *CONNECTED, spare=True)]
     readiness.update(ranks, spare_node=False)
     assert observer.reported == []
@@ -145,7 +145,7 @@ def test_readiness_is_reported_when_it_changes() -> None:
 
 def test_on_a_node_of_spares_they_count() -> None:
     observer: Any = Observer()
-    Readiness(observer).update([worker(0, *CONNECTED, spare=True)], spare_node=True)
+    ReadinessReporter(observer).update([worker(0, *CONNECTED, spare=True)], spare_node=True)
     assert observer.reported == [(True, False, True)]
 
 
@@ -173,7 +173,7 @@ def test_a_worker_waits_if_it_is_a_spare_or_its_group_is_held() -> None:
 
 
 def test_optimizer_steps_match_committed_steps_if_they_advance_alike() -> None:
-    progress = TrainingProgress()
+    progress = StepProgress()
     progress.committed(10, 110)
     assert not progress.steps_match
     progress.committed(20, 120)

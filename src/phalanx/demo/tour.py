@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from phalanx.demo.scenes import SCENES
 from phalanx.errors import PhalanxError
-from phalanx.worker.spawn import linux
-from phalanx.worker.spawn.spawn import spawn
+from phalanx.forkserver import linux
+from phalanx.launcher.spawn import spawn
 
 _TIMEOUT = 60.0
 

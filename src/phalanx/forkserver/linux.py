@@ -21,8 +21,14 @@ _PR_SET_MM = 35
 _PR_SET_MM_ARG_END = 9
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 
 _CAPTURE_THREAD_LOCAL = 1  # of CUDA
+
+# torch_shm_manager, as the kernel cuts its name. It ends two seconds after the last process that used it and then
+# removes its files, but not if it is killed.
+_TIDIES_UP = "torch_shm_manag"
+_TIME_TO_TIDY = 4.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -35,7 +41,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-class Peer(NamedTuple):
+class SocketPeer(NamedTuple):
     """The process at the other end of a Unix socket."""
 
     pid: int
@@ -47,10 +53,10 @@ class Peer(NamedTuple):
         return self.uid == os.getuid()
 
 
-def peer(sock: socket.socket) -> Peer:
+def peer(sock: socket.socket) -> SocketPeer:
     """Return who called `connect`, or on the caller's side who called `listen`. The kernel says so, not the peer."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return Peer(pid, uid)
+    return SocketPeer(pid, uid)
 
 
 def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
@@ -116,6 +122,17 @@ def start_time(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def holds(path: str) -> bool:
+    """Return whether this process has a file open."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}") == path:
+                return True
+        except OSError:
+            continue
+    return False
 
 
 _STATES = {"T": "stopped", "t": "traced", "D": "waits for a device", "R": "computes", "S": "sleeps", "Z": "dead"}
@@ -185,20 +202,25 @@ def childless() -> bool:
     return False
 
 
-def end_descendants(*, besides: frozenset[int] = frozenset(), grace: float = 1.0, limit: float = 10.0) -> list[int]:
+def end_descendants(
+    *, besides: frozenset[int] = frozenset(), patience: float = 0.0, grace: float = GRACE, limit: float = 10.0
+) -> list[int]:
     """Terminate everything below this process, kill it after `grace` seconds, and reap it. Return what did not end.
 
-    Only for a sub-reaper: children of orphans become ours, so none is missed.
+    With `patience`, wait these seconds first for what ends by itself, and longer for torch's shared memory manager,
+    which removes its files then. Only for a sub-reaper: children of orphans become ours, so none is missed.
     """
     start = time.monotonic()
     terminated: set[int] = set()
     while not childless():
         _reap(besides)
         alive = descendants(os.getpid(), besides=besides)
-        waited = time.monotonic() - start
+        waited = time.monotonic() - start - patience
         if not alive or waited > limit:
             return alive
-        for pid in alive:
+        for pid in alive if waited >= 0 else ():
+            if patience and waited < _TIME_TO_TIDY and _name(pid) == _TIDIES_UP:
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if waited > grace:
                     os.kill(pid, signal.SIGKILL)
@@ -208,6 +230,12 @@ def end_descendants(*, besides: frozenset[int] = frozenset(), grace: float = 1.0
                     os.kill(pid, signal.SIGCONT)  # a stopped process would not handle SIGTERM
         time.sleep(0.005)
     return []
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
+        return file.read().rstrip("\n")
+    return ""
 
 
 def _reap(besides: frozenset[int]) -> None:

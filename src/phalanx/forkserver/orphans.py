@@ -34,12 +34,17 @@ class Orphans:
             for each in found:
                 self._files.update(_shm_files(each))
 
-    def end(self, *, besides: frozenset[int] = frozenset()) -> list[int]:
-        """End every process below this one, then remove the files. Return the processes that did not end."""
+    def end(
+        self, *, besides: frozenset[int] = frozenset(), patience: float = 0.0, grace: float = linux.GRACE
+    ) -> list[int]:
+        """End every process below this one, then remove the files. Return the processes that did not end.
+
+        They have `patience` seconds to end by themselves, and `grace` seconds after SIGTERM.
+        """
         if not linux.childless():
             self._last_scan = 0.0
             self.note()
-        left = linux.end_descendants(besides=besides)
+        left = linux.end_descendants(besides=besides, patience=patience, grace=grace)
         self._remove()
         return left
 

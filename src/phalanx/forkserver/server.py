@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import time
 from typing import Any
 
 from . import linux, store, wire
@@ -21,10 +22,15 @@ from .probe import probe
 
 
 class ForkServer:
-    """ForkServer(sock).serve(): serve an agent over a socket."""
+    """ForkServer(sock).serve(): serve an agent over a socket.
 
-    def __init__(self, sock: socket.socket) -> None:
+    `parent`: a pidfd of the process at the other end, for a server that is a plain fork of it. Other forks of that
+    process may hold its end of the socket, so the end of the connection alone does not show that it is gone.
+    """
+
+    def __init__(self, sock: socket.socket, parent: int | None = None) -> None:
         self._sock = sock
+        self._parent = parent
         self._children: dict[int, str] = {}  # pid -> name that the agent uses
         self._store: int | None = None
         self._orphan_cleanup = Orphans()
@@ -44,9 +50,13 @@ class ForkServer:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
+        if self._parent is not None:
+            poll.register(self._parent, select.POLLIN)
         while True:
             self._reap()
             ready = {fd for fd, _ in poll.poll()}
+            if self._parent in ready:
+                self._end()
             if self._wake_read in ready:
                 os.read(self._wake_read, 512)
                 while self._signals:
@@ -82,7 +92,7 @@ class ForkServer:
             case "orphans":
                 self._send({"is": "orphans", "id": request.get("id", 0), "pids": self._orphans()})
             case "end":
-                self._end(leave=request.get("leave", False))
+                self._end(**{name: request[name] for name in ("leave", "patience", "grace") if name in request})
         return False
 
     def _start(self, request: dict[str, Any], fds: list[int]) -> bool:
@@ -111,8 +121,9 @@ class ForkServer:
         """Set up a child; exit if that fails, so that it becomes nothing else."""
         try:
             self._sock.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            for fd in (self._wake_read, self._wake_write, self._parent):
+                if fd is not None:
+                    os.close(fd)
             setup.detach(request, fds, parent)
             return self._run_child(request, fds)
         except KeyboardInterrupt:  # stopped before it had begun: ends as it would have a moment later
@@ -150,7 +161,9 @@ class ForkServer:
         if request.get("cuda") is not None:
             cuda.open_context(request["cuda"])
         kept: list[int] = []
-        if request.get("probe") is not None:
+        if request.get("probe") is None:
+            request["inherited"] = fds[3:]
+        else:
             board, channel, stacks = fds[3:]
             kept = probe.begin(board, request["probe"], channel, stacks)
         # From here on an import may find a module of the script. Then no preload hints are recorded.
@@ -191,7 +204,8 @@ class ForkServer:
             if pid == self._store:
                 self._store = None
             if name is not None:
-                self._send({"is": "exited", "name": name, "pid": pid, "status": status, "peak": usage.ru_maxrss * 1024})
+                report = {"is": "exited", "name": name, "pid": pid, "status": status, "time": time.time()}
+                self._send({**report, "peak": usage.ru_maxrss * 1024})
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
@@ -215,14 +229,15 @@ class ForkServer:
             self._children.pop(self._store, None)
             self._store = None
 
-    def _end(self, *, leave: bool = False) -> None:
+    def _end(self, *, leave: bool = False, patience: float = 0.0, grace: float = linux.GRACE) -> None:
         """Exit, after ending all descendants, also those in sessions of their own.
 
-        With `leave`, what workers have started keeps running, as a child of the next reaper.
+        With `leave`, what workers have started keeps running, as a child of the next reaper. Otherwise it has
+        `patience` seconds to end by itself, then gets SIGTERM, and `grace` seconds later SIGKILL.
         """
         signal.set_wakeup_fd(-1)
         self._end_store()
-        left = list(self._orphan_cleanup.leave()) if leave else self._orphan_cleanup.end()
+        left = list(self._orphan_cleanup.leave()) if leave else self._orphan_cleanup.end(patience=patience, grace=grace)
         with contextlib.suppress(OSError):
             wire.send(self._sock, {"is": "ended", "left": left})
         os._exit(0)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.function_call import check_caller
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher import function_call
 from phalanx.launcher.output import log_reader
@@ -61,6 +62,7 @@ def launch(
     cwd           Working directory of the workers. Default: that of this process.
     show          Show the output of the run on the standard output and error of this process.
     """
+    check_caller("launch")
     line = [*_flags(workers, nodes, max_restarts, cpu=cpu), *options]
     environ = {**environment(), **(env or {})}
     if not callable(target):

@@ -14,7 +14,7 @@ Divides = Callable[[ast.expr], bool]
 
 
 @dataclass(frozen=True)
-class Divergence:
+class BranchDivergence:
     """A condition that only some ranks pass."""
 
     test: str  # as it is written
@@ -36,7 +36,7 @@ class Divergences:
         self.script = script
         self.operations = operations
 
-    def find(self, node: ast.AST, divides: Divides, op: str = "") -> Divergence | None:
+    def find(self, node: ast.AST, divides: Divides, op: str = "") -> BranchDivergence | None:
         """Return the innermost condition. With `op`: not if its other branch does the same."""
         child = node
         for parent in self.script.above(node):
@@ -44,7 +44,7 @@ class Divergences:
                 return found
             if isinstance(parent, Function):
                 marks = [mark for mark in parent.decorator_list if divides(mark)]
-                return Divergence(f"@{ast.unparse(marks[0])}", marks[0].lineno) if marks else None
+                return BranchDivergence(f"@{ast.unparse(marks[0])}", marks[0].lineno) if marks else None
             if isinstance(parent, ast.Lambda | ast.ClassDef):
                 return None
             child = parent
@@ -52,7 +52,7 @@ class Divergences:
 
     # -- under a condition
 
-    def _under(self, parent: ast.AST, child: ast.AST, divides: Divides, op: str) -> Divergence | None:
+    def _under(self, parent: ast.AST, child: ast.AST, divides: Divides, op: str) -> BranchDivergence | None:
         if isinstance(parent, ast.If | ast.While | ast.IfExp):
             if child is parent.test or not divides(parent.test):
                 return None
@@ -64,12 +64,12 @@ class Divergences:
             if op and (self._does(others, op) or self._paired(parent, divides, op)):
                 return None
             text = ast.unparse(parent.test)
-            return Divergence(text if there else f"not ({text})", parent.lineno)
+            return BranchDivergence(text if there else f"not ({text})", parent.lineno)
         if isinstance(parent, ast.BoolOp) and child in parent.values:
             for value in parent.values[: parent.values.index(child)]:
                 if divides(value):
                     text = ast.unparse(value)
-                    return Divergence(text if isinstance(parent.op, ast.And) else f"not ({text})", value.lineno)
+                    return BranchDivergence(text if isinstance(parent.op, ast.And) else f"not ({text})", value.lineno)
         return None
 
     def _before(self, node: ast.AST, divides: Divides) -> Iterator[ast.stmt]:
@@ -109,7 +109,7 @@ class Divergences:
 
     # -- after some have left
 
-    def _after(self, parent: ast.AST, child: ast.AST, divides: Divides, op: str) -> Divergence | None:
+    def _after(self, parent: ast.AST, child: ast.AST, divides: Divides, op: str) -> BranchDivergence | None:
         for block in _blocks(parent):
             if child in block:
                 before = block[: block.index(child)]
@@ -130,7 +130,9 @@ class Divergences:
                 return None
         return None
 
-    def _leaving(self, nodes: Sequence[ast.AST], divides: Divides, op: str, ways: Sequence[str]) -> Divergence | None:
+    def _leaving(
+        self, nodes: Sequence[ast.AST], divides: Divides, op: str, ways: Sequence[str]
+    ) -> BranchDivergence | None:
         for node, depth in _with_depth(nodes):
             if not isinstance(node, ast.If) or not divides(node.test):
                 continue
@@ -141,7 +143,7 @@ class Divergences:
             if left not in ways or (depth and left in ("continue", "break")) or (op and self._does(branch, op)):
                 continue
             text = ast.unparse(node.test)
-            return Divergence(text if here[0] else f"not ({text})", node.lineno, left)
+            return BranchDivergence(text if here[0] else f"not ({text})", node.lineno, left)
         return None
 
     def _way(self, branch: Sequence[ast.stmt]) -> str:

@@ -96,9 +96,10 @@ def _reopen(stream: Any, mode: str) -> None:
 
 def _reseed() -> None:
     """Reseed what a fork would share. Python's own generator reseeds itself."""
-    if "numpy.random" in sys.modules:
+    # None: a program that forbids the import
+    if sys.modules.get("numpy.random") is not None:
         sys.modules["numpy.random"].seed()
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:
         sys.modules["torch"].default_generator.seed()
     if "multiprocessing.process" in sys.modules:
         process = sys.modules["multiprocessing.process"]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from typing import Any
 
-from .. import log
+from .. import linux, log
 from ..child import gloo_groups
 from .preloaded import Preloaded
 
@@ -114,25 +114,13 @@ def _elsewhere(name: str) -> str | None:
 def unsafe() -> str:
     """Return why this process must not be forked, or ""."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if (cuda is not None and cuda.is_initialized()) or _holds("/dev/nvidia-uvm"):
+    # Only cuInit opens the driver's memory device: it shows this even if torch does not know.
+    if (cuda is not None and cuda.is_initialized()) or linux.holds("/dev/nvidia-uvm"):
         return "CUDA was initialised while importing"
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if others:
         return f"importing started a thread ({', '.join(others)})"
     return ""
-
-
-def _holds(path: str) -> bool:
-    """Return whether this file is open. Only cuInit opens the driver's memory device: this shows it even if torch
-    does not know.
-    """
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{fd}") == path:
-                return True
-        except OSError:
-            continue
-    return False
 
 
 def record_hints(path: str) -> None:

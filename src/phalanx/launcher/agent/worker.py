@@ -36,7 +36,7 @@ _FOLLOWS = {
 
 
 @dataclass
-class TrainingProgress:
+class StepProgress:
     """The committed steps and training samples that a worker has reported."""
 
     step: int | None = None  # newest committed step
@@ -91,7 +91,7 @@ class Worker:
     last_heartbeat: float = 0.0  # 0: it has never connected
     spare: bool = False  # it waits to replace another worker
     probe: ProbeClient | None = None
-    progress: TrainingProgress = field(default_factory=TrainingProgress)
+    progress: StepProgress = field(default_factory=StepProgress)
     membership: GroupMembership = field(default_factory=GroupMembership)
     exit: ExitContext = field(default_factory=ExitContext)
     state: WorkerState = WorkerState.STARTING

@@ -131,8 +131,13 @@ def lost_a_peer(death: ProcessFailure) -> bool:
     return _lost_a_peer(report_of(death))
 
 
+def names_lost_peer(exception: str) -> bool:
+    """Return whether the text of an exception is that of a rank that lost a peer."""
+    return bool(_PEER_LOST.search(exception))
+
+
 def _lost_a_peer(report: TracebackReport) -> bool:
-    return bool(_PEER_LOST.search(report.exception)) and not _lost_a_loader(report)
+    return names_lost_peer(report.exception) and not _lost_a_loader(report)
 
 
 def _lost_a_loader(report: TracebackReport) -> bool:

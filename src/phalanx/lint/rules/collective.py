@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from phalanx.lint.divergence import Divergence, Divides
+from phalanx.lint.divergence import BranchDivergence, Divides
 from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
 from phalanx.lint.operations import Kind, RankOperation
@@ -27,7 +27,7 @@ def check(model: Model) -> Iterator[LintFinding]:
         )
 
 
-def divergent(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[RankOperation, Divergence]]:
+def divergent(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[RankOperation, BranchDivergence]]:
     """Yield operations of all ranks that ranks reach on different paths."""
     if _smaller(model):
         return

@@ -19,7 +19,7 @@ from phalanx.launcher.runs.run_folder import RunFolder
 class RegroupObserver(Protocol):
     """Follows how workers regroup and halt: the coordinator."""
 
-    def regroup_ready(self, called: bool, ended: bool, ready: bool) -> None:
+    def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:
         """Handle a change of the readiness: a worker has connected; one has finished; all have connected."""
 
     def first_step(self, message: worker_messages.FirstStep) -> None:

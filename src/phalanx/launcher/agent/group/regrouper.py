@@ -18,27 +18,28 @@ from phalanx.launcher.agent.group.worker_channels import WorkerChannels
 from phalanx.launcher.agent.worker import Worker
 from phalanx.launcher.agent.workers import Workers
 from phalanx.launcher.coordination.actions import RegroupPlan
+from phalanx.launcher.coordination.readiness import Readiness
 from phalanx.launcher.output.capture import OutputCapture
 
 
-class Readiness:
+class ReadinessReporter:
     """Reports to the coordinator whether the workers of this node can regroup, each time that this changes."""
 
     def __init__(self, observer: RegroupObserver) -> None:
         self._observer = observer
-        self.called = False  # a worker has connected, so the script can regroup; a plain script never connects
-        self.ended = False  # a worker has finished, so no new group can form
-        self._ready = False  # all workers have connected
+        self.current = Readiness()
 
     def update(self, workers: Collection[Worker], *, spare_node: bool) -> None:
         """Report the readiness of these workers if it has changed. Spares count only on a node of spares."""
         counted = [worker for worker in workers if not worker.spare or spare_node]
-        ended = any(worker.finished or worker.code == 0 for worker in counted if not worker.spare)
-        called = self.called or any(worker.connected for worker in counted)
-        ready = all(worker.connected for worker in counted)
-        if (called, ended, ready) != (self.called, self.ended, self._ready):
-            self.called, self.ended, self._ready = called, ended, ready
-            self._observer.regroup_ready(called, ended, ready)
+        now = Readiness(
+            connected=self.current.connected or any(worker.connected for worker in counted),
+            finished=any(worker.finished or worker.code == 0 for worker in counted if not worker.spare),
+            all_connected=all(worker.connected for worker in counted),
+        )
+        if now != self.current:
+            self.current = now
+            self._observer.regroup_ready(*now)
 
 
 class Regrouper:
@@ -63,15 +64,14 @@ class Regrouper:
         self._stopper = stopper
         self._output = output
         self._spares = SparePool(workers, spawner, context.note)
-        self._readiness = Readiness(context.observer)
+        self._readiness = ReadinessReporter(context.observer)
         self.unresponsive = UnresponsiveWatch(workers, channels, stopper, context.note)
         self._halt: worker_messages.Halt | None = None  # the latest halt message
 
     @property
     def forming(self) -> bool:
         """Return whether workers that can regroup have not formed this generation yet."""
-        readiness = self._readiness
-        return readiness.called and not readiness.ended and not self._workers.formed(self.formation.generation)
+        return self._readiness.current.can_regroup and not self._workers.formed(self.formation.generation)
 
     def regroup(self, to: RegroupPlan) -> None:
         """Start a generation: replace dead workers, by spares if possible, and send all workers their assignment."""
@@ -146,7 +146,7 @@ class Regrouper:
         self._spares.exited(self.formation, name, worker, code)
 
     def _keep_spares(self) -> None:
-        if self._readiness.called and not self._stopper.stopping:
+        if self._readiness.current.connected and not self._stopper.stopping:
             self._spares.keep(self.formation)
 
     def report_readiness(self) -> None:

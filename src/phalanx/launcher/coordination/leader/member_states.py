@@ -72,11 +72,6 @@ class MemberStates:
             placements=table.placements, topology=roster.world(self.ranks), store_port=store_port, spare=spare
         )
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return sum(len(table.ranks) for table in self.ranks.values())
-
     # -- changes
 
     def start_attempt(self, connected: Collection[int]) -> None:

@@ -1,6 +1,6 @@
 """phalanx.spawn: results, first causes, and that nothing stays behind. The kit's fixture searches after each test.
 
-torch is imported here once, and not by the keeper of every test; scripts that are about something else have none.
+torch is imported here once, and not by the fork server of every test; scripts that are about something else have none.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError, RankError, UsageError
-from phalanx.worker.spawn import spawn as module
-from phalanx.worker.spawn import waiting
+from phalanx.launcher import spawn as module
 from tests.kit.cli import PYTHON, Handle, alive, python, start, terminal, until
 
 # Most are about processes, and need no group.
@@ -32,7 +31,7 @@ NO_TORCH = "import sys; sys.modules['torch'] = None\n"
 SLEEPERS = """
 import os, signal, subprocess, sys, time
 sys.modules["torch"] = None
-from phalanx.worker.spawn.spawn import spawn
+from phalanx.launcher.spawn import spawn
 
 def wait():
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -148,7 +147,7 @@ def test_an_exception_is_raised_with_its_rank_and_traceback() -> None:
     assert time.monotonic() - begin < 30
     assert caught.value.rank == 2
     assert 'raise ValueError("a broken sample")' in caught.value.traceback
-    assert "keeper.py" not in caught.value.traceback
+    assert "spawn_server.py" not in caught.value.traceback
     assert isinstance(caught.value.__cause__, ValueError)
 
 
@@ -171,8 +170,7 @@ def test_an_early_exit(leave: object, words: str) -> None:
         spawn(leave, 2)  # type: ignore[arg-type]
 
 
-def test_who_goes_without_a_word_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_LINGER", 0.2)
+def test_who_goes_without_a_word_ends_the_others() -> None:
     with pytest.raises(RankError, match="rank 1 of 2: ended with exit code 0 and no result"):
         spawn(lambda: os._exit(0) if rank() else time.sleep(1000), 2)
 
@@ -288,6 +286,17 @@ def test_workers_of_a_data_loader() -> None:
     assert spawn(total, 2, timeout=60) == [28.0, 28.0]
 
 
+def test_a_manager_of_the_caller() -> None:
+    with multiprocessing.Manager() as manager:
+        noted = manager.dict()
+        spawn(lambda: noted.update({rank(): manager.list([rank()])[0]}), 2)
+        assert dict(noted) == {0: 0, 1: 1}
+
+
+def test_standard_input_of_a_rank_is_empty() -> None:
+    assert spawn(lambda: (sys.stdin.read(), os.read(0, 1)), 1) == [("", b"")]
+
+
 def test_a_process_in_a_group_is_not_forked() -> None:
     def reason() -> str:
         before = module.must_not_fork()
@@ -325,7 +334,7 @@ def test_fresh_ranks_import_the_script(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
         f"{NO_TORCH}import os, sys\n"
-        "from phalanx.worker.spawn.spawn import spawn\n"
+        "from phalanx.launcher.spawn import spawn\n"
         "class Answer:\n"
         "    def __init__(self, rank): self.rank = rank\n"
         "def fn(x): return Answer(x * int(os.environ['RANK'])), 'mark' in os.environ, os.getppid()\n"
@@ -345,7 +354,7 @@ _forked = False
 
 
 def test_where_cuda_is_up_ranks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as it can be seen without a GPU; with one: gpu_check.py."""
+    """As far as it can be seen without a GPU; with one: gpu_spawn.py."""
     monkeypatch.setattr(sys.modules[__name__], "_forked", True)
     assert spawn(forked, 1) == [True]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -355,13 +364,13 @@ def test_where_cuda_is_up_ranks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     assert module.must_not_fork().startswith("it is a daemon of multiprocessing")
     local = 5
-    with pytest.raises(UsageError, match="cannot be sent to fresh ranks") as caught:
+    with pytest.raises(UsageError, match="cannot be sent to the ranks") as caught:
         spawn(lambda: local, 2)
     assert "they cannot be forks of this process: it is a daemon of multiprocessing" in str(caught.value)
 
 
 def test_fresh_ranks_cannot_import_what_was_typed() -> None:
-    text = f"{NO_TORCH}from phalanx.worker.spawn.spawn import spawn\ndef fn(): return 7\n"
+    text = f"{NO_TORCH}from phalanx.launcher.spawn import spawn\ndef fn(): return 7\n"
     forked = python("-", input=f"{text}print(spawn(fn, 2, join=False))")
     assert forked.out == "[7, 7]\n", forked.err
     fresh = python(
@@ -374,7 +383,7 @@ def test_fresh_ranks_cannot_import_what_was_typed() -> None:
 
 def test_a_script_that_spawns_while_it_is_imported(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    path.write_text("from phalanx.worker.spawn.spawn import spawn\ndef fn(): pass\nspawn(fn, 2, fresh=True)\n")
+    path.write_text("from phalanx.launcher.spawn import spawn\ndef fn(): pass\nspawn(fn, 2, fresh=True)\n")
     result = python(str(path))
     assert result.code == 1
     assert 'put the call under `if __name__ == "__main__":`' in result.err
@@ -383,7 +392,7 @@ def test_a_script_that_spawns_while_it_is_imported(tmp_path: Path) -> None:
 def test_an_error_in_a_fresh_rank(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
-        f"{NO_TORCH}from phalanx.worker.spawn.spawn import spawn\n"
+        f"{NO_TORCH}from phalanx.launcher.spawn import spawn\n"
         "def fn(): raise KeyError('nothing there')\n"
         "if __name__ == '__main__': spawn(fn, 1, fresh=True, join=False)\n"
     )
@@ -417,18 +426,18 @@ def test_a_caller_that_is_killed_leaves_nothing(sleepers: str, number: signal.Si
     until(lambda: not any(map(alive, pids)), 10, "the end of ranks and what they had started")
 
 
-def test_a_keeper_that_is_killed_takes_the_ranks_along(tmp_path: Path) -> None:
+def test_a_fork_server_that_is_killed_takes_the_ranks_along(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
-        f"{NO_TORCH}import os, time\nfrom phalanx.worker.spawn.spawn import spawn\n"
+        f"{NO_TORCH}import os, time\nfrom phalanx.launcher.spawn import spawn\n"
         "def fn():\n    print('ready', os.getpid(), os.getppid())\n    time.sleep(1000)\n"
         "spawn(fn, 2, join=False)\n"
     )
     job = start(words=(*PYTHON, str(path)))
-    one, keeper, other, _ = ready(job)
-    os.kill(keeper, signal.SIGKILL)
+    one, server, other, _ = ready(job)
+    os.kill(server, signal.SIGKILL)
     assert job.wait() == 1
-    assert "its keeper was killed" in job.err
+    assert "its fork server was killed" in job.err
     until(lambda: not any(map(alive, (one, other))), 10, "the end of the ranks")
 
 

@@ -1,4 +1,4 @@
-"""On a machine with a GPU: `python tests/worker/gpu_check.py`. A caller that has CUDA up spawns all the same."""
+"""On a machine with a GPU: `python tests/launcher/gpu_spawn.py`. A caller that has CUDA up spawns all the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.worker.spawn.spawn import must_not_fork, spawn
+from phalanx.launcher.spawn import must_not_fork, spawn
 
 
 def on_the_gpu(x: float) -> tuple[float, str]:

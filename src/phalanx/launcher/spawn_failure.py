@@ -1,0 +1,78 @@
+"""Why a `phalanx.spawn` failed: the failure of each rank, and which of them is the first cause."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import LaunchError, RankError
+from phalanx.launcher.runs import root_cause
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SpawnFailure:
+    """A rank that failed, or that we ended."""
+
+    rank: int
+    text: str
+    time: float
+    ours: bool = False  # it was ended by us
+    traceback: str = ""
+    exception: bytes = b""
+    fix: str = ""
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """The sort key: the first cause first, consequences of another rank's end last."""
+        return self.ours, root_cause.names_lost_peer(self.text), self.time
+
+
+def find(
+    rank: int, answer: dict[str, Any] | None, *, code: int | None, ended: float, stopped: bool
+) -> SpawnFailure | None:
+    """Return the failure of a rank; None: it succeeded.
+
+    `answer` is what it has sent, `code` how it exited at `ended` (None: not by itself). `stopped`: we ended the ranks.
+    """
+    if answer and "error" in answer:
+        kept = {name: answer.get(name, empty) for name, empty in (("traceback", ""), ("exception", b""), ("fix", ""))}
+        return SpawnFailure(rank, answer["error"], answer["time"], **kept)
+    if answer and (code == 0 or (code is None and stopped)):
+        return None
+    if code is None:
+        return SpawnFailure(rank, "was stopped" if stopped else "its fork server was killed", time.time(), ours=True)
+    text = f"{'killed by' if code < 0 else 'ended with'} {root_cause.in_words(code)}"
+    return SpawnFailure(rank, text + (" and no result" if code >= 0 and not answer else ""), ended)
+
+
+def error(failures: Sequence[SpawnFailure], world: int) -> RankError:
+    """Return the exception that `spawn` raises: the first cause, with its traceback, and what followed."""
+    first, *others = sorted(failures, key=lambda failure: failure.order)
+    raised = RankError(
+        f"rank {first.rank} of {world}: {first.text}",
+        rank=first.rank,
+        traceback=first.traceback,
+        details=[f"afterwards rank {other.rank}: {other.text}" for other in others if not other.ours],
+        fix=first.fix,
+    )
+    if first.exception:
+        try:
+            raised.__cause__ = pickle.loads(first.exception)  # noqa: S301 - from our own child
+        except Exception:  # many exceptions can be pickled but not unpickled
+            logger.debug("the exception of rank %d cannot be unpickled", first.rank, exc_info=True)
+    return raised
+
+
+def timeout_error(late: Sequence[int], world: int, timeout: float) -> LaunchError:
+    """Return the exception that `spawn` raises if ranks have not ended in time."""
+    names = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
+    return LaunchError(
+        f"{names} of {world} had not ended after {timeout:g} s, and were stopped",
+        fix="a longer timeout=…, or find out what they wait for",
+    )

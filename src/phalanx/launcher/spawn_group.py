@@ -1,0 +1,371 @@
+"""The ranks of one `phalanx.spawn`, as its caller sees them: started, shown, collected, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TextIO
+
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.placement import RankPlacement
+from phalanx.contract.variables import (
+    INTERFACES,
+    LINE,
+    MEMORY,
+    RUN,
+    RUN_FOLDER,
+    THREADS,
+    TOPOLOGY,
+    WorkerVariables,
+    worker_environment,
+)
+from phalanx.errors import LaunchError
+from phalanx.forkserver import linux, wire
+from phalanx.launcher import spawn_failure
+
+logger = logging.getLogger(__name__)
+
+_ADDRESS = "127.0.0.1"
+_SETTLE = 0.2  # seconds after a failure for other ranks to report theirs: the first cause may be reported second
+_LINGER = 5.0  # seconds for a rank that has reported a failure to end
+_GRACE = 2.0  # seconds between SIGTERM and SIGKILL
+_PATIENCE = 0.5  # seconds for what ends by itself: resource tracker, torch's manager of shared memory
+_STOP_TIMEOUT = 15.0  # seconds for the fork server to end all that
+_LONGEST = 1 << 16  # bytes of a line, before a part of it is shown
+_NEVER = float("inf")
+
+
+@dataclass
+class _Rank:
+    ours: tuple[int, int, int]  # read ends: stdout, stderr, result
+    code: int | None = None  # None: it runs, or was stopped
+    time: float = 0.0
+    answer: bytearray = field(default_factory=bytearray)
+
+    def result(self) -> dict[str, Any] | None:
+        """Return what the rank has sent at its end; None: nothing, or only a part of it."""
+        try:
+            # From a process that we have started, over a pipe that only it has.
+            return dict(pickle.loads(self.answer)) if self.answer else None  # noqa: S301
+        except Exception:  # of a truncated pickle: nearly anything
+            logger.debug("the result of a rank cannot be read", exc_info=True)
+            return None
+
+
+class SpawnGroup:
+    """Orders the ranks from a fork server, shows their output and collects their results until all have ended."""
+
+    def __init__(self, sock: socket.socket, pid: int, ranks: int, backend: str | None, timeout: float | None) -> None:
+        self._sock = sock
+        self._pid = pid  # of the fork server
+        self._backend = backend  # of the process group; "": choose one; None: make no group
+        self._timeout = timeout
+        self._deadline = _NEVER if timeout is None else time.monotonic() + timeout
+        self._stop_at = _NEVER  # a rank has failed, and the others will be ended
+        self._kill_at = _NEVER  # the fork server was asked to end
+        self._ready = False  # the fork server has imported torch
+        self._hosts_store = False
+        self._lost = False  # it has ended unasked
+        self._ended = False
+        self._late: list[int] = []
+        self._broken: LaunchError | None = None
+        self._descriptors = contextlib.ExitStack()
+        self._waiting: list[tuple[int, int, int]] = []  # write ends of the ranks that have not been ordered
+        self._ranks: list[_Rank] = []
+        digits = len(str(ranks - 1))
+        self._lines = {(rank, stream): _Lines(f"[{rank:>{digits}}] ") for rank in range(ranks) for stream in (0, 1)}
+        try:
+            self._nothing = self._keep(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+            # Bound here, so that the port stays free until the store listens.
+            self._listener = self._descriptors.enter_context(socket.create_server((_ADDRESS, 0), backlog=1024))
+            for _ in range(ranks):
+                self._add_rank()
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                least = 6 * ranks + len(os.listdir("/proc/self/fd")) + 10
+                raise LaunchError(
+                    f"{ranks} ranks need more open files than this process may have", fix=f"ulimit -n {least}"
+                ) from None
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End whatever is left."""
+        self._end()
+        for fds in self._waiting:
+            for fd in fds:
+                os.close(fd)
+        self._descriptors.close()
+
+    def _keep(self, fd: int) -> int:
+        self._descriptors.callback(os.close, fd)
+        return fd
+
+    def _add_rank(self) -> None:
+        ours, theirs = [], []
+        try:
+            for _ in range(3):
+                read, write = os.pipe()
+                ours.append(self._keep(read))
+                theirs.append(write)
+                os.set_blocking(read, False)
+        except BaseException:
+            for fd in theirs:
+                os.close(fd)
+            raise
+        self._ranks.append(_Rank((ours[0], ours[1], ours[2])))
+        self._waiting.append((theirs[0], theirs[1], theirs[2]))
+
+    # -- while they run
+
+    def results(self) -> list[Any]:
+        """Wait for all ranks; return their results, or raise the first cause."""
+        try:
+            self._follow()
+        finally:
+            self._end()  # also on Ctrl-C
+        return self._judge()
+
+    def _follow(self) -> None:
+        """Handle messages and output until the fork server has ended."""
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._sock, selectors.EVENT_READ, None)
+            for fd, what in self._sources():
+                ready.register(fd, selectors.EVENT_READ, what)
+            while time.monotonic() < self._kill_at:
+                wait = min(self._deadline, self._stop_at, self._kill_at) - time.monotonic()
+                for key, _ in ready.select(None if wait == _NEVER else max(wait, 0.0)):
+                    if key.data is not None:
+                        if not self._read(key.fd, *key.data):
+                            ready.unregister(key.fd)
+                    elif (received := wire.receive(self._sock)) is None:
+                        self._lost = self._kill_at == _NEVER
+                        return
+                    else:
+                        self._handle(received[0])
+                self._check_deadlines()
+
+    def _sources(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield each descriptor with (rank, 0 stdout, 1 stderr, 2 result)."""
+        for rank, state in enumerate(self._ranks):
+            for stream, fd in enumerate(state.ours):
+                yield fd, (rank, stream)
+
+    def _handle(self, message: wire.Message) -> None:
+        """Handle a message of the fork server. One order is on its way at a time, so neither side blocks the other."""
+        match message["is"]:
+            case "ready":
+                self._ready, self._hosts_store = True, message["torch"]
+                self._order_next()
+            case "born":
+                self._order_next()
+            case "refused":
+                self._broken = LaunchError(
+                    f"rank {message['name']} could not be started: {message['why']}",
+                    fix="ulimit -u, or the memory that is left",
+                )
+                self._stop()
+            case "broken":
+                self._broken = LaunchError(
+                    "the ranks could not be started", details=message["why"].rstrip().splitlines()
+                )
+            case "exited" if message["name"] == "store":
+                self._broken = LaunchError("the store of the ranks has ended before them")
+                self._stop()
+            case "exited":
+                self._exited(int(message["name"]), os.waitstatus_to_exitcode(message["status"]), message["time"])
+            case "signalled" if message["signal"] in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                self._stop()
+
+    def _order_next(self) -> None:
+        """Order the next rank, and after the last one the store: ranks that connect earlier wait in its queue."""
+        if self._listener.fileno() < 0 or self._kill_at != _NEVER:
+            return
+        if self._waiting:
+            theirs = self._waiting.pop(0)
+            rank = len(self._ranks) - len(self._waiting) - 1
+            order = {"do": "start", "name": str(rank), "environ": self._environment(rank), "backend": self._backend}
+            self._send({**order, "args": sys.argv[1:], "command": sys.orig_argv}, (self._nothing, *theirs))
+            for fd in theirs:
+                os.close(fd)
+            return
+        if self._hosts_store:
+            port = self._listener.getsockname()[1]
+            order = {"do": "store", "name": "store", "environ": environment(), "address": _ADDRESS, "port": port}
+            self._send(order, (self._nothing, self._nothing, self._nothing, self._listener.fileno()))
+        self._listener.close()
+
+    def _send(self, order: wire.Message, fds: Sequence[int] = ()) -> None:
+        with contextlib.suppress(OSError):  # it has ended: the end of the connection is handled next
+            wire.send(self._sock, order, list(fds))
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """Return the environment of a rank, as under `phalanx run` on one node."""
+        own = (RUN, RUN_FOLDER, LINE, MEMORY, TOPOLOGY)  # of this process, if it is a rank of something else
+        environ = {
+            name: value
+            for name, value in environment().items()
+            if name not in own and not name.startswith("TORCHELASTIC_")
+        }
+        ranks = len(self._ranks)
+        member = WorkerVariables(
+            placement=RankPlacement(
+                rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, node_count=1
+            ),
+            role="default",
+            run_id=f"spawn-{os.getpid()}",
+            run="",
+            run_folder="",
+            address=_ADDRESS,
+            port=self._listener.getsockname()[1],
+            attempt=0,
+            max_restarts=0,
+            error_file="",
+            signals="",
+        )
+        # All ranks are on this host, whatever its name resolves to.
+        defaults = {name: form.format("lo") for name, form in INTERFACES.items()}
+        if ranks > 1:
+            defaults[THREADS] = "1"
+        return {
+            **defaults,
+            **environ,
+            **{name: value for name, value in worker_environment(member, environ).items() if value},
+        }
+
+    def _read(self, fd: int, rank: int, stream: int) -> bool:
+        """Read once from a rank; return whether there may be more later."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return True
+        self._take(data, rank, stream)
+        if not data and stream == 2 and "error" in (self._ranks[rank].result() or ()):
+            self._stop_at = min(self._stop_at, time.monotonic() + _LINGER)
+        return bool(data)
+
+    def _read_rest(self, fd: int, rank: int, stream: int) -> None:
+        """Read what is in a pipe now."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(fd, 1 << 16):
+                self._take(data, rank, stream)
+
+    def _take(self, data: bytes, rank: int, stream: int) -> None:
+        if stream == 2:
+            self._ranks[rank].answer += data
+        else:
+            self._lines[rank, stream].show(data, sys.stderr if stream else sys.stdout)
+
+    def _exited(self, rank: int, code: int, when: float) -> None:
+        state = self._ranks[rank]
+        state.code, state.time = code, when
+        self._read_rest(state.ours[2], rank, 2)
+        if all(state.code is not None for state in self._ranks):
+            self._stop(patience=_PATIENCE)
+        elif code or state.result() is None:
+            self._stop_at = min(self._stop_at, time.monotonic() + _SETTLE)
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        if now >= self._deadline and self._stop_at == self._kill_at == _NEVER:
+            self._late = [rank for rank, state in enumerate(self._ranks) if state.code is None]
+        if now >= min(self._deadline, self._stop_at):
+            self._deadline = self._stop_at = _NEVER
+            self._stop()
+
+    # -- their end
+
+    def _stop(self, patience: float = 0.0) -> None:
+        """Have the fork server end everything below it, and itself."""
+        if self._kill_at == _NEVER:
+            self._kill_at = time.monotonic() + _STOP_TIMEOUT
+            self._send({"do": "end", "patience": patience, "grace": _GRACE})
+
+    def _end(self) -> None:
+        """End the fork server, and show what is left in the pipes."""
+        if self._ended:
+            return
+        self._ended = True
+        self._stop()
+        try:
+            # Before it is ready it reads nothing, and has no ranks.
+            if not _ends(self._pid, self._kill_at - time.monotonic() if self._ready else 0.0):
+                self._kill()
+        except KeyboardInterrupt:  # pressed twice
+            self._kill()
+            raise
+        finally:
+            with contextlib.suppress(ChildProcessError):  # a caller that ignores SIGCHLD
+                os.waitpid(self._pid, 0)
+        for fd, (rank, stream) in self._sources():
+            self._read_rest(fd, rank, stream)
+        for (_, stream), lines in self._lines.items():
+            lines.finish(sys.stderr if stream else sys.stdout)
+
+    def _kill(self) -> None:
+        """Kill the fork server. Its ranks die with it, but not their children, which are killed here."""
+        below = linux.descendants(self._pid)
+        for pid in (self._pid, *below):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _judge(self) -> list[Any]:
+        if self._broken is not None:
+            raise self._broken
+        if self._late:
+            raise spawn_failure.timeout_error(self._late, len(self._ranks), self._timeout or 0.0)
+        answers = [state.result() for state in self._ranks]
+        found = [
+            spawn_failure.find(rank, answer, code=state.code, ended=state.time, stopped=not self._lost)
+            for rank, (state, answer) in enumerate(zip(self._ranks, answers, strict=True))
+        ]
+        failures = [failure for failure in found if failure is not None]
+        if failures:
+            raise spawn_failure.error(failures, len(self._ranks))
+        return [pickle.loads(answer["value"]) for answer in answers if answer]  # noqa: S301
+
+
+def _ends(pid: int, timeout: float) -> bool:
+    """Wait up to `timeout` seconds for a child to end; return whether it has. Does not reap it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            ended = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return True
+        stack.callback(os.close, ended)
+        ready = stack.enter_context(selectors.DefaultSelector())
+        ready.register(ended, selectors.EVENT_READ)
+        return bool(ready.select(max(timeout, 0.0)))
+
+
+class _Lines:
+    """Prints whole lines with the rank as a prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._rest = b""
+
+    def show(self, data: bytes, stream: TextIO) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST:
+            lines, self._rest = [*lines, self._rest], b""
+        if lines:
+            stream.write("".join(f"{self._prefix}{line.decode(errors='replace')}\n" for line in lines))
+            stream.flush()
+
+    def finish(self, stream: TextIO) -> None:
+        if self._rest:
+            self.show(b"\n", stream)

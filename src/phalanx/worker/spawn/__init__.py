@@ -1,1 +1,0 @@
-"""Ranks from Python: phalanx.spawn."""

@@ -1,0 +1,193 @@
+"""The fork server of `phalanx.spawn`, and what the ranks that it forks do.
+
+    serve(sock, caller, call)   in a fork of the caller, or in a fresh interpreter: never returns
+
+It is the fork server of `phalanx run` (`forkserver/server.py`), in a process that has the function in memory. A rank
+calls it, and sends what it returns or raises through a pipe: pickle, from a child to the process that started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from phalanx.contract import function_call
+from phalanx.contract.function_call import Call
+from phalanx.contract.variables import THREADS
+from phalanx.forkserver import wire
+from phalanx.forkserver.server import ForkServer
+from phalanx.worker.rendezvous import device
+
+logger = logging.getLogger(__name__)
+
+
+def main(sock: int, caller: int, call: int) -> None:
+    """Serve in a fresh interpreter. `call` is the descriptor of a packed call."""
+    connection = socket.socket(fileno=sock)
+    try:
+        with open(call, "rb") as file:
+            unpacked = function_call.unpack(file.read())
+    except BaseException as error:  # reported to the caller
+        wire.send(connection, {"is": "broken", "why": _failure(error)["traceback"]})
+        os._exit(1)
+    serve(connection, caller, unpacked)
+
+
+def serve(sock: socket.socket, caller: int, call: Call) -> None:
+    """Import torch once, then fork ranks for the caller until it is gone. Exits; never returns."""
+    authkey = multiprocessing.current_process().authkey
+    try:
+        _leave_caller()
+        parent = os.pidfd_open(caller)
+        if os.getppid() != caller:
+            os._exit(1)
+        wire.send(sock, {"is": "ready", "torch": _import_torch()})
+        spec = ForkServer(sock, parent).serve()
+    except BaseException:  # nothing may propagate into the caller's code, of which this is a fork
+        with contextlib.suppress(OSError):
+            wire.send(sock, {"is": "broken", "why": traceback.format_exc()})
+        os._exit(1)
+    # A rank. As a process of multiprocessing, because that resets its state: a fork has that of the caller.
+    process: Any = multiprocessing.get_context("fork").Process(target=_run, args=(spec, call))
+    process.authkey = authkey  # managers of the caller ask for it
+    os._exit(process._bootstrap())
+
+
+def _leave_caller() -> None:
+    """Undo what the caller has set up: session, signal handlers, exit functions, streams."""
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    atexit._clear()
+    _plain_streams()
+
+
+_former: list[Any] = []  # kept: their destructors would close the descriptors
+
+
+def _plain_streams() -> None:
+    """Replace the streams: those of a notebook use threads that a fork does not have, and locks that they held."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # one that the caller has closed
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    _former.extend((sys.stdin, sys.stdout, sys.stderr))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = _stream(number)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _stream(fd: int) -> TextIO:
+    return open(fd, "w" if fd else "r", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _import_torch() -> bool:
+    """Import torch before the forks. A function that does not need it runs without."""
+    try:
+        import torch.distributed  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+# -- in a rank
+
+
+def _run(spec: dict[str, Any], call: Call) -> None:
+    [result] = spec["inherited"]
+    function, args, kwargs = call
+    failed = False
+    try:
+        _set_threads()
+        with _group(spec["backend"]):
+            value = function(*args, **kwargs)
+        answer = _packed(value)
+    except SystemExit as error:
+        failed = error.code not in (None, 0)
+        # `phalanx.main` has printed its error, and raises SystemExit with that as the cause.
+        answer = _failure(error.__cause__ or error) if failed else _packed(None)
+    except BaseException as error:  # reported to the caller
+        failed = True
+        answer = _failure(error)
+    with contextlib.suppress(BrokenPipeError), open(result, "wb") as pipe:
+        pipe.write(pickle.dumps(answer))
+    atexit._run_exitfuncs()
+    raise SystemExit(1 if failed or "error" in answer else 0)
+
+
+def _set_threads() -> None:
+    """Set torch's number of threads, which it has read from the environment of the fork server."""
+    threads = os.environ.get(THREADS, "")
+    if (torch := sys.modules.get("torch")) is not None and threads.isdecimal() and int(threads):
+        torch.set_num_threads(int(threads))
+
+
+@contextlib.contextmanager
+def _group(backend: str | None) -> Iterator[None]:
+    """Make the process group, unless the function does (None)."""
+    if backend is None:
+        yield
+        return
+    import torch.distributed as dist
+
+    from phalanx.collectives import registration
+
+    registration.register()
+    dist.init_process_group(backend or _default_backend())
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _default_backend() -> str:
+    import torch
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not torch.cuda.is_available() or torch.cuda.device_count() < size:  # NCCL needs a GPU per rank
+        return "gloo" if torch.cuda.is_available() else device.SHM  # gloo supports tensors on a GPU too
+    torch.cuda.set_device(rank)
+    return device.BOTH
+
+
+def _packed(value: Any) -> dict[str, Any]:
+    try:
+        return {"value": pickle.dumps(value)}
+    except Exception as error:  # pickling runs code of the object, which may raise anything
+        what = f"{type(value).__module__}.{type(value).__qualname__}"
+        return {
+            "error": f"its result, a {what}, cannot be sent back: {error}",
+            "fix": "return what pickle can take: numbers, text, lists, dicts, tensors, objects of importable classes",
+            "traceback": "",
+            "time": time.time(),
+        }
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    now = time.time()
+    trace = error.__traceback__.tb_next if error.__traceback__ else None  # the first frame is ours
+    kind = type(error).__name__
+    answer: dict[str, Any] = {
+        "error": f"{kind}: {error}" if str(error) else kind,
+        "traceback": "".join(traceback.format_exception(type(error), error, trace)),
+        "time": now,
+    }
+    try:
+        answer["exception"] = pickle.dumps(error)
+    except Exception:  # many exceptions cannot be pickled; the traceback has the text
+        logger.debug("an exception cannot be pickled", exc_info=True)
+    return answer
