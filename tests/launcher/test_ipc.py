@@ -127,7 +127,7 @@ def test_the_kernel_says_who_calls() -> None:
         peer = linux.peer(left)
     assert peer == (os.getpid(), os.getuid())
     assert peer.is_same_user
-    assert not linux.Peer(1, os.getuid() + 1).is_same_user
+    assert not linux.SocketPeer(1, os.getuid() + 1).is_same_user
 
 
 class Note(msgspec.Struct, frozen=True, tag="note"):
