@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import fields as dataclass_fields
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ import torch.distributed.run
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from phalanx.cli.options import HelpRequested, RunOptions, parse_plan, parse_run
+from phalanx.cli.options import HelpRequested, RunOptions, parse_chaos, parse_plan, parse_run
+from phalanx.cli.options.misplaced import misplaced
 from phalanx.cli.options.run_options import GROUPS
 from phalanx.cli.options.table import OPTIONS, SECTIONS
 from phalanx.cli.options.text import markdown
@@ -526,6 +528,7 @@ def test_a_file_for_a_store_is_not_an_address() -> None:
         ("--nporc_per_node=2", "did you mean --nproc_per_node?", "--nproc_per_node"),
         ("--num_processes 2 t.py", "did you mean -g?", "-g"),
         ("--num-gpu=2 t.py", "did you mean -g?", "-g"),
+        ("-np 2 t.py", "-np is not an option of phalanx run; did you mean -g?", "-g"),
         ("--lr 0.1 t.py", "--lr is not an option of phalanx run", "--help"),
         ("-x t.py", "-x is not an option of phalanx run", "--help"),
         (
@@ -579,18 +582,62 @@ def test_help(line: str) -> None:
         parse(line)
     text = caught.value.text
     assert text.startswith("usage: phalanx run ")
+    assert text.index("--slots") < text.index("--log-dir") < text.index("--help-all")
+    assert 12 <= text.count("\n  -") <= 18
+    assert len(text.splitlines()) <= 40  # fits a screen
+    assert "--json" not in text
+    assert "--rdzv-conf" not in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_help_of_all_options() -> None:
+    with pytest.raises(HelpRequested) as caught:
+        parse("--help-all")
+    text = caught.value.text
     assert text.index("--slots") < text.index("--nproc-per-node") < text.index("--rdzv-conf")
-    assert all(f"\n{section}:" in text for section in SECTIONS)
+    assert all((f"\n{section}:" in text) == (not section.startswith("Only")) for section in SECTIONS)
     assert all(option.name in text for option in OPTIONS if not option.only)
     assert "--json" not in text
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_help_of_plan() -> None:
-    with pytest.raises(HelpRequested) as caught:
-        parse_plan(["--help"], {})
-    assert caught.value.text.startswith("usage: phalanx plan ")
-    assert "--json" in caught.value.text
+@pytest.mark.parametrize(("verb", "own"), [("plan", "--json"), ("chaos", "--kill-every")])
+def test_help_of_a_verb_that_takes_the_options_of_run(verb: str, own: str) -> None:
+    parse_verb = {"plan": parse_plan, "chaos": parse_chaos}[verb]
+    texts = []
+    for option in ("--help", "--help-all"):
+        with pytest.raises(HelpRequested) as caught:
+            parse_verb([option], {})
+        texts.append(caught.value.text)
+    short, long = texts
+    assert short.startswith(f"usage: phalanx {verb} ")
+    assert own in short
+    assert "--slots" not in short
+    assert "--slots" in long
+    assert own in long
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "note"),
+    [
+        ("", "-g 2", "-g 2 is passed to t.py: options of phalanx go before the script: phalanx run -g 2 t.py"),
+        ("", "--lr 1 --slots=2 x", "phalanx run --slots=2 t.py --lr 1 x"),
+        ("", "--cpu x", "phalanx run --cpu t.py x"),
+        ("parser.add_argument('-g', type=int)", "-g 2", None),
+        ("import fire", "-g 2", None),
+        ("", "--lr 1 -h", None),
+        ("", "x -- -g 2", None),
+        ("", "x", None),
+    ],
+)
+def test_options_after_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, args: str, note: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").write_text(text)
+    found = misplaced(parse(f"t.py {args}").script)
+    assert (found is None) == (note is None)
+    assert (note or "") in (found or "")
 
 
 def test_the_page_of_options_is_up_to_date(request: pytest.FixtureRequest) -> None:
@@ -606,7 +653,7 @@ def test_every_option_says_what_it_sets() -> None:
         *("module", "no_python", "run_path", "env"),
         *("master", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
         *("page", "no_page"),
-        *("help", "print_completion"),
+        *("help", "help_all", "print_completion"),
     }
     free = {
         option.dest for option in OPTIONS if not (option.field or option.exports or option.no_effect or option.only)

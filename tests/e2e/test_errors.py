@@ -91,7 +91,35 @@ def test_help_and_version() -> None:
     assert phalanx("--version").out.startswith("phalanx 0.")
     shown = phalanx("run", "--help")
     assert shown.code == 0
-    assert "--nproc-per-node" in shown.out
+    assert "--slots" in shown.out
+    assert phalanx("help", "run").out == shown.out
+    assert "--nproc-per-node" in phalanx("run", "--help-all").out
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("launch t.py", "run t.py"),
+        ("train", "run"),
+        ("ls", "ps"),
+        ("status", "ps"),
+        ("kill x", "stop x"),
+        ("rnu", "run"),
+    ],
+)
+def test_a_verb_of_another_program(typed: str, meant: str) -> None:
+    refused = phalanx(*typed.split())
+    assert refused.code == 2
+    assert refused.err.startswith(f"phalanx: {typed.split()[0]} is not a verb of phalanx; did you mean ")
+    assert refused.err.endswith(f"\n  fix: phalanx {meant}\n")
+
+
+def test_a_rank_that_does_not_exist(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    for option in ("--show-ranks", "--stdin"):
+        refused = phalanx("plan", "-g", "2", "--cpu", option, "2", "t.py", cwd=str(tmp_path))
+        assert refused.code == 2
+        assert refused.err.startswith(f"phalanx: {option} names rank 2, but there are 2 ranks: 0-1\n  fix: ")
 
 
 def test_the_agent_never_imports_torch(tmp_path: Path) -> None:

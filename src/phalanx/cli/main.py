@@ -15,27 +15,60 @@ from collections.abc import Sequence
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.forkserver import log
 
-# Verb to description. The module of the same name has `main(argv) -> exit code`.
-VERBS = {
-    "run": "start a script on every device of this machine, or of several",
-    "doctor": "check this machine, or several and the network between them",
-    "plan": "show what `run` would do: ranks, devices, cores, environment",
-    "lint": "check a script for code that hangs or gives wrong results",
-    "chaos": "run a script and inject faults: does it recover?",
-    "attach": "open a debugger in one rank of a run",
-    "why": "show which rank hangs or failed, at which line and why",
-    "watch": "show a run, live or ended, in this terminal or in a browser",
-    "report": "write an HTML report of a run",
-    "compare": "compare loss and throughput of runs",
-    "ps": "list runs",
-    "stop": "end a run",
-    "warm": "keep torch imported for the next run",
-    "bench": "benchmark phalanx against other launchers",
-    "demo": "show a training and a failure, in a few seconds",
-    "tour": "show every collective on real ranks",
+# Verbs by what they are for, each with its description. The module of the same name has `main(argv) -> exit code`.
+GROUPS = {
+    "Run": {
+        "run": "start a script on every device of this machine, or of several",
+        "plan": "show what `run` would do: ranks, devices, cores, environment",
+        "chaos": "run a script and inject faults: does it recover?",
+        "warm": "keep torch imported for the next run",
+    },
+    "Debug": {
+        "why": "show which rank hangs or failed, at which line and why",
+        "attach": "open a debugger in one rank of a run",
+        "lint": "check a script for code that hangs or gives wrong results",
+        "doctor": "check this machine, or several and the network between them",
+    },
+    "Observe": {
+        "watch": "show a run, live or ended, in this terminal or in a browser",
+        "report": "write an HTML report of a run",
+        "compare": "compare loss and throughput of runs",
+    },
+    "Manage": {
+        "ps": "list runs",
+        "stop": "end a run",
+    },
+    "Learn": {
+        "demo": "show a training and a failure, in a few seconds",
+        "tour": "show every collective on real ranks",
+        "bench": "benchmark phalanx against other launchers",
+    },
 }
+VERBS = {verb: description for verbs in GROUPS.values() for verb, description in verbs.items()}
 
 HIDDEN = ("node",)  # started by `run --hosts`, not by users
+
+# Names of other programs for a verb.
+_OTHER_NAMES = {
+    "launch": "run",
+    "train": "run",
+    "start": "run",
+    "exec": "run",
+    "explain": "plan",
+    "debug": "attach",
+    "ls": "ps",
+    "list": "ps",
+    "status": "ps",
+    "top": "watch",
+    "show": "watch",
+    "tail": "watch",
+    "logs": "watch",
+    "kill": "stop",
+    "cancel": "stop",
+    "check": "doctor",
+    "test": "doctor",
+    "benchmark": "bench",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,6 +145,8 @@ def _bytes_or_escape(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def _dispatch(args: list[str]) -> int:
+    if args[:1] == ["help"] and len(args) > 1:
+        args = [*args[1:], "--help"]
     if not args or args[0] in ("-h", "--help", "help"):
         sys.stdout.write(_help())
         return 0 if args else 2
@@ -138,22 +173,25 @@ def _unknown(verb: str, rest: list[str]) -> UsageError:
 
     if verb.startswith("-") or verb.endswith(".py") or os.path.exists(verb):
         return UsageError(f"{verb} is not a verb", fix=shlex.join(["phalanx", "run", verb, *rest]))
-    near = difflib.get_close_matches(verb, VERBS, n=1)
+    meant = _OTHER_NAMES.get(verb) or next(iter(difflib.get_close_matches(verb, VERBS, n=1)), "")
     return UsageError(
-        f"{verb} is not a verb of phalanx",
-        details=[f"verbs: {', '.join(VERBS)}"],
-        fix=f"phalanx {near[0]} …" if near else "phalanx --help",
+        f"{verb} is not a verb of phalanx" + (f"; did you mean {meant}: {VERBS[meant]}?" if meant else ""),
+        details=[] if meant else [f"verbs: {', '.join(VERBS)}"],
+        fix=shlex.join(["phalanx", meant, *rest]) if meant else "phalanx --help",
     )
 
 
 def _help() -> str:
     width = max(map(len, VERBS)) + 2
-    verbs = "".join(f"  {verb:<{width}}{what}\n" for verb, what in VERBS.items())
+    groups = "\n".join(
+        f"{title}:\n" + "".join(f"  {verb:<{width}}{what}\n" for verb, what in verbs.items())
+        for title, verbs in GROUPS.items()
+    )
     return (
         "phalanx: distributed PyTorch training that starts, survives and explains itself\n\n"
         "  phalanx run train.py --lr 0.1     one rank per GPU of this machine, or one CPU rank\n"
         "  phalanx run -g 4 train.py         4 ranks\n"
         "  phalanx run --hosts a:8,b:2 …     two machines, over ssh; in Slurm or MPI: srun phalanx run …\n\n"
-        f"{verbs}\n"
-        "`phalanx VERB --help` shows its options. Any script that runs under torchrun runs under `phalanx run`.\n"
+        f"{groups}\n"
+        "`phalanx help VERB` shows its options. Any script that runs under torchrun runs under `phalanx run`.\n"
     )

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from phalanx.cli.launch_context import LaunchContext
 from phalanx.cli.options import RunOptions
+from phalanx.cli.options.misplaced import misplaced
 from phalanx.cluster import nvidia, sharing, slots
 from phalanx.cluster.cluster import Cluster, Node, Slot
 from phalanx.cluster.placement import place
 from phalanx.cluster.sources.surroundings import cores
 from phalanx.contract.variables import PAGE_KEY, THREADS, TOKEN
-from phalanx.errors import DeviceError, ScriptError
+from phalanx.errors import DeviceError, OptionError, ScriptError
 from phalanx.launcher.command import Command
 from phalanx.launcher.plan import DeviceVisibility, GroupLayout, Plan, SpareWorkers
 from phalanx.launcher.runs.run_folder import make_run_id
@@ -38,6 +39,14 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
     tasks = rendezvous.task.local_tasks if rendezvous is not None and rendezvous.task is not None else 1
     inherited = _inherited(options, environ, here, crowded=len(here) * tasks > 1)
     notes = list(options.notes)
+    if rendezvous is None:
+        _check_ranks(options, placement.world_size)
+    hidden = sorted(rank for rank in output.local_ranks or () if rank >= len(here))
+    if hidden:
+        notes.append(f"--local-ranks-filter names rank {hidden[-1]}, and this node has {len(here)}, counted from 0")
+    note = misplaced(script)
+    if note is not None:
+        notes.append(note)
     mig = any(slot.device is not None and slot.device.kind == "mig" for slot in here)
     if mig and not workers.virtual_local_rank:
         notes.append("a process can use one MIG slice only, so each worker sees its own, as device 0 (LOCAL_RANK is 0)")
@@ -87,6 +96,19 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
         notes=tuple(notes),
         rendezvous=rendezvous,
     )
+
+
+def _check_ranks(options: RunOptions, world_size: int) -> None:
+    """Raise if an option names a rank that does not exist. Nodes that are not known yet may have any rank."""
+    read_by = () if options.script.stdin_rank is None else (options.script.stdin_rank,)
+    for name, ranks in (("--show-ranks", options.output.ranks or ()), ("--stdin", read_by)):
+        missing = sorted(rank for rank in ranks if rank >= world_size)
+        if missing:
+            there = "is 1 rank: 0" if world_size == 1 else f"are {world_size} ranks: 0-{world_size - 1}"
+            raise OptionError(
+                f"{name} names rank {missing[-1]}, but there {there}",
+                fix=f"phalanx run {name} 0 …, or phalanx run -g {missing[-1] + 1} …",
+            )
 
 
 def _is_wrapper(python: str) -> bool:

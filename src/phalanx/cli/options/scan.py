@@ -50,6 +50,8 @@ def scan(argv: Sequence[str], verb: str) -> Scan:
         found, unknown = parser.parse_known_args([*argv, ""])
     if unknown:
         raise _unknown(unknown[0], verb)
+    if any(given.name == "-n" and "p" in given.values for given in found.given.values()):
+        raise _unknown("-np", verb)  # mpirun's; argparse takes it for -n p
     return Scan(found.given, found.script, tuple(found.args))
 
 
@@ -72,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
             names = [*option.spellings]
             names += [f"{name}={value}" for name in names for value in option.attached]
             self._by_name["/".join(names)] = option
-            action = _Help if option.name == "--help" else _Keep
+            action = _Help if option.name in ("--help", "--help-all") else _Keep
             self.add_argument(*names, dest=option.dest, action=action, nargs=None if option.kind else 0)
         self.add_argument("script")
         self.add_argument("args", nargs=argparse.REMAINDER)
@@ -119,7 +121,7 @@ class _Help(argparse.Action):
     def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
         from phalanx.cli.options.text import help_text
 
-        raise HelpRequested(help_text(parser.verb))
+        raise HelpRequested(help_text(parser.verb, everything=self.dest == "help_all"))
 
 
 class _Ambiguous(argparse.Action):
@@ -135,12 +137,15 @@ class _Ambiguous(argparse.Action):
         )
 
 
+_SCRIPT_OPTIONS = "options of the script go after its name"
+
 # Names of the same options in other launchers.
 _OTHER_LAUNCHERS = {
     "--num-processes": "-g",
     "--num-gpus": "-g",
     "--gpus": "-g",
     "--np": "-g",
+    "-np": "-g",
     "--num-machines": "-n",
     "--num-nodes": "-n",
     "--machine-rank": "-i",
@@ -161,17 +166,29 @@ def _unknown(token: str, verb: str) -> OptionError:
                 f"{typed} is not an option of phalanx {verb}, but of phalanx {option.only}",
                 fix=f"phalanx {option.only} {typed} …",
             )
+    if typed in _OTHER_LAUNCHERS:
+        return _meant(typed, _OTHER_LAUNCHERS[typed], verb)
     # Compared without the leading dashes: --lr is not close to --color.
     known = {name[2:]: name for option in options_of(verb) for name in option.spellings if name[1] == "-"}
     known |= {name[2:]: ours for name, ours in _OTHER_LAUNCHERS.items()}
     bare = typed.lstrip("-")
-    alike = [
+    close = [
         *difflib.get_close_matches(bare, known, 1),
         *difflib.get_close_matches(bare.replace("_", "-"), known, 1),
     ]
-    near = [known[name] for name in alike]
-    what = f"{typed} is not an option of phalanx {verb}"
-    after = "options of the script go after its name"
+    near = [known[name] for name in close]
     if near:
-        return OptionError(f"{what}; did you mean {near[0]}?", details=[after], fix=f"phalanx {verb} {near[0]} …")
-    return OptionError(what, details=[after], fix=f"phalanx {verb} --help lists them all")
+        return _meant(typed, near[0], verb)
+    return OptionError(
+        f"{typed} is not an option of phalanx {verb}",
+        details=[_SCRIPT_OPTIONS],
+        fix=f"phalanx {verb} --help-all lists all",
+    )
+
+
+def _meant(typed: str, option: str, verb: str) -> OptionError:
+    return OptionError(
+        f"{typed} is not an option of phalanx {verb}; did you mean {option}?",
+        details=[_SCRIPT_OPTIONS],
+        fix=f"phalanx {verb} {option} …",
+    )

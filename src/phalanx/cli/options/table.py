@@ -16,13 +16,15 @@ from phalanx.cli.options.values import one_of
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, SNAPSHOT_EVERY
 
 OFTEN = "Used most"
+PLAN = "Only phalanx plan"
+CHAOS = "Only phalanx chaos"
 SIZE = "Workers and devices"
 SCRIPT = "What is run"
 OUTPUT = "Output"
 START = "Starting and stopping"
 NODES = "Several nodes, addresses"
 IDLE = "torchrun options that are accepted and have no effect"
-SECTIONS = (OFTEN, SIZE, SCRIPT, OUTPUT, START, NODES, IDLE)
+SECTIONS = (OFTEN, PLAN, CHAOS, SIZE, SCRIPT, OUTPUT, START, NODES, IDLE)
 
 _LOCAL_RANK_OPTIONS = {False: "", "dash": "--local-rank", "underscore": "--local_rank"}
 
@@ -65,6 +67,13 @@ OPTIONS = (
         kinds.DEVICES,
         field="workers.devices",
     ),
+    _ours(
+        OFTEN,
+        "--share-gpu",
+        "Allow more workers than GPUs: several NCCL ranks share a GPU. For debugging, not for speed. A worker sees its "
+        "GPU as device 0, and LOCAL_RANK is 0.",
+        field="workers.share_gpu",
+    ),
     _ours(OFTEN, "--cpu", "Use CPU workers even if GPUs are available.", field="workers.cpu"),
     _ours(OFTEN, "--env", "Set an environment variable in every worker. Repeatable.", kinds.VARIABLE),
     _ours(
@@ -82,14 +91,15 @@ OPTIONS = (
         kinds.INTERVAL,
         exports=CHECKPOINT_EVERY,
     ),
-    _ours(
+    Option(
         OFTEN,
-        "--snapshot-every",
-        "Snapshot interval: steps (100), time (30s) or off. A snapshot copies the state to memory that outlives the "
-        "workers. Default: 30s; for FSDP every step, or as often as costs at most 3% of the time.",
-        kinds.SNAPSHOTS,
-        exports=SNAPSHOT_EVERY,
+        "--nnodes",
+        "Number of nodes, or MIN:MAX for a run whose nodes may come and go.",
+        kinds.NODES,
+        "1:1",
+        aliases=("-n", "--nodes"),
     ),
+    _ours(OFTEN, "--hosts", "Start all nodes over ssh: a:8,b:2 (workers) or a:0-7,b:1,3 (devices).", kinds.HOSTS),
     Option(OFTEN, "--log-dir", "Folder for the workers' log files.", kinds.FOLDER, field="output.log_dir"),
     _ours(OFTEN, "--show-ranks", "Show the output of these global ranks only.", kinds.RANKS, field="output.ranks"),
     _ours(
@@ -103,26 +113,21 @@ OPTIONS = (
         "--page",
         "Serve a browser page and print its link. Default: on, if run on a terminal with one node.",
     ),
+    Option(OFTEN, "--help", "Show the options that are used most.", short="-h", pet=False),
+    _ours(OFTEN, "--help-all", "Show all options."),
+    _ours(PLAN, "--json", "Print the plan as JSON.", only="plan"),
+    _ours(CHAOS, "--kill-every", "Average time between two faults.", kinds.DURATION, "5s", only="chaos"),
+    _ours(CHAOS, "--seed", "Seed of the fault plan. Default: random.", kinds.ID, only="chaos"),
     _ours(
-        OFTEN,
-        "--check-collectives",
-        "Compare every collective across ranks before it starts, and report a mismatch at once.",
-        field="hang.check_collectives",
-    ),
-    _ours(OFTEN, "--json", "Print the plan as JSON.", only="plan"),
-    _ours(OFTEN, "--kill-every", "Average time between two faults.", kinds.DURATION, "5s", only="chaos"),
-    _ours(OFTEN, "--seed", "Seed of the fault plan. Default: random.", kinds.ID, only="chaos"),
-    _ours(
-        OFTEN,
+        CHAOS,
         "--faults",
         "Fault kinds: kill, segv, abrt, bus, term, stop (a signal to a rank), store, forkserver.",
         kinds.FAULTS,
         "kill",
         only="chaos",
     ),
-    _ours(OFTEN, "--times", "Maximum number of faults.", kinds.TIMES, only="chaos"),
-    _ours(OFTEN, "--victims", "Send signals to these ranks only.", kinds.RANKS, only="chaos"),
-    Option(OFTEN, "--help", "Show this help.", short="-h", pet=False),
+    _ours(CHAOS, "--times", "Maximum number of faults.", kinds.TIMES, only="chaos"),
+    _ours(CHAOS, "--victims", "Send signals to these ranks only.", kinds.RANKS, only="chaos"),
     Option(
         SIZE,
         "--nproc-per-node",
@@ -131,13 +136,6 @@ OPTIONS = (
         kinds.WORKERS,
     ),
     _ours(SIZE, "--isolate", "Make only its own device visible to each worker.", field="workers.isolate"),
-    _ours(
-        SIZE,
-        "--share-gpu",
-        "Allow more workers than GPUs: several NCCL ranks share a GPU. For debugging, not for speed. A worker sees its "
-        "GPU as device 0, and LOCAL_RANK is 0.",
-        field="workers.share_gpu",
-    ),
     Option(
         SIZE,
         "--virtual-local-rank",
@@ -261,6 +259,14 @@ OPTIONS = (
     _ours(START, "--fresh", "Start every worker as a new interpreter instead of forking it.", field="start.fresh"),
     _ours(
         START,
+        "--snapshot-every",
+        "Snapshot interval: steps (100), time (30s) or off. A snapshot copies the state to memory that outlives the "
+        "workers. Default: 30s; for FSDP every step, or as often as costs at most 3% of the time.",
+        kinds.SNAPSHOTS,
+        exports=SNAPSHOT_EVERY,
+    ),
+    _ours(
+        START,
         "--restart-window",
         "Reset the restart count after this long without a failure.",
         kinds.DURATION,
@@ -282,6 +288,12 @@ OPTIONS = (
         kinds.DURATION_OR_OFF,
         "30s",
         field="hang.stall_timeout",
+    ),
+    _ours(
+        START,
+        "--check-collectives",
+        "Compare every collective across ranks before it starts, and report a mismatch at once.",
+        field="hang.check_collectives",
     ),
     _ours(
         START,
@@ -339,14 +351,6 @@ OPTIONS = (
     ),
     Option(
         NODES,
-        "--nnodes",
-        "Number of nodes, or MIN:MAX for a run whose nodes may come and go.",
-        kinds.NODES,
-        "1:1",
-        aliases=("-n", "--nodes"),
-    ),
-    Option(
-        NODES,
         "--node-rank",
         "Index of this node, starting at 0. Default: 0 with one node.",
         kinds.ID,
@@ -354,7 +358,6 @@ OPTIONS = (
         field="nodes.node_rank",
     ),
     _ours(NODES, "--master", "Name or address of node 0, and its port if it is not 29500.", kinds.ENDPOINT),
-    _ours(NODES, "--hosts", "Start all nodes over ssh: a:8,b:2 (workers) or a:0-7,b:1,3 (devices).", kinds.HOSTS),
     _ours(NODES, "--hostfile", "Read the hosts from a file in Open MPI, DeepSpeed or Horovod format.", kinds.FILE),
     _ours(
         NODES,

@@ -8,16 +8,15 @@ from __future__ import annotations
 import textwrap
 
 from phalanx.cli.options.option import Option
-from phalanx.cli.options.table import OPTIONS, SECTIONS, options_of
+from phalanx.cli.options.table import OFTEN, OPTIONS, SECTIONS, options_of
 
 WIDTH = 100
 _COLUMN = 34
 _GLUE = "\xa0"  # textwrap does not break here
 
 
-def help_text(verb: str) -> str:
-    """Return the text of `phalanx VERB --help`."""
-    options = options_of(verb)
+def help_text(verb: str, *, everything: bool = False) -> str:
+    """Return the text of `phalanx VERB --help`, or of `phalanx VERB --help-all`."""
     first = {
         "run": "Runs a script in several processes: one per GPU of this machine, or as many as -g says.",
         "chaos": "Runs a script as phalanx run does, and injects faults. --seed repeats a fault plan.",
@@ -29,20 +28,34 @@ def help_text(verb: str) -> str:
         f"       phalanx {verb} [options] - [arguments]        a script from standard input, for every rank",
         "",
         first,
-        "Accepts every torchrun option, with the same meaning.",
     ]
+    options = options_of(verb)
+    if not everything:
+        own = [option for option in options if option.only]
+        options = (*own, *_HELP) if own else tuple(option for option in options if option.section == OFTEN)
     for section in SECTIONS:
-        lines += ["", f"{section}:"]
-        for option in options:
-            if option.section == section:
-                lines += _entry(option)
-    lines += [
-        "",
-        "Put options before the script; everything after it is passed to the script. Underscores may replace",
-        "dashes (--log_dir), and unique prefixes are accepted (--log-d). torchrun options take their defaults",
-        "from PET_ variables: PET_NNODES, PET_MAX_RESTARTS.",
-    ]
-    return "\n".join(lines) + "\n"
+        entries = [line for option in options if option.section == section for line in _entry(option)]
+        if entries:
+            lines += ["", f"{section}:", *entries]
+    return "\n".join([*lines, "", *(_RULES if everything else _more(verb))]) + "\n"
+
+
+_HELP = tuple(option for option in OPTIONS if option.name in ("--help", "--help-all"))
+_RULES = (
+    "Accepts every torchrun option, with the same meaning. Put options before the script; everything",
+    "after it is passed to the script. Underscores may replace dashes (--log_dir), and unique prefixes",
+    "are accepted (--log-d). torchrun options take their defaults from PET_ variables: PET_NNODES,",
+    "PET_MAX_RESTARTS.",
+)
+
+
+def _more(verb: str) -> tuple[str, ...]:
+    if verb == "run":
+        return ("Put options before the script. Every torchrun option works: phalanx run --help-all lists them.",)
+    return (
+        "Accepts every option of phalanx run, too: phalanx run --help lists those that are used most,",
+        f"phalanx {verb} --help-all lists all. Put options before the script.",
+    )
 
 
 def _entry(option: Option) -> list[str]:
@@ -90,8 +103,6 @@ def _row(option: Option) -> str:
     default = f"`{option.default}`" if option.default else ""
     variable = f"`{option.variable}`" if option.variable else ""
     text = option.help
-    if option.only:
-        text += f" Only `phalanx {option.only}`."
     if option.section == SECTIONS[-1]:
         text += f" Here {option.no_effect}."
     cells = (f"`{_typed(option)}`", default, variable, option.origin, text)
