@@ -44,7 +44,7 @@ def test_what_is_done(on_hang: OnHang, verdicts: list[Verdict], waited: float, a
 
 
 def _progress(members: dict[int, tuple[int, ...]]) -> ClusterProgress:
-    plan = SimpleNamespace(node=0, hang=SimpleNamespace(stall_timeout=30.0))
+    plan = SimpleNamespace(group=SimpleNamespace(node_rank=0), hang=SimpleNamespace(stall_timeout=30.0))
     agent: Any = SimpleNamespace(plan=plan)
     coordinator: Any = SimpleNamespace(members=lambda: members, leads=True)
     return ClusterProgress(agent, coordinator, None)
