@@ -40,7 +40,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
     inherited = _inherited(options, environ, here, crowded=len(here) * tasks > 1)
     notes = list(options.notes)
     if rendezvous is None:
-        _check_ranks(options, placement.world_size)
+        _check_ranks(options, len(seats))
     hidden = sorted(rank for rank in output.local_ranks or () if rank >= len(here))
     if hidden:
         notes.append(f"--local-ranks-filter names rank {hidden[-1]}, and this node has {len(here)}, counted from 0")
