@@ -18,10 +18,10 @@ from typing import Any
 
 from phalanx.control import messages
 from phalanx.control.endpoint import Endpoint
-from phalanx.control.leader import Leader
-from phalanx.control.member import Member
-from phalanx.control.members import Members
-from phalanx.control.roster import Roster
+from phalanx.control.leader.leader import Leader
+from phalanx.control.leader.members import Members
+from phalanx.control.leader.roster import Roster
+from phalanx.control.member.member import Member
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 

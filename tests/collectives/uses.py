@@ -24,9 +24,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.collectives.errors import CallRefused, CollectiveMismatch, GroupAborted, PeerLost
-from phalanx.collectives.group import EngineProcessGroup
+from phalanx.collectives.process_group.group import EngineProcessGroup
+from phalanx.collectives.process_group.work import StartedWork
 from phalanx.collectives.registration import register
-from phalanx.collectives.work import StartedWork
 from tests.collectives.ranks import fork
 
 warnings.filterwarnings("ignore")

@@ -22,13 +22,13 @@ import aiohttp
 from phalanx.control import channel, messages
 from phalanx.control.channel import Channel, Nonces
 from phalanx.control.endpoint import Endpoint
-from phalanx.control.leader import Leader
-from phalanx.control.liveness import Timing
-from phalanx.control.member import Member
-from phalanx.control.members import MemberNames, Members
+from phalanx.control.leader.leader import Leader
+from phalanx.control.leader.liveness import Timing
+from phalanx.control.leader.members import MemberNames, Members
+from phalanx.control.leader.roster import Roster
+from phalanx.control.leader.server import PATH
+from phalanx.control.member.member import Member
 from phalanx.control.messages import JoinAnswer, JoinRequest, NodeInfo, Welcome
-from phalanx.control.roster import Roster
-from phalanx.control.server import PATH
 from phalanx.control.tokens import Token
 from tests.kit.cli import PYTHON, Handle, start
 

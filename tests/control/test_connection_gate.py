@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.control import connection_gate, messages
-from phalanx.control.liveness import Timing
+from phalanx.control import messages
+from phalanx.control.leader import connection_gate
+from phalanx.control.leader.liveness import Timing
+from phalanx.control.leader.server import PATH
 from phalanx.control.messages import NoteMessage
-from phalanx.control.server import PATH
 from phalanx.errors import JoinError
 from tests.control.parties import (
     FAST,

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.control import join_problems
-from phalanx.control.join_problems import JoinProblem
+from phalanx.control.member import join_problems
+from phalanx.control.member.join_problems import JoinProblem
 
 HELLO = b"GET /phalanx HTTP/1.1\r\n\r\n"
 EXPECTED = b"phalanx-leader"

@@ -15,10 +15,10 @@ from aiohttp import web
 from phalanx.control import channel, messages
 from phalanx.control.channel import Nonces
 from phalanx.control.endpoint import Endpoint
-from phalanx.control.liveness import Timing
-from phalanx.control.member import Member
+from phalanx.control.leader.liveness import Timing
+from phalanx.control.leader.server import PATH
+from phalanx.control.member.member import Member
 from phalanx.control.messages import Challenge, JoinAnswer, JoinRequest, Leaving, NoteMessage, Refusal, Welcome
-from phalanx.control.server import PATH
 from phalanx.errors import JoinError
 from tests.control.parties import (
     FAST,

@@ -8,9 +8,9 @@ import pytest
 
 from phalanx.contract import topology
 from phalanx.contract.placement import PartialPlacement
-from phalanx.control import roster
+from phalanx.control.leader import roster
+from phalanx.control.leader.roster import RankTable, Roster
 from phalanx.control.messages import NodeInfo, Refusal
-from phalanx.control.roster import RankTable, Roster
 from tests.control.parties import arrival
 from tests.kit.placements import placement
 

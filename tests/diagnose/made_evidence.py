@@ -27,7 +27,7 @@ LIB = "/home/user/.venv/lib/python3.11/site-packages/"
 STD = "/usr/lib/python3.11/"
 C10D = LIB + "torch/distributed/distributed_c10d.py"
 LOADER = LIB + "torch/utils/data/dataloader.py"
-WORK = LIB + "phalanx/collectives/work.py"
+WORK = LIB + "phalanx/collectives/process_group/work.py"
 DDP = LIB + "torch/nn/parallel/distributed.py"
 
 Case = tuple[Evidence, str, tuple[int, ...], list[str]]  # -> kind, ranks, what the text must say

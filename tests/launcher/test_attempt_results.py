@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.control.members import Members
+from phalanx.control.leader.members import Members
+from phalanx.control.leader.roster import Roster
 from phalanx.control.messages import AttemptEnded, FailureReport
-from phalanx.control.roster import Roster
 from phalanx.launcher.coordination.coordinator import AgentProxy, AttemptReport, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults, Restart
 from phalanx.launcher.coordination.recoveries import Recoveries

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.errors import LaunchError
 from phalanx.launcher.agent.attempts import AttemptLoop
-from phalanx.launcher.agent.end_request import EndRequest
+from phalanx.launcher.agent.stopping.end_request import EndRequest
 from phalanx.launcher.coordination.coordinator import AttemptReport, RunResult, StartAttempt
 
 PLAN: Any = SimpleNamespace(shutdown=SimpleNamespace(linger=0.0))

@@ -19,14 +19,14 @@ from phalanx.contract.events import UNSEEN, LinkMeasured, RankInfo, RankSample
 from phalanx.control import messages
 from phalanx.forkserver.probe import status_slot
 from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
-from phalanx.launcher.agent.probes import ProbeClient, StatusBoard
-from phalanx.launcher.agent.worker import Worker
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.telemetry import collector, metrics, node_sampler, rank_samples
 from phalanx.launcher.telemetry.collector import Collector, NodeSamples
 from phalanx.launcher.telemetry.metrics import Downsampler
 from phalanx.launcher.telemetry.node_sampler import NodeSampler
+from phalanx.launcher.workers.probes import ProbeClient, StatusBoard
+from phalanx.launcher.workers.worker import Worker
 from tests.kit.placements import seat
 
 WALL = 1000.0  # seconds that the clock on the wall is ahead of the other

@@ -18,7 +18,6 @@ from phalanx.contract import events
 from phalanx.control import messages
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
-from phalanx.launcher.agent.watched import WatchContext
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.control_socket import ControlSocket
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RequestHandler
@@ -27,6 +26,7 @@ from phalanx.launcher.runs import event_cursor, run_folder, views
 from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
 from phalanx.launcher.viewers import event_server, log_queries, viewer
 from phalanx.launcher.viewers.event_server import EventServer
+from phalanx.launcher.workers.watched import WatchContext
 from phalanx.watch.source import SearchResult
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from phalanx.diagnose.evidence import Frame, Process, Rank, ThreadStack
-from phalanx.launcher.agent.exits import Exit, Exits, decide, waits_for
-from phalanx.launcher.agent.worker import Worker
+from phalanx.launcher.agent.stopping.exits import Exit, Exits, decide, waits_for
 from phalanx.launcher.telemetry.node_sampler import WorkerReading
 from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
+from phalanx.launcher.workers.worker import Worker
 from tests.kit.placements import seat
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from phalanx.errors import LaunchError, PhalanxError
-from phalanx.launcher.agent.end_request import EndRequest
 from phalanx.launcher.agent.group_controller import GroupController
+from phalanx.launcher.agent.stopping.end_request import EndRequest
 from phalanx.launcher.coordination.actions import AcceptLoss, HaltWorkers, HoldWorkers, RegroupPlan, StopWorkers
 
 TERM = signal.SIGTERM

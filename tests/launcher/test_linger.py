@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launcher.agent import linger
-from phalanx.launcher.agent.linger import Orphan
+from phalanx.launcher.agent.stopping import linger
+from phalanx.launcher.agent.stopping.linger import Orphan
 
 UPLOAD = Orphan(7, "rclone copy logs s3:logs", 1)
 DAEMON = Orphan(9, "python -u train.py", None)

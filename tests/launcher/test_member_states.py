@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.control.leader.roster import Roster
 from phalanx.control.messages import AttemptState
-from phalanx.control.roster import Roster
 from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.readiness import Readiness
 from tests.control.parties import arrival

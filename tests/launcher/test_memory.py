@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launcher.agent import out_of_memory
-from phalanx.launcher.agent.out_of_memory import MemoryKills
+from phalanx.launcher.telemetry import out_of_memory
+from phalanx.launcher.telemetry.out_of_memory import MemoryKills
 
 
 def tree(root: Path, cgroup: str, files: dict[str, str], machine: int = 0) -> tuple[str, str]:

@@ -11,11 +11,11 @@ import pytest
 
 from phalanx.control import messages
 from phalanx.diagnose.evidence import Gpu
-from phalanx.launcher.agent.worker import Worker
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.telemetry import node_sampler
 from phalanx.launcher.telemetry.node_sampler import NodeReading, NodeSampler
 from phalanx.launcher.telemetry.step_timings import RankTiming
+from phalanx.launcher.workers.worker import Worker
 from tests.kit.placements import seat
 from tests.launcher.test_step_timings import reading
 

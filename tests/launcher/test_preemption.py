@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from phalanx.contract import worker_messages
-from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.coordination.actions import AcceptLoss, Action, HaltWorkers, StopWorkers
 from phalanx.launcher.coordination.coordinator import AttemptReport, RunResult
 from phalanx.launcher.coordination.single_node import SingleNodeCoordinator
 from phalanx.launcher.runs.root_cause import ProcessFailure
+from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RestartPolicy
 
 SHUTDOWN = SimpleNamespace(checkpoint_timeout=60.0, failure_timeout=1.0, signals=(signal.SIGTERM,))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cluster.cluster import Device, Slot
-from phalanx.launcher.agent.group import spares
+from phalanx.launcher.workers.regroup import spares
 
 SLOTS = [Slot(Device("mig", 0, f"MIG-{n}", f"MIG-{n}", "a slice")) for n in range(4)]
 

@@ -8,9 +8,9 @@ import pytest
 
 from phalanx.diagnose.rules.stragglers import Total
 from phalanx.forkserver.probe.status_slot import PHASES, StatusReading
-from phalanx.launcher.agent.worker import Worker
 from phalanx.launcher.telemetry import step_timings
 from phalanx.launcher.telemetry.step_timings import RankTiming
+from phalanx.launcher.workers.worker import Worker
 from tests.kit.placements import seat
 
 WORKER = Worker(seat(3, 4, local_rank=1), "")

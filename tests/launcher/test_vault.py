@@ -14,8 +14,8 @@ import pytest
 from phalanx.contract import encoding
 from phalanx.contract import snapshot_messages as words
 from phalanx.errors import LaunchError
-from phalanx.launcher.agent import out_of_memory
 from phalanx.launcher.agent.snapshot_memory import SnapshotMemory
+from phalanx.launcher.telemetry import out_of_memory
 from phalanx.worker import snapshot_memory as worker
 from tests.launcher.test_memory import tree
 

@@ -22,9 +22,9 @@ from phalanx.diagnose.evidence import CallEvidence, Frame, GroupEvidence, Thread
 from phalanx.forkserver import linux
 from phalanx.forkserver.probe import group_progress, movement, phases, probe, recorders, report, sampler, status_slot
 from phalanx.forkserver.probe.steps import StepCounter
-from phalanx.launcher.agent import probes
-from phalanx.launcher.agent.probes import ProbeClient, StatusBoard
 from phalanx.launcher.forking import fork_servers
+from phalanx.launcher.workers import probes
+from phalanx.launcher.workers.probes import ProbeClient, StatusBoard
 from tests.kit.cli import environment, phalanx, stage
 
 SCRIPTS = Path(__file__).parent / "scripts"

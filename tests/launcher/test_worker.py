@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launcher.agent.worker import Worker, WorkerState
+from phalanx.launcher.workers.worker import Worker, WorkerState
 from tests.kit.placements import seat
 
 STARTING, RUNNING, CONNECTED, FINISHED, STOPPING, EXITED = WorkerState

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from phalanx.contract import worker_messages
-from phalanx.launcher.agent.group.formation import Formation
-from phalanx.launcher.agent.group.heartbeats import HeartbeatWatch
-from phalanx.launcher.agent.group.regrouper import ReadinessReporter
-from phalanx.launcher.agent.group.stopper import Stopper, escalation
-from phalanx.launcher.agent.worker import StepProgress, Worker, WorkerState
-from phalanx.launcher.agent.workers import Workers
+from phalanx.launcher.workers.heartbeats import HeartbeatWatch
+from phalanx.launcher.workers.regroup.formation import Formation
+from phalanx.launcher.workers.regroup.regrouper import ReadinessReporter
+from phalanx.launcher.workers.stopper import Stopper, escalation
+from phalanx.launcher.workers.worker import StepProgress, Worker, WorkerState
+from phalanx.launcher.workers.workers import Workers
 from tests.kit.placements import seat
 
 

@@ -25,8 +25,8 @@ from torch.optim import lr_scheduler as schedulers
 
 from phalanx.errors import OptionError
 from phalanx.train.checkpoint import CheckpointError, Checkpoints, Info, export, loading, randomness
-from phalanx.train.checkpoint.folder import Folder
-from phalanx.train.checkpoint.plain import packed, unpacked
+from phalanx.train.checkpoint.format.folder import Folder
+from phalanx.train.checkpoint.format.plain import packed, unpacked
 from phalanx.train.checkpoint.retention import Retention
 from phalanx.train.checkpoint.shares import share
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from phalanx.errors import UsageError
-from phalanx.train.checkpoint.plain import packed, unpacked
+from phalanx.train.checkpoint.format.plain import packed, unpacked
 from phalanx.train.data.cursor import LoaderCursor
 from phalanx.train.data.indexed import look_up
 from phalanx.train.data.loader import Loader

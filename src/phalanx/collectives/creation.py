@@ -8,9 +8,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import monitored, neighbours
+from . import neighbours
 from .engines.engine import Engine
-from .group import EngineProcessGroup
+from .process_group import monitored
+from .process_group.group import EngineProcessGroup
 
 _NOT_BUILT = "its native extension is not built; with a C compiler: pip install --force-reinstall --no-deps phalanx"
 _PROBLEM_KEY = "shm/problem"

@@ -25,11 +25,11 @@ PHASES = (
     ("worker/process_group/group.py", "collective"),
     ("worker/process_group/values.py", "collective"),
     ("worker/", "join"),
-    ("collectives/group.py", "collective"),
-    ("collectives/work.py", "collective"),
+    ("collectives/process_group/group.py", "collective"),
+    ("collectives/process_group/work.py", "collective"),
 )
 COLLECTIVES = "collectives/"
-WORK = "collectives/work.py"  # `wait` there waits for an operation in progress
+WORK = "collectives/process_group/work.py"  # `wait` there waits for an operation in progress
 THREADED = "collectives/engines/threaded.py"
 
 # Modules, by their name in `sys.modules`.

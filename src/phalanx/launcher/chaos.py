@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launcher.agent.agent import NodeAgent
-from phalanx.launcher.agent.worker_group import WorkerGroup
+from phalanx.launcher.workers.worker_group import WorkerGroup
 
 SIGNALS = {
     "kill": signal.SIGKILL,

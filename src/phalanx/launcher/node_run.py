@@ -237,10 +237,10 @@ def _coordinator(plan: Plan, folder: RunFolder, console: Console, sockets: list[
 
         return LeaderCoordinator(context)
     if plan.rendezvous.elastic:
-        from phalanx.launcher.coordination.failover import FailoverCoordinator
+        from phalanx.launcher.coordination.follower.failover import FailoverCoordinator
 
         return FailoverCoordinator(context)
-    from phalanx.launcher.coordination.follower import FollowerCoordinator
+    from phalanx.launcher.coordination.follower.coordinator import FollowerCoordinator
 
     return FollowerCoordinator(context)
 

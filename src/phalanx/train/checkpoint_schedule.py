@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # importing them takes most of a second: only for a run that 
     import torch
 
     from phalanx.train.checkpoint.checkpoints import Checkpoints
-    from phalanx.train.checkpoint.folder import Info
+    from phalanx.train.checkpoint.format.folder import Info
     from phalanx.worker.process_group.group import WorkerProcessGroup
 
 EVERY = "10m"

@@ -15,7 +15,7 @@ from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 if TYPE_CHECKING:
-    from phalanx.train.checkpoint.folder import Info
+    from phalanx.train.checkpoint.format.folder import Info
 
 
 class Restoration:

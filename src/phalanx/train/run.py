@@ -29,7 +29,7 @@ from phalanx.worker.process_group import ending
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 if TYPE_CHECKING:
-    from phalanx.train.checkpoint.folder import Info
+    from phalanx.train.checkpoint.format.folder import Info
     from phalanx.worker.rendezvous.membership import Membership
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ class OptimizerSettings:
     """The settings of all kept optimizers and schedulers, to be restored later."""
 
     def __init__(self, kept: Mapping[str, object]) -> None:
-        from phalanx.train.checkpoint.plain import packed
+        from phalanx.train.checkpoint.format.plain import packed
 
         self._groups: list[tuple[Any, list[dict[str, Any]]]] = []  # of optimizers
         self._others: list[tuple[Any, Any]] = []  # schedulers, and other objects whose state has no tensors
@@ -37,7 +37,7 @@ class OptimizerSettings:
 
     def put_back(self) -> None:
         """Restore the settings."""
-        from phalanx.train.checkpoint.plain import unpacked
+        from phalanx.train.checkpoint.format.plain import unpacked
 
         for opt, plain in self._groups:
             for group, before in zip(opt.param_groups, plain, strict=False):

@@ -75,7 +75,7 @@ def _report_absence(rendezvous: RendezvousConfig, why: str) -> None:
         return
     import asyncio
 
-    from phalanx.launcher.coordination.follower import decline
+    from phalanx.launcher.coordination.follower.coordinator import decline
 
     asyncio.run(decline(rendezvous, why))
 

@@ -11,7 +11,7 @@
 
 /* -- groups: one capsule each. A call acquires the handle; the last one to release it after `leave` frees the group */
 
-#define NAME "phalanx.collectives.group"
+#define NAME "phalanx.collectives.process_group.group"
 
 struct handle {
     phx_group *group;

@@ -14,16 +14,13 @@ from phalanx.control import messages
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.forkserver import linux, wire
 from phalanx.launcher.agent.attempts import AttemptLoop
-from phalanx.launcher.agent.end_request import EndRequest
-from phalanx.launcher.agent.group.context import WorkerGroupContext
 from phalanx.launcher.agent.group_controller import GroupController
 from phalanx.launcher.agent.run_hook import NoHook, RunHook
 from phalanx.launcher.agent.services import NodeServices
-from phalanx.launcher.agent.shutdown import Shutdown
-from phalanx.launcher.agent.signals import Signals
+from phalanx.launcher.agent.stopping.end_request import EndRequest
+from phalanx.launcher.agent.stopping.shutdown import Shutdown
+from phalanx.launcher.agent.stopping.signals import Signals
 from phalanx.launcher.agent.watchers import Watchers
-from phalanx.launcher.agent.worker import WorkerFailure
-from phalanx.launcher.agent.worker_group import WorkerGroup
 from phalanx.launcher.coordination.actions import Action, EndRun, StopWorkers
 from phalanx.launcher.coordination.coordinator import Coordinator, RunResult, StartAttempt
 from phalanx.launcher.forking.fork_servers import ForkServerClient
@@ -34,6 +31,9 @@ from phalanx.launcher.output.console import Console
 from phalanx.launcher.output.notices import Notices
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.workers.context import WorkerGroupContext
+from phalanx.launcher.workers.worker import WorkerFailure
+from phalanx.launcher.workers.worker_group import WorkerGroup
 
 
 class NodeAgent:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from phalanx.launcher.agent import out_of_memory
-from phalanx.launcher.agent.end_request import EndRequest
-from phalanx.launcher.agent.group.context import WorkerGroupContext
 from phalanx.launcher.agent.group_controller import GroupController
-from phalanx.launcher.agent.linger import LingeringProcesses
+from phalanx.launcher.agent.stopping.end_request import EndRequest
+from phalanx.launcher.agent.stopping.linger import LingeringProcesses
 from phalanx.launcher.agent.watchers import Watchers
-from phalanx.launcher.agent.worker_group import WorkerGroup
 from phalanx.launcher.coordination.coordinator import AttemptReport, Coordinator, RunResult, StartAttempt
 from phalanx.launcher.forking.supervisor import ForkServerSupervisor
 from phalanx.launcher.runs import root_cause
+from phalanx.launcher.telemetry import out_of_memory
+from phalanx.launcher.workers.context import WorkerGroupContext
+from phalanx.launcher.workers.worker_group import WorkerGroup
 
 _DRAIN_TIMEOUT = 2.0  # seconds to read what is left in the pipes of workers that have ended
 

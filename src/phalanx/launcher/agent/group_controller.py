@@ -8,11 +8,8 @@ from collections.abc import Callable
 
 from phalanx.errors import PhalanxError
 from phalanx.forkserver import linux, wire
-from phalanx.launcher.agent.end_request import EndRequest
-from phalanx.launcher.agent.group.context import WorkerGroupContext
-from phalanx.launcher.agent.signals import Signals
-from phalanx.launcher.agent.worker import WorkerFailure
-from phalanx.launcher.agent.worker_group import WorkerGroup
+from phalanx.launcher.agent.stopping.end_request import EndRequest
+from phalanx.launcher.agent.stopping.signals import Signals
 from phalanx.launcher.coordination.actions import (
     AcceptLoss,
     HaltWorkers,
@@ -24,6 +21,9 @@ from phalanx.launcher.coordination.actions import (
 from phalanx.launcher.coordination.coordinator import StartAttempt
 from phalanx.launcher.forking.supervisor import ForkServerSupervisor
 from phalanx.launcher.plan import Plan
+from phalanx.launcher.workers.context import WorkerGroupContext
+from phalanx.launcher.workers.worker import WorkerFailure
+from phalanx.launcher.workers.worker_group import WorkerGroup
 
 GroupAction = RegroupPlan | StopWorkers | HoldWorkers | HaltWorkers | AcceptLoss | SignalWorkers
 

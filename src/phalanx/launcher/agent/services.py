@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
-from phalanx.launcher.agent.probes import StatusBoard
 from phalanx.launcher.agent.snapshot_memory import SnapshotMemory
-from phalanx.launcher.agent.watched import WatchContext, WatchedAgent
 from phalanx.launcher.debug.sessions import DebugSessions
 from phalanx.launcher.ipc.control_socket import ControlSocket
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
@@ -14,6 +12,8 @@ from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.viewers.dashboard import Dashboard
 from phalanx.launcher.viewers.event_server import EventServer
+from phalanx.launcher.workers.probes import StatusBoard
+from phalanx.launcher.workers.watched import WatchContext, WatchedAgent
 
 
 class NodeServices:

@@ -10,8 +10,8 @@ import socket
 from collections.abc import Callable
 
 from phalanx.contract import encoding, snapshot_messages
-from phalanx.launcher.agent import out_of_memory
 from phalanx.launcher.ipc.packet_server import PacketServer
+from phalanx.launcher.telemetry import out_of_memory
 
 _REQUESTED_SHARE = 0.9  # of the free memory, if the user asked for snapshots
 _DEFAULT_SHARE = 0.25  # otherwise

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from phalanx.contract import worker_messages
 from phalanx.diagnose.rules.timeouts import Timeout
-from phalanx.launcher.agent.watched import WatchContext
-from phalanx.launcher.agent.worker_group import WorkerGroup
+from phalanx.launcher.workers.watched import WatchContext
+from phalanx.launcher.workers.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.exits import Exits
+    from phalanx.launcher.agent.stopping.exits import Exits
     from phalanx.launcher.hangs.detector import HangDetector
     from phalanx.launcher.telemetry.collector import Collector
     from phalanx.launcher.telemetry.node_sampler import NodeSampler
@@ -99,7 +99,7 @@ class Watchers:
 
 def _import_watchers() -> tuple[type[Exits], type[HangDetector], type[StepTimings], type[Collector], type[NodeSampler]]:
     """Import the watchers, in a thread."""
-    from phalanx.launcher.agent.exits import Exits
+    from phalanx.launcher.agent.stopping.exits import Exits
     from phalanx.launcher.hangs.detector import HangDetector
     from phalanx.launcher.telemetry.collector import Collector
     from phalanx.launcher.telemetry.node_sampler import NodeSampler

@@ -19,13 +19,13 @@ from typing import Protocol
 
 from phalanx.contract import events, worker_messages
 from phalanx.control import messages
-from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.coordination.actions import Action
 from phalanx.launcher.ipc.node_rpc import RpcCarrier
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.workers.worker import WorkerFailure
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from phalanx.contract import events
-from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import Fault, RecoveryAction, RecoveryDecision, RestartPolicy, decide
 
 

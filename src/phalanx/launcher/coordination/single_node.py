@@ -8,8 +8,6 @@ import socket
 
 from phalanx.contract import worker_messages
 from phalanx.control import messages
-from phalanx.launcher.agent.preemption import Preemption, PreemptionAction, RegroupAndHalt
-from phalanx.launcher.agent.worker import WorkerFailure
 from phalanx.launcher.coordination.actions import AcceptLoss, Action, RegroupPlan, StopWorkers
 from phalanx.launcher.coordination.coordinator import (
     AgentProxy,
@@ -19,11 +17,13 @@ from phalanx.launcher.coordination.coordinator import (
     StartAttempt,
     record_failure,
 )
+from phalanx.launcher.coordination.preemption import Preemption, PreemptionAction, RegroupAndHalt
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phalanx.launcher.agent.worker import Worker
-from phalanx.launcher.agent.worker_group import WorkerGroup
 from phalanx.launcher.ipc.node_rpc import RpcCarrier
+from phalanx.launcher.workers.worker import Worker
+from phalanx.launcher.workers.worker_group import WorkerGroup
 
 Send = Callable[[int | None, bytes, dict[str, Any]], None]  # to a node, a kind, and the content
 

@@ -18,7 +18,6 @@ from typing import Any
 from phalanx.contract import encoding
 from phalanx.contract.encoding import Decoder
 from phalanx.forkserver import wire
-from phalanx.launcher.agent.worker import Worker
 from phalanx.launcher.debug import attachment
 from phalanx.launcher.debug.attachment import Attachment, AttachRefused
 from phalanx.launcher.debug.debugged_ranks import DebuggedRanks, DebuggedWorker, DebugTarget
@@ -27,6 +26,7 @@ from phalanx.launcher.debug.terminal_queue import TerminalQueue
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
 from phalanx.launcher.output.console import Console
 from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.workers.worker import Worker
 
 _PROBE_TIMEOUT = 5.0  # seconds for a rank: its probe thread answers at once, unless the GIL is held
 _DEBUGPY = "debugpy"

@@ -16,8 +16,8 @@ from phalanx.launcher.ipc.node_rpc import RpcCarrier
 from phalanx.launcher.telemetry.node_sampler import NodeReading
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.watched import WatchedAgent
-    from phalanx.launcher.agent.worker_group import WorkerGroup
+    from phalanx.launcher.workers.watched import WatchedAgent
+    from phalanx.launcher.workers.worker_group import WorkerGroup
 
 QUIET = 3.0  # seconds without a heartbeat from a node whose workers run
 _SLOW_START = 10.0  # seconds for a node to send its first heartbeat

@@ -33,8 +33,8 @@ from phalanx.launcher.telemetry.node_sampler import INTERVAL, NodeReading
 from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.watched import WatchContext
-    from phalanx.launcher.agent.worker_group import WorkerGroup
+    from phalanx.launcher.workers.watched import WatchContext
+    from phalanx.launcher.workers.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

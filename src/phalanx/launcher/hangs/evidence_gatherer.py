@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.control import join_problems
+from phalanx.control.member import join_problems
 from phalanx.diagnose.evidence import Evidence, NodeFacts
-from phalanx.launcher.agent import out_of_memory
 from phalanx.launcher.hangs import node_evidence
 from phalanx.launcher.hangs.cluster_progress import QUIET, ClusterProgress
 from phalanx.launcher.hangs.node_evidence import NodeEvidence
-from phalanx.launcher.telemetry import process_stats
+from phalanx.launcher.telemetry import out_of_memory, process_stats
 from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.watched import WatchContext
+    from phalanx.launcher.workers.watched import WatchContext
 
 NODE_TIMEOUT = 2.2  # seconds for another node to send its evidence
 _REACH_TIMEOUT = 0.7  # seconds for a host to answer at all

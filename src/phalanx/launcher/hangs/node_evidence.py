@@ -28,10 +28,10 @@ from phalanx.launcher.runs import root_cause
 from phalanx.launcher.telemetry import gpus, process_stats
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.probes import ProbeClient
-    from phalanx.launcher.agent.worker import Worker
-    from phalanx.launcher.agent.worker_group import WorkerGroup
     from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
+    from phalanx.launcher.workers.probes import ProbeClient
+    from phalanx.launcher.workers.worker import Worker
+    from phalanx.launcher.workers.worker_group import WorkerGroup
 
 ANSWER = 1.2  # seconds for a rank to answer: on a busy host it may have to wait for a core
 _SILENT = 1.0  # seconds: a rank whose probe published nothing for so long gets less time

@@ -23,7 +23,7 @@ from phalanx.launcher.telemetry.node_sampler import TENTHS, NodeReading
 from phalanx.launcher.telemetry.rank_samples import RankSampleBuilder
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.watched import WatchedAgent
+    from phalanx.launcher.workers.watched import WatchedAgent
 
 _ROOM = 1 << 22  # bytes of samples.jsonl, after which fewer samples are kept
 _QUIET = 3.0  # seconds: the leader does not wait for a node that was silent for longer

@@ -16,8 +16,8 @@ from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.telemetry.loss_parser import LossParser, ParsedLoss
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.worker import Worker
-    from phalanx.launcher.agent.worker_group import WorkerGroup
+    from phalanx.launcher.workers.worker import Worker
+    from phalanx.launcher.workers.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from phalanx.launcher.telemetry.process_stats import ProcessStats, ProcessStatsR
 
 if TYPE_CHECKING:
     from phalanx.diagnose.evidence import Gpu
-    from phalanx.launcher.agent.watched import WatchedAgent
-    from phalanx.launcher.agent.worker import Worker
-    from phalanx.launcher.agent.worker_group import WorkerGroup
+    from phalanx.launcher.workers.watched import WatchedAgent
+    from phalanx.launcher.workers.worker import Worker
+    from phalanx.launcher.workers.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

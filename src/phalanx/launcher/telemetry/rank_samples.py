@@ -13,8 +13,8 @@ from phalanx.forkserver.probe.status_slot import PHASES, RING, SlotLook
 from phalanx.launcher.telemetry.node_sampler import TENTHS, NodeReading, WorkerReading
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.worker import Worker
-    from phalanx.launcher.agent.worker_group import WorkerGroup
+    from phalanx.launcher.workers.worker import Worker
+    from phalanx.launcher.workers.worker_group import WorkerGroup
 
 _LONGEST = RING - 4  # tenths of a second that a status slot remembers
 _HOLDS = 0.25  # seconds for which a look says where a rank is: the next one may be a little late

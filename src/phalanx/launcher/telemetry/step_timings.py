@@ -24,9 +24,9 @@ from phalanx.forkserver.probe.status_slot import StatusReading
 from phalanx.launcher.telemetry.node_sampler import NodeReading
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.watched import WatchContext
-    from phalanx.launcher.agent.worker import Worker
-    from phalanx.launcher.agent.worker_group import WorkerGroup
+    from phalanx.launcher.workers.watched import WatchContext
+    from phalanx.launcher.workers.worker import Worker
+    from phalanx.launcher.workers.worker_group import WorkerGroup
 
 _SEND_INTERVAL = 4.9  # seconds between two reports to the leader
 _WARMUP_STEPS = 2  # they take longer than the others

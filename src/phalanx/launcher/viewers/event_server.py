@@ -27,7 +27,7 @@ from phalanx.launcher.viewers.log_queries import LogQueries, node_timeout
 from phalanx.launcher.viewers.viewer import Viewer
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.watched import WatchContext
+    from phalanx.launcher.workers.watched import WatchContext
 
 logger = logging.getLogger(__name__)
 

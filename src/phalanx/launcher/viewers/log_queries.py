@@ -16,7 +16,7 @@ from phalanx.launcher.output import log_reader
 from phalanx.watch.source import SearchResult, Stream
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.watched import WatchContext
+    from phalanx.launcher.workers.watched import WatchContext
 
 NODE_TIMEOUT = 5.0  # seconds for another node
 _MOST_NOTES = 100  # about what a search left out

@@ -9,7 +9,7 @@ is JSON.
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint.checkpoints import Checkpoints
 from phalanx.train.checkpoint.export import export
-from phalanx.train.checkpoint.folder import Info
+from phalanx.train.checkpoint.format.folder import Info
 from phalanx.train.checkpoint.peers import Peers, SingleRank
 
 __all__ = ["CheckpointError", "Checkpoints", "Info", "Peers", "SingleRank", "export"]

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.errors import CheckpointError, OptionError
 from phalanx.train.checkpoint import randomness, state
-from phalanx.train.checkpoint.folder import Folder, Info
-from phalanx.train.checkpoint.manifest import Values
+from phalanx.train.checkpoint.format.folder import Folder, Info
+from phalanx.train.checkpoint.format.manifest import Values
+from phalanx.train.checkpoint.format.plain import Tensors, packed
 from phalanx.train.checkpoint.peers import Peers, SingleRank, by_main
-from phalanx.train.checkpoint.plain import Tensors, packed
 from phalanx.train.checkpoint.reader import CheckpointReader
 from phalanx.train.checkpoint.retention import Retention
 from phalanx.train.checkpoint.save_queue import SaveQueue

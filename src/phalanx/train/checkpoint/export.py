@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.errors import CheckpointError, OptionError
-from phalanx.train.checkpoint import integrity, tensorfile
-from phalanx.train.checkpoint.buffer import Buffer
+from phalanx.train.checkpoint.format import integrity, tensorfile
+from phalanx.train.checkpoint.format.buffer import Buffer
 from phalanx.train.checkpoint.peers import Peers, SingleRank
 from phalanx.train.checkpoint.shares import Chunk
 from phalanx.train.checkpoint.state import plain_name, unwrapped

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import integrity, tensorfile
-from phalanx.train.checkpoint.folder import Info
-from phalanx.train.checkpoint.manifest import STATE, Manifest, Piece, Table, Values, table_file
-from phalanx.train.checkpoint.plain import Tensors
+from phalanx.train.checkpoint.format import integrity, tensorfile
+from phalanx.train.checkpoint.format.folder import Info
+from phalanx.train.checkpoint.format.manifest import STATE, Manifest, Piece, Table, Values, table_file
+from phalanx.train.checkpoint.format.plain import Tensors
 from phalanx.train.checkpoint.state import Shape
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import loading, randomness, state
-from phalanx.train.checkpoint.folder import Folder, Info
+from phalanx.train.checkpoint.format.folder import Folder, Info
+from phalanx.train.checkpoint.format.plain import unpacked
 from phalanx.train.checkpoint.peers import Peers, by_main
-from phalanx.train.checkpoint.plain import unpacked
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import OptionError
-from phalanx.train.checkpoint.folder import Info, order
+from phalanx.train.checkpoint.format.folder import Info, order
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint.buffer import Buffer
+from phalanx.train.checkpoint.format.buffer import Buffer
 from phalanx.train.checkpoint.peers import Peers
 from phalanx.train.checkpoint.saver import Save, SaveRequest
 from phalanx.train.checkpoint.shares import Chunk

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import integrity, randomness, tensorfile
-from phalanx.train.checkpoint.buffer import Buffer, Placed
-from phalanx.train.checkpoint.folder import Folder, Info
-from phalanx.train.checkpoint.manifest import (
+from phalanx.train.checkpoint import randomness
+from phalanx.train.checkpoint.format import integrity, tensorfile
+from phalanx.train.checkpoint.format.buffer import Buffer, Placed
+from phalanx.train.checkpoint.format.folder import Folder, Info
+from phalanx.train.checkpoint.format.manifest import (
     FORMAT,
     MANIFEST,
     STATE,
@@ -36,7 +37,7 @@ from phalanx.train.checkpoint.manifest import (
     table_file,
     tensor_file,
 )
-from phalanx.train.checkpoint.plain import tensor_names
+from phalanx.train.checkpoint.format.plain import tensor_names
 from phalanx.train.checkpoint.retention import Retention
 from phalanx.train.checkpoint.shares import Chunk
 from phalanx.version import __version__

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint.plain import Tensors, packed, tensor_names, unpacked
+from phalanx.train.checkpoint.format.plain import Tensors, packed, tensor_names, unpacked
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state returns

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phalanx.train.checkpoint import state
-from phalanx.train.checkpoint.plain import Tensors
+from phalanx.train.checkpoint.format.plain import Tensors
 from phalanx.train.elastic import tensor_transfer
 from phalanx.train.elastic.state_offer import Offer, ReceivedState, StateOffer, label, shapes
 from phalanx.train.model import shard_placement

@@ -17,9 +17,10 @@ import msgspec
 import torch
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import integrity, loading
-from phalanx.train.checkpoint.buffer import Buffer, Placed
-from phalanx.train.checkpoint.manifest import Piece, Table
+from phalanx.train.checkpoint import loading
+from phalanx.train.checkpoint.format import integrity
+from phalanx.train.checkpoint.format.buffer import Buffer, Placed
+from phalanx.train.checkpoint.format.manifest import Piece, Table
 from phalanx.train.checkpoint.saver import piece_of
 from phalanx.train.checkpoint.shares import Chunk
 

@@ -11,9 +11,9 @@ import msgspec
 
 from phalanx.errors import CheckpointError, LaunchError
 from phalanx.train.checkpoint import loading, randomness, state
-from phalanx.train.checkpoint.folder import Info
-from phalanx.train.checkpoint.manifest import Values
-from phalanx.train.checkpoint.plain import Tensors, unpacked
+from phalanx.train.checkpoint.format.folder import Info
+from phalanx.train.checkpoint.format.manifest import Values
+from phalanx.train.checkpoint.format.plain import Tensors, unpacked
 from phalanx.train.snapshot.counter import is_counter
 from phalanx.train.snapshot.exchange import Exchange, Transfer
 from phalanx.train.snapshot.found import FoundSnapshot, HeldPart, newest, transfers

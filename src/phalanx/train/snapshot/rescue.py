@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from phalanx.train.checkpoint import randomness, state
-from phalanx.train.checkpoint.plain import packed
+from phalanx.train.checkpoint.format.plain import packed
 from phalanx.train.checkpoint.shares import share
 from phalanx.train.snapshot.found import RESCUE
 from phalanx.train.snapshot.part import Part, Writer

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from phalanx.train.checkpoint import state
-from phalanx.train.checkpoint.plain import packed
+from phalanx.train.checkpoint.format.plain import packed
 from phalanx.train.snapshot.counter import Counter, counter_name, reached, waited
 from phalanx.train.snapshot.found import RESCUE, FoundSnapshot, newest
 from phalanx.train.snapshot.part import Part

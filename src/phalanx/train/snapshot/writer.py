@@ -14,7 +14,7 @@ import torch
 
 from phalanx.errors import LaunchError
 from phalanx.train.checkpoint import randomness
-from phalanx.train.checkpoint.buffer import Placed
+from phalanx.train.checkpoint.format.buffer import Placed
 from phalanx.train.checkpoint.save_queue import lower_priority
 from phalanx.train.checkpoint.shares import Chunk
 from phalanx.train.snapshot.copying import ShardCopier

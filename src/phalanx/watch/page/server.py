@@ -24,7 +24,7 @@ from typing import Any
 from aiohttp import web
 
 from phalanx.contract import encoding
-from phalanx.control.connection_gate import ConnectionGate
+from phalanx.control.leader.connection_gate import ConnectionGate
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.watch import prometheus
 from phalanx.watch.page import address, guard, keys

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from phalanx.control import messages
-from phalanx.control.members import Members
+from phalanx.control.leader.members import Members
 from phalanx.launcher.coordination.coordinator import AgentProxy, AttemptReport, RunResult, record_failure
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.runs import root_cause

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from phalanx.contract import worker_messages
 from phalanx.control import messages
 from phalanx.control.endpoint import Endpoint
-from phalanx.control.leader import Leader
-from phalanx.control.liveness import Timing
-from phalanx.control.members import MemberNames, Members
-from phalanx.control.roster import Roster
-from phalanx.launcher.agent.worker import WorkerFailure
+from phalanx.control.leader.leader import Leader
+from phalanx.control.leader.liveness import Timing
+from phalanx.control.leader.members import MemberNames, Members
+from phalanx.control.leader.roster import Roster
 from phalanx.launcher.coordination.actions import Action
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult, StartAttempt
@@ -39,6 +38,7 @@ from phalanx.launcher.coordination.rank_assignment import node_info
 from phalanx.launcher.coordination.readiness import Readiness
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.output.log_forwarder import LogForwarder
+from phalanx.launcher.workers.worker import WorkerFailure
 
 _LONGEST_TEXT = 1 << 15  # characters of the result
 

@@ -7,8 +7,7 @@ import time
 
 from phalanx.contract import events, worker_messages
 from phalanx.control import messages
-from phalanx.control.members import Members
-from phalanx.launcher.agent.worker import WorkerFailure
+from phalanx.control.leader.members import Members
 from phalanx.launcher.coordination.actions import EndRun
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
@@ -19,6 +18,7 @@ from phalanx.launcher.coordination.leader.node_commands import NodeCommands
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
 from phalanx.launcher.coordination.leader.remote_output import RemoteOutput
 from phalanx.launcher.coordination.readiness import Readiness
+from phalanx.launcher.workers.worker import WorkerFailure
 
 _PROGRESS_INTERVAL = 0.5  # seconds between two events about who has joined
 

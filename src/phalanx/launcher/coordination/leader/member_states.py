@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from phalanx.control import roster
+from phalanx.control.leader import roster
+from phalanx.control.leader.roster import RankTable, Roster
 from phalanx.control.messages import AttemptState, StartRanks
-from phalanx.control.roster import RankTable, Roster
 from phalanx.launcher.coordination.readiness import Readiness, combine
 
 _NO_RANKS = RankTable()

@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 
 from phalanx.control.endpoint import STEADILY, Endpoint, answers
-from phalanx.control.members import Members
-from phalanx.launcher.agent.worker import WorkerFailure
+from phalanx.control.leader.members import Members
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
 from phalanx.launcher.coordination.leader.member_states import MemberStates
@@ -20,6 +19,7 @@ from phalanx.launcher.coordination.leader.node_commands import NodeCommands
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
 from phalanx.launcher.coordination.readiness import Readiness
 from phalanx.launcher.coordination.recoveries import Recoveries
+from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
 
 _PLAIN_AFTER = 10.0  # seconds without a connection of a worker: the script cannot regroup

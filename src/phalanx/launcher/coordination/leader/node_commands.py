@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from phalanx.control import messages
-from phalanx.control.members import Members
+from phalanx.control.leader.members import Members
 from phalanx.errors import LaunchError
 from phalanx.launcher.coordination import port
 from phalanx.launcher.coordination.actions import HaltWorkers, HoldWorkers, RegroupPlan, StopWorkers

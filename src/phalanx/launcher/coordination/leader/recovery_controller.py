@@ -7,16 +7,16 @@ import signal
 import time
 
 from phalanx.contract import worker_messages
-from phalanx.control.members import Members
-from phalanx.launcher.agent.preemption import Preemption, PreemptionAction, RegroupAndHalt
-from phalanx.launcher.agent.worker import WorkerFailure
+from phalanx.control.leader.members import Members
 from phalanx.launcher.coordination.actions import AcceptLoss, Action, EndRun, HaltWorkers, StopWorkers
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
 from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.node_commands import NodeCommands
+from phalanx.launcher.coordination.preemption import Preemption, PreemptionAction, RegroupAndHalt
 from phalanx.launcher.coordination.recoveries import Recoveries
+from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
 
 

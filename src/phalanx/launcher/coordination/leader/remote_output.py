@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from phalanx.cluster.placement import Seat
 from phalanx.control import messages
-from phalanx.control.members import Members
-from phalanx.control.roster import RankTable
+from phalanx.control.leader.members import Members
+from phalanx.control.leader.roster import RankTable
 from phalanx.launcher.output.console import Console
 from phalanx.launcher.output.filters import Std
 from phalanx.launcher.output.log_tail import LogTail

@@ -1,0 +1,1 @@
+"""The process group that torch.distributed sees, on top of an engine."""

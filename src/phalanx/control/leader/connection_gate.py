@@ -1,0 +1,157 @@
+"""Limits for connections that are not authenticated yet: how many, for how long, how many bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from phalanx.control.messages import JOIN_REQUEST_LIMIT
+from phalanx.errors import JoinError
+
+MOST = 512  # unauthenticated connections, besides those of expected members
+PATIENCE = 10.0  # seconds for the authentication
+ALLOWANCE = JOIN_REQUEST_LIMIT + (1 << 14)  # bytes for the authentication
+AT_ONCE = 64  # connections that are accepted at a time
+_OTHER_FILES = 256  # further files that this process may need
+
+# Do not log garbage on the port.
+_SILENT = logging.Logger("phalanx.control.leader.connection_gate")
+_SILENT.addHandler(logging.NullHandler())
+
+
+@dataclass(frozen=True)
+class GateLimits:
+    """Limits for unauthenticated connections."""
+
+    most: int = MOST  # connections
+    patience: float = PATIENCE
+    allowance: int = ALLOWANCE
+    field: int = 4096  # bytes of a header
+
+
+class Connection(web.RequestHandler):
+    """A connection that may send only so many bytes before it is trusted."""
+
+    __slots__ = ("allowance",)
+
+    allowance: int | None  # bytes; None: it is trusted
+
+    def data_received(self, data: bytes) -> None:
+        """Count bytes, and close the connection when there are too many."""
+        if self.allowance is not None:
+            self.allowance -= len(data)
+            if self.allowance < 0:
+                turn_away(self)
+                return
+        super().data_received(data)
+
+
+class ConnectionGate(web.Server):
+    """The server of aiohttp with limits for unauthenticated connections."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], limits: GateLimits) -> None:
+        super().__init__(
+            handler,
+            access_log=None,
+            logger=_SILENT,
+            keepalive_timeout=5.0,
+            max_line_size=4096,
+            max_field_size=limits.field,
+            auto_decompress=False,  # few bytes could become many
+        )
+        self._limits = limits
+        self._untrusted: dict[web.RequestHandler, tuple[float, str]] = {}  # oldest first
+        self._by_address: dict[str, dict[web.RequestHandler, None]] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    def __call__(self) -> web.RequestHandler:
+        """Return the handler of a new connection."""
+        connection = Connection(self, loop=self._loop, **self._kwargs)
+        connection.allowance = self._limits.allowance
+        return connection
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Register a connection. If there are too many, close one."""
+        super().connection_made(handler, transport)
+        peer = transport.get_extra_info("peername")
+        address = str(peer[0]) if peer else ""
+        self._untrusted[handler] = (time.monotonic(), address)
+        self._by_address.setdefault(address, {})[handler] = None
+        if len(self._untrusted) > self._limits.most:
+            self._drop_one()
+        if self._sweeper is None:
+            self._sweeper = self._later()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget a connection."""
+        self._forget(handler)
+        super().connection_lost(handler, exc)
+
+    def trust(self, request: web.BaseRequest) -> None:
+        """Lift the limits of an authenticated connection."""
+        connection = request.protocol
+        self._forget(connection)
+        if isinstance(connection, Connection):
+            connection.allowance = None
+
+    def _forget(self, handler: web.RequestHandler) -> None:
+        _, address = self._untrusted.pop(handler, (0.0, None))
+        if address is not None:
+            same = self._by_address[address]
+            del same[handler]
+            if not same:
+                del self._by_address[address]
+
+    def _drop_one(self) -> None:
+        """Close the oldest connection of the address that has most."""
+        busiest = max(self._by_address.values(), key=len)
+        self._turn_away(next(iter(busiest)))
+
+    def _later(self) -> asyncio.TimerHandle:
+        return self._loop.call_later(min(1.0, self._limits.patience / 4), self._sweep)
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        for handler, (since, _) in list(self._untrusted.items()):
+            if now - since <= self._limits.patience:
+                break  # the others are newer
+            self._turn_away(handler)
+        self._sweeper = self._later() if self._untrusted else None
+
+    def _turn_away(self, handler: web.RequestHandler) -> None:
+        self._forget(handler)
+        turn_away(handler)
+
+    def close(self) -> None:
+        """Close all unauthenticated connections."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for handler in list(self._untrusted):
+            self._turn_away(handler)
+
+
+def turn_away(handler: web.RequestHandler) -> None:
+    """Close a connection at once."""
+    if handler.transport is not None:
+        handler.transport.abort()
+
+
+def make_room(members: int) -> None:
+    """Raise the limit of open files if members and other callers need more."""
+    needed = members + MOST + 3 * AT_ONCE + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < members + _OTHER_FILES:
+        raise JoinError(
+            f"{members} nodes cannot join: the limit of open files is {hard}, and every node needs one",
+            details=[f"at least {members + _OTHER_FILES} are needed"],
+            fix=f"raise the hard limit of open files on node 0: ulimit -Hn {needed}, LimitNOFILE= or limits.conf",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))

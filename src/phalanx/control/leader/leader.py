@@ -1,0 +1,270 @@
+"""The control plane on node 0: admits members, receives their messages, notices when one is gone.
+
+    members = Members(Roster(expected=2))
+    leader = Leader(token, own_info, members, run="train-1102", events=events)
+    await leader.open(sockets)
+    await leader.wait_for_members(timeout=300)
+    members.send(1, message)
+    await leader.close()
+
+Messages of members go to `events`, one call per message, in the order of arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import msgspec
+from aiohttp import WebSocketError, WSMsgType, web
+
+from phalanx.control import channel, messages
+from phalanx.control.leader.admission import Admission, Applicant, describe
+from phalanx.control.leader.liveness import LivenessMonitor, Timing
+from phalanx.control.leader.members import JoinedMember, Members
+from phalanx.control.leader.rendezvous import Rendezvous
+from phalanx.control.leader.server import CLOSE_TIMEOUT, ControlServer
+from phalanx.control.messages import Message, NodeInfo, Refusal, Waiting, Welcome
+from phalanx.control.tokens import Token
+from phalanx.errors import JoinError
+
+logger = logging.getLogger(__name__)
+
+_INVALID = "it sent an invalid message"
+_MOST_INFORMED = 256  # members to which the progress of the rendezvous is sent
+
+
+class LeaderEvents(Protocol):
+    """What a leader reports."""
+
+    def message_received(self, member: int, message: messages.FromMember) -> None:
+        """A member has sent a message."""
+
+    def member_joined(self, member: int) -> None:
+        """A member has joined after the start of the run."""
+
+    def member_lost(self, member: int, why: str, *, silent: bool) -> None:
+        """A member is lost. `silent`: it may still run, but cannot be reached."""
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+
+    def waiting(self, text: str) -> None:
+        """Show the progress of the rendezvous."""
+
+    def rendezvous_progress(self, joined: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
+        """Report who has joined and who is missing, repeatedly until all have joined."""
+
+
+class Leader:
+    """The leader of a run."""
+
+    def __init__(
+        self,
+        token: Token,
+        info: NodeInfo,
+        members: Members,
+        *,
+        run: str,
+        events: LeaderEvents,
+        timing: Timing | None = None,
+    ) -> None:
+        own = members.admit_leader(info)
+        if isinstance(own, Refusal):
+            raise JoinError(f"node 0 itself cannot take part: {describe(own)}")
+        timing = timing or Timing()
+        self.id = own
+        self.members = members
+        self._info = info
+        self._run = run
+        self._events = events
+        self._timing = timing
+        self._admission = Admission(token, members.roster, events.note, timeout=timing.patience)
+        self._rendezvous = Rendezvous(members, last_call=timing.last_call)
+        self._server = ControlServer(self._serve, members=members.roster.expected, patience=timing.patience)
+        self._monitor = LivenessMonitor(members, timing, note=events.note, lost=self._silent)
+        self._all_disconnected = asyncio.Event()
+        self._closing = False
+
+    # -- rendezvous
+
+    async def open(self, sockets: Sequence[socket.socket]) -> None:
+        """Listen on the sockets. From here on members can join."""
+        self._rendezvous.status.addresses += [_spell(sock.getsockname()) for sock in sockets]
+        await self._server.open(sockets)
+        self._monitor.start()
+
+    async def wait_for_members(self, timeout: float) -> None:
+        """Wait until all members, or enough of them, have joined. Raises JoinError: who is missing, and why."""
+        sent = 0.0
+
+        def progress(text: str, waited: float) -> None:
+            nonlocal sent
+            self._events.waiting(text)
+            self._report_progress(text)
+            if waited - sent > 5 and len(self.members.connected) <= _MOST_INFORMED:
+                sent = waited
+                self.members.broadcast(Waiting(text=text))
+
+        await self._rendezvous.wait(timeout, self._admission.rejected, progress)
+        self._report_progress("")
+
+    def _report_progress(self, text: str) -> None:
+        joined, missing = self._rendezvous.status.joined_and_missing()
+        self._events.rendezvous_progress(joined, missing, self.members.roster.expected, text)
+
+    async def wait_for_survivors(self, members: Collection[int], timeout: float) -> None:
+        """Wait for members of a lost leader to join this one, at most `timeout` seconds. Then the run continues."""
+        await self._rendezvous.wait_for_survivors(members, timeout)
+
+    # -- connections
+
+    async def _serve(self, request: web.BaseRequest, ws: web.WebSocketResponse) -> None:
+        member = None
+        with contextlib.suppress(ConnectionError, msgspec.MsgspecError, asyncio.TimeoutError):
+            member = await self._authenticate(request, ws)
+        if member is not None:
+            await self._receive(member, ws)
+
+    async def _authenticate(self, request: web.BaseRequest, ws: web.WebSocketResponse) -> JoinedMember | None:
+        """Authenticate a caller and admit it. Returns None if it was rejected."""
+        applicant = await self._admission.challenge(request, ws)
+        if applicant is None:
+            return None
+        self._server.trust(request)
+        channel.tune(applicant.transport.get_extra_info("socket"))
+        answer, member = self._admit(applicant)
+        try:
+            await self._admission.answer(ws, applicant, answer)
+        except BaseException:  # cancelled, too: the member is registered already
+            if member is not None:
+                self._disconnected(member, "its connection broke during the handshake")
+            raise
+        if member is not None and self._rendezvous.member_joined():
+            self._events.member_joined(member.id)
+        return member
+
+    def _admit(self, applicant: Applicant) -> tuple[Message, JoinedMember | None]:
+        fatal = self.members.names.managed and not self._rendezvous.begun
+        admitted = self._admission.admit(applicant, fatal=fatal)
+        if isinstance(admitted, Refusal):
+            if fatal and admitted.kind != "words":
+                host = messages.node_info.decode(applicant.info).host
+                error = JoinError(f"{host} at {applicant.peer} cannot take part: {describe(admitted)}")
+                self._rendezvous.fail(error)
+            return admitted, None
+        id_, info, warnings = admitted
+        for text in warnings:
+            self._events.note(text)
+        member = JoinedMember(
+            id_,
+            info,
+            applicant.peer,
+            applicant.own,
+            self._admission.channel(applicant),
+            applicant.transport,
+            last_message=time.monotonic(),
+        )
+        self.members.add(member)
+        welcome = Welcome(
+            member=id_,
+            run=self._run,
+            leader=self._info.host,
+            node_timeout=self._timing.node_timeout,
+            quiet=self._timing.quiet(self.members.roster.expected),
+            notes=tuple(warnings),
+        )
+        return welcome, member
+
+    async def _receive(self, member: JoinedMember, ws: web.WebSocketResponse) -> None:
+        """Receive messages until the connection ends."""
+        writer = asyncio.get_running_loop().create_task(member.write(ws))
+        why = "its connection closed: its agent was killed, or the machine went down"
+        try:
+            async for frame in ws:
+                if frame.type != WSMsgType.BINARY:
+                    broke = frame.type == WSMsgType.ERROR and not isinstance(frame.data, WebSocketError)
+                    what = frame.data if frame.type == WSMsgType.ERROR else "a text frame"
+                    why = f"its connection broke ({what})" if broke else f"{_INVALID} ({what})"
+                    break
+                member.last_message = time.monotonic()
+                self._dispatch(member, messages.from_member.decode(member.channel.open(frame.data)))
+                if member.left:
+                    break
+        except (channel.ForgedFrameError, msgspec.MsgspecError) as error:
+            why = f"{_INVALID} ({type(error).__name__})"
+        except ConnectionError as error:
+            why = f"its connection broke ({error})"
+        except Exception as error:  # a bug in a handler must not end the agent
+            logger.debug("message of member %s failed", member.id, exc_info=True)
+            why = f"its message could not be processed ({type(error).__name__}: {error})"
+        finally:
+            if member.closing:  # the writer closes the connection, within a limit
+                with contextlib.suppress(asyncio.CancelledError):
+                    await writer
+            writer.cancel()
+            self._disconnected(member, why)
+
+    def _dispatch(self, member: JoinedMember, message: messages.FromMember) -> None:
+        if isinstance(message, messages.Pong):
+            member.record_pong(message)
+            return
+        if not self.members.is_current(member):  # another member has its number by now
+            return
+        if isinstance(message, messages.Leaving):
+            if message.text and self.members.names.managed and not self._rendezvous.begun:
+                self._rendezvous.fail(JoinError(f"{self.members.name(member.id)}: {message.text}"))
+            # Before the handler runs, which must not wait for this member any more.
+            member.left = True
+            self._disconnected(member, "")
+        self._events.message_received(member.id, message)
+
+    def _silent(self, member: JoinedMember, why: str) -> None:
+        self._disconnected(member, why, silent=True)
+
+    def _disconnected(self, member: JoinedMember, why: str, *, silent: bool = False) -> None:
+        """Remove a member. Does nothing if it is removed already."""
+        if not self.members.disconnect(member):
+            return
+        if not self._rendezvous.begun:  # it may join again
+            if not self._closing:
+                self._events.note(f"{self.members.name(member.id)} left before the start")
+            self.members.roster.remove(member.id)
+        elif not member.left and not self._closing:
+            self._events.member_lost(member.id, why, silent=silent)
+        if not self.members.connected:
+            self._all_disconnected.set()
+
+    # -- the end
+
+    async def close(self) -> None:
+        """Send what is queued, then close all connections."""
+        self._closing = True
+        self._server.stop_listening()
+        self._all_disconnected.clear()  # it may be set: all members may have left before
+        connected = self.members.connected
+        if connected and self.members.end_sent:
+            # Members disconnect when they have received the end. Do not close first: that would drop what the kernel
+            # has not sent yet.
+            unresponsive = any(member.unresponsive for member in connected.values())
+            await self._wait_until_disconnected(self._timing.node_timeout if unresponsive else CLOSE_TIMEOUT)
+        for member in connected.values():
+            member.outbox.put_nowait(None)
+        if connected:
+            await self._wait_until_disconnected(CLOSE_TIMEOUT)
+        self._monitor.close()
+        await self._server.close()
+
+    async def _wait_until_disconnected(self, timeout: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._all_disconnected.wait(), timeout)
+
+
+def _spell(name: tuple[object, ...]) -> str:
+    host, port = name[0], name[1]
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -1,0 +1,157 @@
+"""The members of a run, as the leader sees them: who has joined, who is connected, and how to send to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from phalanx.control import messages
+from phalanx.control.channel import Channel
+from phalanx.control.leader.roster import Roster
+from phalanx.control.messages import Message, NodeInfo
+
+
+@dataclass(frozen=True)
+class MemberNames:
+    """How members are called in messages."""
+
+    noun: str = "node"  # or "task": a task of a scheduler, which is one rank
+    hosts: tuple[str, ...] = ()  # by number, if they are known beforehand
+    managed: bool = False  # all members were started together: one that cannot take part will not come again
+
+    def name(self, member: int, host: str = "") -> str:
+        """Return the name of a member, with its host if that is known."""
+        host = host or (self.hosts[member] if member < len(self.hosts) else "")
+        return f"{self.noun} {member} ({host})" if host else f"{self.noun} {member}"
+
+    def listed(self, members: Sequence[int], most: int) -> str:
+        """Return at most `most` members in one line."""
+        more = f" and {len(members) - most} more" if len(members) > most else ""
+        if self.hosts:
+            return ", ".join(map(self.name, members[:most])) + more
+        return f"{self.noun}{'s' if len(members) > 1 else ''} {', '.join(map(str, members[:most]))}{more}"
+
+
+@dataclass
+class JoinedMember:
+    """One connection is one membership. It ends with a closed connection or after a timeout."""
+
+    id: int
+    info: NodeInfo
+    address: str  # of the member, as seen from the leader
+    leader_address: str  # that the member used
+    channel: Channel
+    transport: asyncio.BaseTransport
+    outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    last_message: float = 0.0  # monotonic time
+    unresponsive: bool = False  # it has not answered for a while
+    left: bool = False  # it has said that it leaves
+    closing: bool = False  # the leader has closed the connection
+    skew: float = 0.0  # its clock minus ours
+    round_trip: float = float("inf")  # the shortest of all pings: it measures the skew best
+
+    async def write(self, ws: web.WebSocketResponse) -> None:
+        """Send queued messages until None is queued, then close the connection."""
+        with contextlib.suppress(ConnectionError):
+            while (content := await self.outbox.get()) is not None:
+                await ws.send_bytes(self.channel.seal(content))
+            self.closing = True
+            await ws.close()
+
+    def record_pong(self, pong: messages.Pong) -> None:
+        """Measure the clock skew by an answered ping."""
+        now = time.time()
+        round_trip = now - pong.ping
+        if 0 <= round_trip < self.round_trip:
+            self.round_trip, self.skew = round_trip, pong.time - (pong.ping + now) / 2
+
+    def abort(self) -> None:
+        """Close the connection at once, without sending what is still queued."""
+        if isinstance(self.transport, asyncio.WriteTransport):
+            self.transport.abort()
+
+
+class Members:
+    """The members of a run: those that have joined (`roster`), and the connections to them (`connected`)."""
+
+    def __init__(self, roster: Roster, names: MemberNames | None = None) -> None:
+        self.roster = roster
+        self.names = names or MemberNames()
+        self.connected: dict[int, JoinedMember] = {}
+        self.end_sent = False  # all members know that the run is over
+        # Of all members that ever joined: where each would listen if it had to lead.
+        self.failover_endpoints: dict[int, tuple[str, int]] = {}
+        self._hosts: dict[int, str] = {}  # of the same
+
+    def admit_leader(self, info: NodeInfo) -> int | messages.Refusal:
+        """Add this node. Return its number, or why it cannot take part."""
+        number = self.roster.admit(info)
+        if isinstance(number, int):
+            self._hosts[number] = info.host
+        return number
+
+    def add(self, member: JoinedMember) -> None:
+        """Add a connection."""
+        self.connected[member.id] = member
+        self._hosts[member.id] = member.info.host
+        self.failover_endpoints[member.id] = (member.address, member.info.failover_port)
+
+    def disconnect(self, member: JoinedMember) -> bool:
+        """Remove a connection. Return False if it is removed already: another one may have its number."""
+        if not self.is_current(member):
+            return False
+        del self.connected[member.id]
+        return True
+
+    def is_current(self, member: JoinedMember) -> bool:
+        """Return whether this connection is the one that has the member's number."""
+        return self.connected.get(member.id) is member
+
+    def name(self, member: int) -> str:
+        """Return the name of a member for messages."""
+        return self.names.name(member, self._hosts.get(member, ""))
+
+    def host(self, member: int) -> str:
+        """Return the host of a member. Empty if it never joined."""
+        return self._hosts.get(member, "")
+
+    def skew(self, member: int) -> float:
+        """Return the clock of a member minus ours. 0 if it is not connected."""
+        return self.connected[member].skew if member in self.connected else 0.0
+
+    @property
+    def responsive(self) -> int:
+        """The number of members that have answered lately, this one included."""
+        return 1 + sum(not member.unresponsive for member in self.connected.values())
+
+    def send(self, member: int, message: Message) -> None:
+        """Send a message to one member."""
+        if member in self.connected:
+            self.connected[member].outbox.put_nowait(messages.encode(message))
+
+    def broadcast(self, message: Message) -> None:
+        """Send a message to all members."""
+        self.end_sent = self.end_sent or isinstance(message, messages.EndMessage)
+        content = messages.encode(message)
+        for member in self.connected.values():
+            member.outbox.put_nowait(content)
+
+    def peer_list(self, leader: int, working: Collection[int]) -> messages.PeerList:
+        """Return all members, and where each could be reached if it had to lead."""
+        peers = [
+            messages.Peer(
+                member=id_,
+                host=member.info.host[:256],
+                address=member.address[:256],
+                port=member.info.failover_port,
+                works=id_ in working,
+            )
+            for id_, member in sorted(self.connected.items())
+            if id_ in self.roster.members  # else it is leaving
+        ]
+        return messages.PeerList(leader=leader, peers=tuple(peers))

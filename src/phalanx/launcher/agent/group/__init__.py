@@ -1,1 +1,0 @@
-"""The parts of a worker group, one job each."""

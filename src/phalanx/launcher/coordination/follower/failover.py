@@ -1,0 +1,218 @@
+"""The coordinator of a follower in an elastic run: it takes the lead if node 0 is lost and it is next in line.
+
+All nodes have the peer list. The first living node on it takes over, opens the port that it reserved at the start, and
+the others join it. To prevent split-brain, a leader that is only silent is replaced only by a majority of the nodes: it
+may still run on the other side of a broken link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+from phalanx.contract import worker_messages
+from phalanx.control.endpoint import CONNECT_TIMEOUT, STEADILY, Endpoint, answers
+from phalanx.control.messages import PeerList, RpcFrame
+from phalanx.errors import JoinError, PhalanxError
+from phalanx.launcher.coordination.actions import Action
+from phalanx.launcher.coordination.context import NodeContext
+from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult, StartAttempt
+from phalanx.launcher.coordination.follower.coordinator import FollowerCoordinator
+from phalanx.launcher.coordination.leader.coordinator import LeaderCoordinator, TakeoverState
+from phalanx.launcher.output.log_forwarder import LogForwarder
+from phalanx.launcher.workers.worker import WorkerFailure
+
+
+async def find_next_leader(
+    follower: FollowerCoordinator, why: str, *, silent: bool, timeout: float, note: Callable[[str], None]
+) -> TakeoverState | None:
+    """Join the next leader. If this node is the next one, return what it needs to lead.
+
+    `why` the leader is lost. `silent`: it may still be alive. `timeout`: seconds to join another leader.
+    """
+    peers, state = follower.orders.peer_list, follower.state
+    if peers is None:
+        follower.orders.give_up(why)
+        return None
+    note(f"node {peers.leader} is lost: {why}")
+    endpoint = follower.member.leader_endpoint
+    if not silent and endpoint is not None and await answers(endpoint, steadily=STEADILY):
+        silent = True
+        note(f"node {peers.leader} still answers: it has dropped this node")
+    for peer in peers.peers:
+        if peer.member == state.member:
+            if not state.running:  # there is no state to continue from
+                break
+            return _takeover_state(follower, peers, why, silent=silent)
+        if await answers(Endpoint(peer.address, peer.port)):
+            try:
+                await follower.follow(Endpoint(peer.address, peer.port), timeout)
+            except JoinError:
+                continue  # it is gone too, or still has its leader: this node is cut off
+            note(f"node {peer.member} ({peer.host}) leads now")
+            return None
+    follower.orders.give_up(why)
+    return None
+
+
+def _takeover_state(follower: FollowerCoordinator, peers: PeerList, why: str, *, silent: bool) -> TakeoverState:
+    state, size = follower.state, len(peers.peers) + 1
+    return TakeoverState(
+        leader=peers.leader,
+        why=why,
+        size=size,
+        attempt=state.ordered,
+        generation=state.generation,
+        readiness=state.readiness,
+        worked=frozenset(peer.member for peer in peers.peers if peer.works),
+        others=frozenset(peer.member for peer in peers.peers if peer.member > state.member),
+        quorum=size // 2 + 1 if silent else 1,
+    )
+
+
+class FailoverCoordinator:
+    """A coordinator that follows at first, and may lead later. It delegates to its current role."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._agent = AgentProxy()
+        self._follower = FollowerCoordinator(context, leader_lost=self._leader_lost)
+        self._role: FollowerCoordinator | LeaderCoordinator = self._follower
+        self._takeover: asyncio.Task[None] | None = None
+
+    # -- replacing the leader
+
+    def _leader_lost(self, why: str, silent: bool) -> None:
+        before = self._takeover  # the next leader may be lost too, right after this node joined it
+        self._takeover = asyncio.get_running_loop().create_task(self._replace_leader(why, before, silent=silent))
+
+    async def _replace_leader(self, why: str, before: asyncio.Task[None] | None, *, silent: bool) -> None:
+        """Join the next leader, or become it."""
+        if before is not None:
+            await before
+        if self._role is not self._follower:
+            return
+        # Some nodes notice later that the leader is gone.
+        timeout = self._context.rendezvous.timeouts.node + CONNECT_TIMEOUT
+        state = await find_next_leader(self._follower, why, silent=silent, timeout=timeout, note=self._agent.note)
+        if state is not None:
+            await self._lead(state, timeout)
+
+    async def _lead(self, state: TakeoverState, timeout: float) -> None:
+        follower = self._follower
+        location = replace(self._context.rendezvous.location, file=None)
+        rendezvous = replace(self._context.rendezvous, member=follower.state.member, leads=True, location=location)
+        plan = replace(self._context.plan, rendezvous=rendezvous)
+        leader = LeaderCoordinator(replace(self._context, plan=plan, rendezvous=rendezvous))
+        leader.attach(self._agent)
+        follower.log_forwarder = None
+        self._role = leader
+        # In the background: a silent leader does not answer.
+        dropping = asyncio.get_running_loop().create_task(follower.member.drop())
+        try:
+            await leader.take_over(state, timeout)
+        except (OSError, PhalanxError) as error:
+            leader.fail(f"node {state.leader} is lost, and this node cannot take its place: {error}")
+        await dropping
+
+    # -- delegated to the current role
+
+    @property
+    def log_forwarder(self) -> LogForwarder | None:
+        """Return the log forwarder of the current role."""
+        return self._role.log_forwarder
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this node leads now."""
+        return self._role.leads
+
+    @property
+    def skew(self) -> float:
+        """Return the clock of this node minus the leader's, in seconds."""
+        return self._role.skew
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """Return the ranks of each follower. Empty until this node leads."""
+        return self._role.members()
+
+    def send_rpc(self, frame: RpcFrame, to: int | None) -> None:
+        """Send a frame in the current role."""
+        self._role.send_rpc(frame, to)
+
+    def address(self, member: int) -> str:
+        """Return the address of a member. Empty until this node leads."""
+        return self._role.address(member)
+
+    def attach(self, agent: AgentView) -> None:
+        """Set the agent of this coordinator and its role."""
+        self._agent.attach(agent)
+        self._role.attach(agent)
+
+    async def join(self) -> None:
+        """Join the leader."""
+        await self._role.join()
+
+    async def first_attempt(self) -> StartAttempt | RunResult:
+        """Return the first attempt of the current role."""
+        return await self._role.first_attempt()
+
+    async def wait_for_others(self) -> None:
+        """Wait until it is clear who leads, then as that role does."""
+        if self._takeover is not None:
+            await self._takeover
+        await self._role.wait_for_others()
+
+    def is_last_attempt(self, *, failed: bool) -> bool:
+        """Return what the current role knows."""
+        return self._role.is_last_attempt(failed=failed)
+
+    async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
+        """Wait until it is clear who leads, then report to it."""
+        if self._takeover is not None:
+            await self._takeover
+        return await self._role.attempt_ended(report)
+
+    def worker_failed(self, failure: WorkerFailure) -> Action | None:
+        """Let the current role decide."""
+        return self._role.worker_failed(failure)
+
+    def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:
+        """Report to the current role."""
+        self._role.regroup_ready(connected, finished, all_connected)
+
+    def first_step(self, message: worker_messages.FirstStep) -> None:
+        """Report to the current role."""
+        self._role.first_step(message)
+
+    def halt_message(
+        self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
+    ) -> None:
+        """Pass the message to the current role."""
+        self._role.halt_message(rank, message)
+
+    def preempt(self, number: signal.Signals) -> bool:
+        """Begin a preemption in the current role."""
+        return self._role.preempt(number)
+
+    def signal_received(self, number: signal.Signals) -> None:
+        """Report to the current role."""
+        self._role.signal_received(number)
+
+    def forward_signal(self, number: signal.Signals) -> None:
+        """Forward in the current role."""
+        self._role.forward_signal(number)
+
+    def announce_result(self, code: int, text: str) -> None:
+        """Announce in the current role."""
+        self._role.announce_result(code, text)
+
+    async def close(self, code: int, text: str) -> None:
+        """Cancel a takeover, and close the current role and the reserved port."""
+        if self._takeover is not None:
+            self._takeover.cancel()
+        await self._role.close(code, text)
+        for sock in self._context.sockets:
+            sock.close()

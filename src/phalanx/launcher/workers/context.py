@@ -1,0 +1,50 @@
+"""What the attempts of a run share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx.contract import worker_messages
+from phalanx.forkserver import wire
+from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.log_forwarder import LogForwarder
+from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.workers.probes import StatusBoard
+from phalanx.launcher.workers.regroup.timeouts import Blame
+from phalanx.launcher.workers.worker import WorkerFailure
+
+
+class RegroupObserver(Protocol):
+    """Follows how workers regroup and halt: the coordinator."""
+
+    def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:
+        """Handle a change of the readiness: a worker has connected; one has finished; all have connected."""
+
+    def first_step(self, message: worker_messages.FirstStep) -> None:
+        """Handle the first committed step of a generation."""
+
+    def halt_message(
+        self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
+    ) -> None:
+        """Handle what a rank reports about a halt."""
+
+
+@dataclass(frozen=True)
+class WorkerGroupContext:
+    """What all attempts of a run share."""
+
+    folder: RunFolder
+    console: Console
+    observer: RegroupObserver
+    note: Callable[[str], None]
+    # Called when a worker has failed. The decision comes later, in another call.
+    worker_failed: Callable[[WorkerFailure], None]
+    log_forwarder: LogForwarder | None = None  # sends output to the leader
+    echo: bool = True  # print output on this node
+    memory: str = ""  # address of the snapshot memory; empty: none
+    board: StatusBoard | None = None
+    probe_message: Callable[[str, wire.Message, list[int]], None] | None = None  # for messages that are no answer
+    measured: Callable[[worker_messages.MeasuredStep], None] | None = None  # for metrics of rank 0
+    blame: Blame | None = None  # explains the timeout of a rank

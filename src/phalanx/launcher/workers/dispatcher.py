@@ -1,0 +1,76 @@
+"""Handling the messages of workers that can regroup."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from phalanx.contract import worker_messages
+from phalanx.launcher.output.capture import OutputCapture
+from phalanx.launcher.workers.context import RegroupObserver
+from phalanx.launcher.workers.heartbeats import HeartbeatWatch
+from phalanx.launcher.workers.regroup.regrouper import Regrouper
+from phalanx.launcher.workers.spawner import Spawner
+from phalanx.launcher.workers.worker import Worker, WorkerState
+from phalanx.launcher.workers.workers import Workers
+
+
+class MessageDispatcher:
+    """Records what workers report, and passes it to those that act on it."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        regrouper: Regrouper,
+        spawner: Spawner,
+        *,
+        heartbeats: HeartbeatWatch,
+        output: OutputCapture,
+        observer: RegroupObserver,
+        measured: Callable[[worker_messages.MeasuredStep], None],
+    ) -> None:
+        self._workers = workers
+        self._regrouper = regrouper
+        self._spawner = spawner
+        self._heartbeats = heartbeats
+        self._output = output
+        self._observer = observer
+        self._measured = measured
+
+    def received(self, pid: int, message: worker_messages.FromWorker) -> None:
+        """Handle a message of a worker."""
+        worker = self._workers.with_pid(pid)
+        if worker is None:
+            return
+        worker.last_heartbeat = time.monotonic()
+        match message:
+            case worker_messages.Hello():
+                self._connected(worker, message)
+            case worker_messages.Heartbeat():
+                worker.committed(message.step)
+                worker.progress.samples, worker.progress.sampled = message.samples, worker.last_heartbeat
+            case worker_messages.MeasuredStep() if worker.seat.rank == 0 and not worker.spare:
+                self._measured(message)
+            case worker_messages.Entering():
+                worker.membership.entered, worker.membership.holds = message.generation, message.holds
+            case worker_messages.FirstStep():
+                worker.committed(message.step)
+                worker.membership.formed = message.generation
+                self._observer.first_step(message)
+            case worker_messages.Done():
+                worker.enter(WorkerState.FINISHED)
+                self._regrouper.report_readiness()
+            case worker_messages.HaltAck():
+                worker.committed(message.step)
+                self._observer.halt_message(worker.seat.rank, message)
+            case worker_messages.Rescued():
+                self._regrouper.unresponsive.rescued(worker, message)
+            case worker_messages.Keeping() | worker_messages.HaltedAt():
+                self._observer.halt_message(worker.seat.rank, message)
+
+    def _connected(self, worker: Worker, hello: worker_messages.Hello) -> None:
+        worker.enter(WorkerState.CONNECTED)
+        self._spawner.connected(worker, hello)
+        self._output.regroups(worker.seat.rank)
+        self._regrouper.connected(worker)
+        self._heartbeats.start()

@@ -1,0 +1,70 @@
+"""Stopping the workers of an attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+
+from phalanx.contract import events, worker_messages
+from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.workers.worker import WorkerState
+from phalanx.launcher.workers.worker_channels import WorkerChannels
+from phalanx.launcher.workers.workers import Workers
+
+
+def escalation(number: signal.Signals, grace: float) -> list[tuple[signal.Signals, float]]:
+    """Return the signals that follow `number`, and the seconds before each. The last one is SIGKILL."""
+    if number == signal.SIGTERM:
+        return [(signal.SIGKILL, grace)]
+    return [(signal.SIGTERM, grace / 3), (signal.SIGKILL, grace * 2 / 3)]
+
+
+class Stopper:
+    """Stops all workers, with stronger signals for those that do not stop in time."""
+
+    def __init__(
+        self, workers: Workers, channels: WorkerChannels, folder: RunFolder, note: Callable[[str], None]
+    ) -> None:
+        self._workers = workers
+        self._channels = channels
+        self._folder = folder
+        self._note = note
+        self._escalation: asyncio.Task[None] | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """Return whether the workers are being stopped."""
+        return self._escalation is not None
+
+    def stop(self, number: signal.Signals, reason: str, grace: float, *, already_sent: bool = False) -> None:
+        """Stop all workers, and kill those that do not stop within `grace` seconds.
+
+        `already_sent`: they have received the signal.
+        """
+        self._folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
+        for name, worker in self._workers.living:
+            worker.enter(WorkerState.STOPPING)
+            worker.exit.stop_sent = time.time()
+            if worker.seat.rank in self._workers.debugged and number == signal.SIGINT:  # a debugger would handle it
+                self._workers.send_signal(name, signal.SIGTERM)
+            elif not already_sent:
+                self._workers.send_signal(name, number)
+            self._channels.send(worker.pid, worker_messages.EndWorker(number))
+        if self._escalation is None:
+            self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace))
+
+    async def _escalate(self, number: signal.Signals, grace: float) -> None:
+        """Send stronger signals. A worker in native code does not handle SIGINT, and one may ignore SIGTERM."""
+        for next_signal, wait in escalation(number, grace):
+            await asyncio.sleep(wait)
+            for name, worker in self._workers.living:
+                self._note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
+                self._workers.send_signal(name, next_signal)
+                self._channels.send(worker.pid, worker_messages.EndWorker(next_signal))
+
+    def cancel(self) -> None:
+        """Send no more signals."""
+        if self._escalation is not None:
+            self._escalation.cancel()

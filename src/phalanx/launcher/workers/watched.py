@@ -1,0 +1,50 @@
+"""The interface of the agent for what watches its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from phalanx.errors import PhalanxError
+    from phalanx.launcher.ipc.control_socket import ControlSocket
+    from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+    from phalanx.launcher.plan import Plan
+    from phalanx.launcher.runs.run_folder import RunFolder
+    from phalanx.launcher.workers.worker_group import WorkerGroup
+
+
+class WatchedAgent(Protocol):
+    """The agent, as far as those that watch its workers need it."""
+
+    all_joined: bool  # every node has joined
+
+    @property
+    def plan(self) -> Plan:
+        """Return the current plan."""
+        ...
+
+    @property
+    def attempt(self) -> WorkerGroup | None:
+        """Return the worker group of the current attempt."""
+        ...
+
+    def note(self, text: str, *, repeats: bool = False) -> None:
+        """Print a line and write it to the run folder."""
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+
+    def fail(self, error: PhalanxError) -> None:
+        """End the run with this error."""
+
+
+@dataclass(frozen=True)
+class WatchContext:
+    """What those that watch the workers work with: the agent, other nodes, callers on this node, the run folder."""
+
+    agent: WatchedAgent
+    coordinator: RpcCarrier
+    rpc: NodeRpc
+    control: ControlSocket
+    folder: RunFolder
