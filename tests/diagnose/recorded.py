@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.diagnose.evidence import Evidence, GroupEvidence, History, Rank
 from phalanx.forkserver.probe import recorded_calls
 from phalanx.forkserver.probe.collective_history import CollectiveHistory as Kept
-from phalanx.launcher.hangs import node_evidence
+from phalanx.launcher.hangs import evidence_reply
 from tests.diagnose.made_evidence import C10D, HOME, collective, evidence, rank
 
 Entry = dict[str, Any]
@@ -77,7 +77,7 @@ def told(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def history(entries: Sequence[Entry]) -> History:
-    return node_evidence.read(told(entries)).history
+    return evidence_reply.read(told(entries)).history
 
 
 def stalled(histories: Mapping[int, Sequence[Entry]], groups: Mapping[str, Sequence[int]] | None = None) -> Evidence:

@@ -15,7 +15,7 @@ from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import History
 from phalanx.diagnose.history import Difference, first_difference
 from phalanx.forkserver.probe import collective_history as kept
-from phalanx.launcher.hangs import node_evidence
+from phalanx.launcher.hangs import evidence_reply
 from tests.diagnose.made_evidence import C10D, DDP, HOME
 from tests.diagnose.recorded import Entry, coalesced, entry, history, stalled, told
 
@@ -332,7 +332,7 @@ def test_records_that_do_not_fit_together_are_left_out(how: str) -> None:
     answer = told(REDUCE)
     broken = BROKEN[how](answer["history"])
     answer["history"] = broken if isinstance(broken, str) else answer["history"]
-    read = node_evidence.read({**answer, "threads": [{"name": "m", "frames": [["a.py", 1, "f"]], "main": True}]})
+    read = evidence_reply.read({**answer, "threads": [{"name": "m", "frames": [["a.py", 1, "f"]], "main": True}]})
     assert read.history == History()
     assert read.threads
 

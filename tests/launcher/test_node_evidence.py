@@ -19,7 +19,7 @@ from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, ThreadStac
 from phalanx.diagnose.verdict import Verdict
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.probe import probe
-from phalanx.launcher.hangs import node_evidence, stacks, stall_dump
+from phalanx.launcher.hangs import evidence_reply, node_evidence, stacks, stall_dump
 from phalanx.launcher.hangs.progress_tracker import ProgressTracker, RankProgress
 from phalanx.launcher.remote import foreign_job
 from phalanx.launcher.telemetry import process_stats
@@ -118,7 +118,7 @@ def test_names_that_are_no_text() -> None:
         seen = process_stats.describe(process.pid, process_stats.ProcessStatsReader().read(process.pid), [])
         process.kill()
     assert seen.resident > 0
-    told = node_evidence.read({"threads": [{"name": "MainThread", "frames": [["/a/\udcff.py", 3, "f"]]}]})
+    told = evidence_reply.read({"threads": [{"name": "MainThread", "frames": [["/a/\udcff.py", 3, "f"]]}]})
     assert msgspec.json.encode(told)
 
 
@@ -204,7 +204,7 @@ def test_bytes_that_nobody_takes_are_seen() -> None:
 
 def test_what_a_rank_tells_is_read() -> None:
     frame = ["train.py", 7, "step"]
-    told = node_evidence.read(
+    told = evidence_reply.read(
         {
             "is": "answer",
             "threads": [{"name": "MainThread", "main": True, "frames": [frame]}],

@@ -38,7 +38,7 @@ from phalanx.launcher.runs import run_folder
 
 if TYPE_CHECKING:  # only once the fork server has been started
     from phalanx.errors import JoinError
-    from phalanx.launcher.agent.agent import NodeAgent
+    from phalanx.launcher.agent.run_hook import HookedAgent
     from phalanx.launcher.remote.ssh import SshStarter
     from phalanx.launcher.remote.ssh_link import SshLink
 
@@ -237,7 +237,7 @@ class LocalLeader:
         self._linger = linger
         self._links: list[SshLink] = []
         self._starter: SshStarter | None = None
-        self._agent: NodeAgent | None = None
+        self._agent: HookedAgent | None = None
 
     @property
     def pids(self) -> frozenset[int]:
@@ -254,7 +254,7 @@ class LocalLeader:
         for link in self._links:
             link.send(go)
 
-    def begin(self, agent: NodeAgent) -> None:
+    def begin(self, agent: HookedAgent) -> None:
         """Read what the hosts answer, now that there is an event loop."""
         self._agent = agent
         if self._starter is not None:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.launcher.agent.agent import NodeAgent
+from phalanx.launcher.agent.run_hook import HookedAgent
 from phalanx.launcher.workers.worker_group import WorkerGroup
 
 SIGNALS = {
@@ -74,7 +74,7 @@ class Chaos:
     def opened(self, sockets: Sequence[socket.socket]) -> None:
         """Do nothing: chaos needs no sockets."""
 
-    def begin(self, agent: NodeAgent) -> None:
+    def begin(self, agent: HookedAgent) -> None:
         """Start to inject faults."""
         self._task = asyncio.get_running_loop().create_task(self._disturb(agent))
 
@@ -88,7 +88,7 @@ class Chaos:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _disturb(self, agent: NodeAgent) -> None:
+    async def _disturb(self, agent: HookedAgent) -> None:
         attempt = await self._until_healthy(agent)
         last = began = time.monotonic()
         here = sorted(worker.seat.rank for worker in attempt.workers.values() if not worker.spare)
@@ -115,7 +115,7 @@ class Chaos:
         finally:
             self.healthy = time.monotonic() - began
 
-    def _inject(self, agent: NodeAgent, attempt: WorkerGroup, fault: InjectedFault) -> None:
+    def _inject(self, agent: HookedAgent, attempt: WorkerGroup, fault: InjectedFault) -> None:
         self.injected[fault.kind] += 1
         whom = f"the {fault.kind}" if fault.kind in OTHERS else f"rank {fault.rank}"
         number = SIGNALS.get(fault.kind, signal.SIGKILL)
@@ -129,7 +129,7 @@ class Chaos:
             if name is not None:
                 attempt.workers.send_signal(name, number, alone=True)
 
-    async def _had_effect(self, agent: NodeAgent, before: tuple[int, int], silence: float) -> bool:
+    async def _had_effect(self, agent: HookedAgent, before: tuple[int, int], silence: float) -> bool:
         """Wait until the run reacts to a fault. False: it did not, since a script may ignore SIGTERM."""
         limit = time.monotonic() + silence + _EFFECT_TIMEOUT
         while time.monotonic() < limit:
@@ -139,7 +139,7 @@ class Chaos:
             await asyncio.sleep(_POLL_INTERVAL)
         return False
 
-    async def _until_healthy(self, agent: NodeAgent) -> WorkerGroup:
+    async def _until_healthy(self, agent: HookedAgent) -> WorkerGroup:
         while (attempt := agent.attempt) is None or not self._is_healthy(attempt, len(agent.plan.seats)):
             await asyncio.sleep(_POLL_INTERVAL)
         return attempt

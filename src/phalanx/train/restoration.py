@@ -16,6 +16,7 @@ from phalanx.worker.process_group.group import WorkerProcessGroup
 
 if TYPE_CHECKING:
     from phalanx.train.checkpoint.format.folder import Info
+    from phalanx.train.snapshot_schedule import SnapshotSchedule
 
 
 class Restoration:
@@ -24,11 +25,13 @@ class Restoration:
     def __init__(
         self,
         parts: RunParts,
+        snapshots: SnapshotSchedule,
         recovery: RecoveryState,
         reader: BatchReader,
         warnings: ScriptWarnings,
     ) -> None:
         self._parts = parts
+        self._snapshots = snapshots
         self._recovery = recovery
         self._reader = reader
         self._warnings = warnings
@@ -43,7 +46,7 @@ class Restoration:
     ) -> Info | None:
         """Restore from the newest state. Return the checkpoint, if it was one."""
         recovery, counter = self._recovery, self._parts.counter
-        checkpoints, snapshots = self._parts.checkpoints, self._parts.snapshots
+        checkpoints, snapshots = self._parts.checkpoints, self._snapshots
         environ = environment()
         folder = folder or environ.get(CHECKPOINTS)
         recovery.take_over()

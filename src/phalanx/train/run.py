@@ -84,7 +84,7 @@ class Run(WorkerProcessGroup):
         self._snapshots = SnapshotSchedule(self._kept, self._counter, self._stepper)
         parts = RunParts(membership, self._kept, self._counter, self._stepper, self._checkpoints, self._snapshots)
         self._recovery.attach(parts)
-        self._restoration = Restoration(parts, self._recovery, self._reader, self._warnings)
+        self._restoration = Restoration(parts, self._snapshots, self._recovery, self._reader, self._warnings)
         self._uncommitted: dict[str, Any] = {}  # metrics of steps with commit=False
 
     # -- where the training is

@@ -38,6 +38,11 @@ class SnapshotSchedule:
         self._chosen: str | None = None  # the interval that the user asked for
         self._training = 0
 
+    @property
+    def active(self) -> bool:
+        """Whether snapshots are taken."""
+        return self.snapshots is not None
+
     def open(self, group: WorkerProcessGroup, recovery: RecoveryState, generator: torch.Generator) -> None:
         """Take snapshots from now on, if the agents of all ranks hold memory for them and would restart the run."""
         environ = environment()

@@ -25,7 +25,7 @@ from phalanx.launcher.remote.node_spec import Fail, Go, NodeRefused, NodeSpec, R
 from phalanx.launcher.runs import run_folder
 
 if TYPE_CHECKING:
-    from phalanx.launcher.agent.agent import NodeAgent
+    from phalanx.launcher.agent.run_hook import HookedAgent
 
 W = TypeVar("W", NodeSpec, Go)
 _SAME = "install the same version of phalanx there as here"
@@ -141,7 +141,7 @@ class NodeStdio:
         self._in = os.dup(0)
         self._out = os.dup(1)
         self._inbox = bytearray()
-        self._agent: NodeAgent | None = None
+        self._agent: HookedAgent | None = None
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.close(null)
@@ -195,7 +195,7 @@ class NodeStdio:
             port = sockets[0].getsockname()[1]
             self.answer(Ready(host=os.uname().nodename, pid=os.getpid(), addresses=addresses, port=port))
 
-    def begin(self, agent: NodeAgent) -> None:
+    def begin(self, agent: HookedAgent) -> None:
         """Read messages of the starter, now that there is an event loop."""
         import asyncio
 

@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from phalanx.launcher.workers.watched import WatchedAgent
+
 if TYPE_CHECKING:
     import socket
 
-    from phalanx.launcher.agent.agent import NodeAgent
+    from phalanx.launcher.forking.fork_servers import ForkServerClient
+
+
+class HookedAgent(WatchedAgent, Protocol):
+    """The agent, as far as a hook needs it."""
+
+    @property
+    def fork_server(self) -> ForkServerClient:
+        """Return the current fork server."""
+        ...
 
 
 class RunHook(Protocol):
@@ -22,7 +33,7 @@ class RunHook(Protocol):
     def opened(self, sockets: Sequence[socket.socket]) -> None:
         """Called before anything is started, with the sockets on which node 0 listens."""
 
-    def begin(self, agent: NodeAgent) -> None:
+    def begin(self, agent: HookedAgent) -> None:
         """Called when the agent's event loop runs."""
 
     async def end(self, code: int) -> None:
@@ -40,7 +51,7 @@ class NoHook:
     def opened(self, sockets: Sequence[socket.socket]) -> None:
         """Do nothing."""
 
-    def begin(self, agent: NodeAgent) -> None:
+    def begin(self, agent: HookedAgent) -> None:
         """Do nothing."""
 
     async def end(self, code: int) -> None:

@@ -12,7 +12,7 @@ from phalanx.diagnose.evidence import Evidence, Rank
 from phalanx.diagnose.rules import desync
 from phalanx.diagnose.rules.divergence import divergences
 from phalanx.diagnose.waits import survey
-from phalanx.launcher.hangs import node_evidence
+from phalanx.launcher.hangs import evidence_reply
 from phalanx.launcher.hangs.source_lines import Sources
 
 _LONG = 60.0  # seconds: long enough to count as stalled
@@ -34,7 +34,7 @@ def words(reports: Mapping[int, dict[str, Any]]) -> list[str]:
 
 
 def _rank(number: int, message: dict[str, Any]) -> Rank:
-    reply = node_evidence.read(message)
+    reply = evidence_reply.read(message)
     return Rank(
         rank=number,
         node=0,

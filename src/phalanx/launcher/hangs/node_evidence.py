@@ -10,19 +10,19 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
 from phalanx.contract import encoding
 from phalanx.diagnose import frames
-from phalanx.diagnose.evidence import CallEvidence, Frame, GroupEvidence, History, NodeFacts, Process, Rank, ThreadStack
+from phalanx.diagnose.evidence import CallEvidence, Frame, NodeFacts, Process, Rank, ThreadStack
 from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.forkserver import linux
 from phalanx.forkserver.probe import probe
-from phalanx.launcher.hangs import stacks
+from phalanx.launcher.hangs import evidence_reply, stacks
+from phalanx.launcher.hangs.evidence_reply import EvidenceReply
 from phalanx.launcher.hangs.source_lines import Sources
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.telemetry import gpus, process_stats
@@ -44,7 +44,6 @@ _SPY = 1.2  # seconds for py-spy
 _DRIVER = 1.2  # seconds for the GPU driver, which may hang when a GPU is lost
 LONGEST = ANSWER + _STACKS + _SPY + 1.0
 _MOST_CHILDREN = 8  # per rank whose stacks are taken
-_MOST_RECORDED = 100_000  # collectives per rank
 _STOPPED = ("T", "t", "Z", "X")
 
 
@@ -53,18 +52,6 @@ class NodeEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
     node: NodeFacts
     ranks: tuple[Rank, ...]
-
-
-class EvidenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of a rank's probe."""
-
-    threads: tuple[ThreadStack, ...] = ()
-    groups: tuple[GroupEvidence, ...] = ()
-    calls: tuple[CallEvidence, ...] = ()
-    history: History = History()
-    store: str = ""
-    given: str = ""
-    hosts: bool = False
 
 
 _decoder: encoding.Decoder[NodeEvidence] = encoding.Decoder(NodeEvidence)
@@ -152,7 +139,7 @@ def _gave_up(bare: Rank, worker: Worker, death: root_cause.ProcessFailure) -> Ra
     """Return where the rank waited for others when it timed out, as if it still did."""
     reply = EvidenceReply()
     with contextlib.suppress(msgspec.ValidationError, TypeError, ValueError, KeyError):
-        reply = read(worker.exit.raised) if worker.exit.raised is not None else reply
+        reply = evidence_reply.read(worker.exit.raised) if worker.exit.raised is not None else reply
     threads = stacks.clean(reply.threads)
     if not any(thread.frames for thread in threads):  # it reported none, so use its traceback
         lines = reversed(root_cause.report_of(death).stack)
@@ -185,43 +172,9 @@ async def _ask(worker: Worker, state: str) -> tuple[EvidenceReply, str]:
     if answer is None:
         return EvidenceReply(), f"it has not answered for {limit} s"
     try:
-        return read(answer), str(answer.get("why", ""))
+        return evidence_reply.read(answer), str(answer.get("why", ""))
     except (msgspec.ValidationError, TypeError, ValueError, KeyError) as error:
         return EvidenceReply(), f"its answer cannot be read: {error}"
-
-
-def read(answer: dict[str, Any]) -> EvidenceReply:
-    """Parse the answer of a probe, in which frames are [file, line, function] to save space."""
-    threads = [{**thread, "frames": _framed(thread["frames"])} for thread in answer.get("threads", ())]
-    calls = [{**call, "site": _framed(call.get("site", ()))} for call in answer.get("calls", ())]
-    rest: dict[str, Any] = {name: answer[name] for name in ("groups", "store", "given", "hosts") if name in answer}
-    found = msgspec.convert({"threads": threads, "calls": calls, **rest}, EvidenceReply, strict=False)
-    return replace(found, history=_history(answer.get("history") or {}))
-
-
-def _history(recorded: dict[str, Any]) -> History:
-    """Parse the flight recorder of a rank. A script can overwrite it: return nothing if it is inconsistent."""
-    try:
-        sites = [_framed(site) for site in recorded.get("sites", ())[:_MOST_RECORDED]]
-        found = msgspec.convert({**recorded, "sites": sites}, History, strict=False)
-    except (msgspec.ValidationError, TypeError, ValueError, AttributeError):
-        return History()
-    count = sum(len(each.seqs) for each in found.groups)
-    fits = all(
-        len(each.seqs) == len(each.kinds) and all(0 <= kind < len(found.signatures) for kind in each.kinds)
-        for each in found.groups
-    )
-    sited = all(-1 <= each.site < len(found.sites) for each in found.signatures)
-    return found if fits and sited and count <= _MOST_RECORDED else History()
-
-
-def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    return [{"file": _plain(file), "line": line, "function": _plain(function)} for file, line, function in frames]
-
-
-def _plain(name: str) -> str:
-    """Replace what JSON cannot encode: a file name may not be valid UTF-8."""
-    return name if name.isascii() else name.encode(errors="replace").decode()
 
 
 async def _stacks(

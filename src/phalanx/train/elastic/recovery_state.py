@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.train.kept import KeptObjects, TrainingProgress
 from phalanx.train.settings import OptimizerSettings
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from phalanx.train.elastic.made_once import Once
     from phalanx.train.elastic.state_offer import StateOffer
     from phalanx.train.elastic.two_phase import TwoPhaseCommit
-    from phalanx.train.snapshot_schedule import SnapshotSchedule
     from phalanx.train.stepping import Stepper
     from phalanx.worker.rendezvous.membership import Membership
 
@@ -59,6 +58,17 @@ class Generation:
         return self.once is not None
 
 
+class SnapshotSource(Protocol):
+    """The snapshots of a run, as far as recovery needs them."""
+
+    layouts: Layouts  # of DDP's buckets
+
+    @property
+    def active(self) -> bool:
+        """Whether snapshots are taken."""
+        ...
+
+
 @dataclass(frozen=True)
 class RunParts:
     """The parts of a run that recovery is about."""
@@ -68,7 +78,7 @@ class RunParts:
     counter: TrainingProgress
     stepper: Stepper
     checkpoints: CheckpointSchedule
-    snapshots: SnapshotSchedule
+    snapshots: SnapshotSource
 
 
 class RecoveryState:
@@ -168,7 +178,7 @@ class RecoveryState:
     @property
     def has_snapshots(self) -> bool:
         """Whether the next group can find snapshots in memory."""
-        return self._parts.snapshots.snapshots is not None
+        return self._parts.snapshots.active
 
     @property
     def checkpoint_waited(self) -> float:
