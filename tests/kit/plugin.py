@@ -34,7 +34,8 @@ FOREIGN_NAMES = {
 # Tests of the second tier: they need namespaces, sshd, Slurm, MPI, Chromium, sanitizers, torch's own suite or torchrun.
 SYSTEM_FIXTURES = {"lab", "_lab", "ssh", "slurm"}
 SYSTEM_FILES = (
-    *("e2e/test_mpi.py", "e2e/test_browser.py", "e2e/test_page.py", "e2e/test_compat.py", "bench/test_browser.py"),
+    *("e2e/test_mpi.py", "e2e/test_browser.py", "e2e/test_page.py", "e2e/test_compat.py"),
+    *("bench/test_browser.py", "watch/test_page.py"),
     *("collectives/test_suite.py", "collectives/test_mpi.py", "collectives/test_native.py", "faithful/"),
 )
 

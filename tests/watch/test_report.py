@@ -271,6 +271,7 @@ def test_the_ledger_says_what_each_fault_cost() -> None:
     ]
 
 
+@pytest.mark.system
 def test_in_a_real_browser_nothing_is_wrong_and_nothing_is_fetched(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text(reported(tmp_path, failed_run()))
     asked: list[str] = []
