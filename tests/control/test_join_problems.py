@@ -244,7 +244,7 @@ def test_a_refusal_of_a_kind_that_is_none() -> None:
 PORT = 29500
 SCRIPT = """
 import asyncio, dataclasses, json, sys
-from phalanx.control import join_problems as obstacles
+from phalanx.control.member import join_problems
 host, port, timeout, serve = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 
 async def greet(reader, writer):
@@ -253,7 +253,7 @@ async def greet(reader, writer):
 
 async def main():
     server = await asyncio.start_server(greet, serve, port) if serve else None
-    found = await obstacles.probe(host, port, timeout=timeout, hello=b"hello", expected=b"phalanx-leader")
+    found = await join_problems.probe(host, port, timeout=timeout, hello=b"hello", expected=b"phalanx-leader")
     if server:
         server.close()
     print(json.dumps(found and dataclasses.asdict(found)))

@@ -106,7 +106,7 @@ def test_a_lost_node_is_the_cause_unless_a_rank_failed_before(seconds: float, co
     found, _ = results()
     found.fail(RunResult(1, "node 1 is lost"))
     found.fail(RunResult(2, "later"))
-    result = evaluate(found, own(at=NOW + seconds))
+    result = evaluate(found, own(at=time.time() + seconds))
     assert isinstance(result, RunResult)
     assert result.code == code
 
