@@ -44,6 +44,7 @@ def _built(program: Path, *flags: str) -> Path:
     return program
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
