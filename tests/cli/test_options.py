@@ -620,7 +620,7 @@ def test_help_of_a_verb_that_takes_the_options_of_run(verb: str, own: str) -> No
 @pytest.mark.parametrize(
     ("text", "args", "note"),
     [
-        ("", "-g 2", "-g 2 is passed to t.py: options of phalanx go before the script: phalanx run -g 2 t.py"),
+        ("", "-g 2", "-g 2 is passed to t.py. Options of phalanx go before the script: phalanx run -g 2 t.py"),
         ("", "--lr 1 --slots=2 x", "phalanx run --slots=2 t.py --lr 1 x"),
         ("", "--cpu x", "phalanx run --cpu t.py x"),
         ("parser.add_argument('-g', type=int)", "-g 2", None),

@@ -33,4 +33,4 @@ def misplaced(script: ScriptOptions, verb: str = "run") -> str | None:
     length = 2 if kinds[name].kind and "=" not in words[found] else 1
     option, rest = words[found : found + length], [*script.args[:found], *script.args[found + length :]]
     right = shlex.join(["phalanx", verb, *option, script.target, *rest])
-    return f"{shlex.join(option)} is passed to {script.target}: options of phalanx go before the script: {right}"
+    return f"{shlex.join(option)} is passed to {script.target}. Options of phalanx go before the script: {right}"
