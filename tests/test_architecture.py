@@ -31,3 +31,10 @@ def test_what_the_walks_name_exists() -> None:
     assert len(places) > 10
     there = ROOT / "src/phalanx"
     assert [place for place in places if not (there / place).is_dir() and not (there / f"{place}.py").is_file()] == []
+
+
+def test_packages_of_the_contributing_page_exist() -> None:
+    named = re.findall(r"^\| `([\w/]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert len(named) > 10
+    there = ROOT / "src/phalanx"
+    assert [name for name in named if not (there / name).is_dir() and not (ROOT / name).is_dir()] == []
