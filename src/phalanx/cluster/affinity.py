@@ -135,7 +135,7 @@ def _home(slot: Slot, topology: CpuTopology, usable: Sequence[int]) -> int | Non
         )
     if home not in usable:
         raise DeviceError(
-            f"{slot.device.name} {slot.device.uuid} is next to NUMA node {home}, whose cores are not for us.",
+            f"{slot.device.name} {slot.device.uuid} is next to NUMA node {home}, whose cores this process may not use.",
             details=[
                 f"cores of node {home}: {spell(topology.nodes.get(home, ()))}",
                 f"cores that this process may use: {spell(topology.allowed)}",

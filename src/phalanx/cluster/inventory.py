@@ -28,7 +28,9 @@ class Inventory:
     mask: str | None = None  # CUDA_VISIBLE_DEVICES
     bus: tuple[str, ...] = ()  # PCI addresses of NVIDIA GPUs that no other driver uses
     silent: tuple[str, ...] = ()  # those that no longer respond: they fell off the bus
-    trouble: str = ""  # why the driver could not be queried; empty if there is no driver
+    trouble: str = ""  # why the driver, or one GPU, could not be queried; empty if there is no driver
+    confined: bool = False  # a container or a scheduler may hide GPUs from this process
+    other_vendor: bool = False  # there are AMD GPUs, for which CUDA_VISIBLE_DEVICES works too
 
     @property
     def gone(self) -> tuple[str, ...]:
@@ -77,6 +79,20 @@ def apply_mask(devices: Sequence[Device], mask: str | None) -> tuple[Device, ...
             return ()
         chosen.append(device)
     return tuple(chosen)
+
+
+def unmatched(devices: Sequence[Device], mask: str) -> str | None:
+    """Return the entry of CUDA_VISIBLE_DEVICES=mask that matches no device and ends the list, or None.
+
+    -1 and an empty entry at the end are no mistake: they are how lists are ended on purpose.
+    """
+    entries = mask.split(",")
+    kind = _kind(entries[0])
+    for place, entry in enumerate(entries):
+        if _find(devices, entry, kind) is None:
+            meant = entry.strip() == "-1" or (not entry.strip() and place == len(entries) - 1)
+            return None if meant else entry.strip()
+    return None
 
 
 def match_uuid(devices: Sequence[Device], text: str) -> Device | None:

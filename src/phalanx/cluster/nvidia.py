@@ -28,7 +28,23 @@ def survey(environ: Mapping[str, str], root: str = "/") -> Inventory:
     if bus or driver_present(Path(root)):
         driver, trouble = ask(by_bus=environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID", expected=bool(bus))
     mask = environ.get("CUDA_VISIBLE_DEVICES")
-    return Inventory(driver, apply_mask(driver, mask), mask, bus, silent, trouble)
+    return Inventory(
+        driver,
+        apply_mask(driver, mask),
+        mask,
+        bus,
+        silent,
+        trouble,
+        confined=_confined(environ, Path(root)),
+        other_vendor=not driver and Path(root, "dev/kfd").exists(),
+    )
+
+
+def _confined(environ: Mapping[str, str], root: Path) -> bool:
+    marks = (root / ".dockerenv", root / "run/.containerenv")
+    jobs = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID")
+    chosen = environ.get("NVIDIA_VISIBLE_DEVICES", "all") != "all"
+    return chosen or any(name in environ for name in jobs) or any(mark.exists() for mark in marks)
 
 
 def driver_present(root: Path) -> bool:

@@ -6,17 +6,19 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping, Sequence
 
 from phalanx.version import __version__
 
 _INFO = ".dist-info"
+_CUDA = re.compile(r"""(?m)^cuda\s*(?::[^=]*)?=\s*['"]([\w.]+)['"]""")
 _NAMES = re.compile(r"(torch|phalanx|nvidia-nccl.*)")
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that must match across nodes."""
+def versions(paths: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the versions that must match across nodes. `paths`: where to look, instead of sys.path."""
     found = {"phalanx": __version__, "python": platform.python_version()}
-    there = dict(reversed(packages()))  # of duplicates, the first is imported
+    there = dict(reversed(packages(paths)))  # of duplicates, the first is imported
     if "torch" in there:
         found["torch"] = there["torch"]
     nccl = next(filter(None, (there.get(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))), "")
@@ -25,13 +27,25 @@ def versions() -> dict[str, str]:
     return found
 
 
-def packages() -> list[tuple[str, str]]:
+def complete(found: Mapping[str, str], paths: Sequence[str] | None = None) -> dict[str, str]:
+    """Return versions together with that of CUDA, which torch has in its version.py."""
+    for folder in sys.path if paths is None else paths:
+        try:
+            with open(os.path.join(folder, "torch", "version.py"), errors="replace") as file:
+                cuda = _CUDA.search(file.read(1 << 14))
+        except OSError:
+            continue
+        return {**found, "cuda": cuda[1]} if cuda else dict(found)
+    return dict(found)
+
+
+def packages(paths: Sequence[str] | None = None) -> list[tuple[str, str]]:
     """Return torch, phalanx and NCCL packages with versions, in the order of sys.path.
 
     It reads folder names only: the metadata of all packages would take half a second.
     """
     found: list[tuple[str, str]] = []
-    for folder in dict.fromkeys(sys.path):
+    for folder in dict.fromkeys(sys.path if paths is None else paths):
         try:
             entries = sorted(os.listdir(folder or "."))
         except OSError:
@@ -41,7 +55,7 @@ def packages() -> list[tuple[str, str]]:
             name = re.sub(r"[-_.]+", "-", name).lower()
             if entry.endswith(_INFO) and _NAMES.fullmatch(name) and (name, version) not in found:
                 found.append((name, version))
-    if not any(name == "torch" for name, _ in found):
+    if paths is None and not any(name == "torch" for name, _ in found):
         found += _otherwise("torch")
     return found
 

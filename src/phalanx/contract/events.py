@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from phalanx.contract import encoding
+from phalanx.contract.run_metadata import RunMetadata
 
 FaultKind = Literal["worker", "node-lost", "node-joined"]
 
@@ -24,6 +25,15 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     command: tuple[str, ...]
     world_size: int
     pid: int
+
+
+class RunDescribed(Event, frozen=True, kw_only=True, tag="run-described"):
+    """Commit, hyperparameters, versions and machine of the run are known, or have changed.
+
+    It comes after the workers have started; a later one replaces it.
+    """
+
+    metadata: RunMetadata  # without the diff, which is in metadata.json
 
 
 class ForkServerReady(Event, frozen=True, kw_only=True, tag="fork-server-ready"):
@@ -100,6 +110,7 @@ class FaultEvent(Event, frozen=True, kw_only=True, tag="fault"):
     reason: str  # a sentence that names the rank or node
     recovery: str  # regroup, restart or stop
     kind: FaultKind = "worker"
+    idle: float = 0.0  # seconds without a committed step before it was noticed: they are lost, too
 
 
 class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
@@ -109,12 +120,21 @@ class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
     seconds: float
     step: int
     redone: int = 0  # committed steps that were lost and are computed again
+    idle: float = 0.0  # that of the fault; `seconds` counts from when it was noticed
+
+
+class GoodputMeasured(Event, frozen=True, kw_only=True, tag="goodput"):
+    """What the console says at the end about lost time. Page and report show the same."""
+
+    lost: float
+    seconds: float  # since the first step
 
 
 class Restarted(Event, frozen=True, kw_only=True, tag="restarted"):
     """All ranks have been stopped after a fault and are started again."""
 
-    seconds: float  # since the fault
+    seconds: float  # since the fault was noticed
+    idle: float = 0.0  # that of the fault
 
 
 class Preempted(Event, frozen=True, kw_only=True, tag="preempted"):
@@ -203,7 +223,8 @@ LETTERS = {
     "optimizer": "o",
     "checkpoint": "k",
     "compile": "c",
-    "idle": "n",
+    "idle": "n",  # the script's own code
+    "sleep": "s",  # it sleeps, but not in a collective
 }
 UNSEEN = "."  # not sampled
 
@@ -265,7 +286,8 @@ class MetricsMeasured(Event, frozen=True, kw_only=True, tag="metrics"):
 
     step: int
     values: dict[str, float | None]
-    epoch: int = 0
+    epoch: int = 0  # counted from 1, or as the script prints it; 0: unknown
+    epochs: int = 0  # 0: unknown
     total: int = 0  # planned steps; 0: unknown
     samples: float = -1.0  # training samples per second of all ranks
 
@@ -298,6 +320,7 @@ class Links(Event, frozen=True, kw_only=True, tag="links"):
 
 AnyEvent = (
     RunStarted
+    | RunDescribed
     | ForkServerReady
     | ForkServerRefused
     | AttemptStarted
@@ -309,6 +332,7 @@ AnyEvent = (
     | FaultEvent
     | Recovered
     | Restarted
+    | GoodputMeasured
     | Preempted
     | Stalled
     | VerdictEvent

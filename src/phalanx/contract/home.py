@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from phalanx.contract.variables import HOME
 from phalanx.errors import LaunchError
 
+_MEMORY = "/dev/shm"  # noqa: S108 - the last resort: it is full only if the memory is
+
 
 def home(environ: Mapping[str, str]) -> str:
-    """Return `preferred`, or a private folder for temporary files if that cannot be written.
+    """Return `preferred`, or a private folder for temporary files if that cannot be written or belongs to others.
 
     For containers with a read-only root or a user without a home. The folder is created here, so that it is safe.
+    Raises LaunchError if PHALANX_HOME belongs to another user, who could have their programs run as this one.
     """
     path = preferred(environ)
-    return path if environ.get(HOME) or (os.path.isabs(path) and _can_be_made(path)) else _temporary()
+    stranger = _stranger(path)
+    if environ.get(HOME):
+        if stranger is not None:
+            raise LaunchError(
+                f"PHALANX_HOME is {path}, and {stranger} belongs to another user",
+                details=[f"its owner is user {os.stat(stranger).st_uid}, this process runs as user {os.geteuid()}"],
+                fix="set PHALANX_HOME to a folder of your own, or unset it",
+            )
+        return path
+    return path if stranger is None and os.path.isabs(path) and _can_be_made(path) else _temporary()
+
+
+def _stranger(path: str) -> str | None:
+    """Return the folder, or that of its subfolders from which something is executed, that another user owns.
+
+    Root is no stranger: it could do as it likes anyway, and owns the volumes of containers.
+    """
+    for one in (path, *(os.path.join(path, name) for name in ("runs", "warm", "hints"))):
+        with contextlib.suppress(OSError):
+            if os.stat(one).st_uid not in (os.geteuid(), 0):
+                return one
+    return None
 
 
 def preferred(environ: Mapping[str, str]) -> str:
@@ -28,6 +54,34 @@ def preferred(environ: Mapping[str, str]) -> str:
     if not os.path.isabs(state):
         state = os.path.join(os.path.expanduser("~"), ".local", "state")
     return os.path.join(state, "phalanx")
+
+
+def fallbacks(path: str) -> Iterator[str]:
+    """Yield private folders on other disks, in which what belongs into `path` can be written if that disk is full or
+    read-only. They are created here; `path` always has the same ones.
+    """
+    for root in _other_disks():
+        with contextlib.suppress(OSError, LaunchError):
+            found = os.path.join(_private(os.path.join(root, _name())), _fallback_name(path))
+            os.makedirs(found, mode=0o700, exist_ok=True)
+            yield found
+
+
+def existing_fallbacks(path: str) -> list[str]:
+    """Return the folders of `fallbacks` that exist. Nothing is created."""
+    homes = [os.path.join(root, _name()) for root in _other_disks()]
+    found = [(home, os.path.join(home, _fallback_name(path))) for home in homes]
+    return [folder for home, folder in found if os.path.isdir(folder) and _is_private(home)]
+
+
+def _other_disks() -> list[str]:
+    import tempfile
+
+    return list(dict.fromkeys((tempfile.gettempdir(), _MEMORY)))
+
+
+def _fallback_name(path: str) -> str:
+    return f"disk-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
 
 
 def is_temporary(path: str) -> bool:
@@ -50,7 +104,10 @@ def _temporary() -> str:
     """Return a folder whose name is the same in every terminal of this user, so another user may have taken it."""
     import tempfile
 
-    path = os.path.join(tempfile.gettempdir(), _name())
+    return _private(os.path.join(tempfile.gettempdir(), _name()))
+
+
+def _private(path: str) -> str:
     try:
         os.mkdir(path, mode=0o700)
     except FileExistsError:
@@ -61,11 +118,15 @@ def _temporary() -> str:
             details=["the home folder cannot be written either"],
             fix="set PHALANX_HOME to a folder that can be written",
         ) from error
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not _is_private(path):
         raise LaunchError(
             f"{path} is not safe to keep runs in",
             details=["the home folder cannot be written, and another user can write to this one"],
             fix="set PHALANX_HOME to a folder of your own",
         )
     return path
+
+
+def _is_private(path: str) -> bool:
+    found = os.lstat(path)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

@@ -6,7 +6,11 @@ from typing import Annotated
 
 import msgspec
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+MAX_RANKS = 1 << 20  # of a run: a message with a larger number is refused
+MAX_WORKERS = 1 << 10  # of a node: more is a typing error, and would bring the host down
+MAX_NODES = 1 << 14
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
 
 
 class RankPlacement(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

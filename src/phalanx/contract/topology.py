@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-_MOST = 1 << 20
+from phalanx.contract.placement import MAX_RANKS
 
 
 def encode(nodes: Sequence[Sequence[int]]) -> str:
@@ -38,7 +38,7 @@ def decode(text: str) -> tuple[tuple[int, ...], ...]:
         if match is None:
             raise ValueError(f'"{part}" is not a number of ranks')
         size, times = int(match[1]), int(match[2] or 1)
-        if size < 1 or first + size * times > _MOST:
+        if size < 1 or first + size * times > MAX_RANKS:
             raise ValueError(f'"{part}" is not a number of ranks that can be')
         for _ in range(times):
             found.append(tuple(range(first, first + size)))

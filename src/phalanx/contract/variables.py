@@ -20,10 +20,12 @@ MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: co
 TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
 TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
 ERROR_FORMAT = "PHALANX_ERROR_FORMAT"  # "json": also write the error of a command as JSON, contract/error_report.py
+LIVE_BAR = "PHALANX_LIVE_BAR"  # "1": stderr is a pipe, but what reads it shows progress bars
 PAGE_KEY = "PHALANX_PAGE_KEY"  # lets a browser in, or a Prometheus that looks at many runs; no worker has it
 
 CHECKPOINTS = "PHALANX_CHECKPOINTS"  # their folder: `--checkpoints`
 CHECKPOINT_EVERY = "PHALANX_CHECKPOINT_EVERY"
+CHECKPOINT_KEY = "PHALANX_CHECKPOINT_KEY"  # the path of the file with the key that signs them
 SNAPSHOT_EVERY = "PHALANX_SNAPSHOT_EVERY"  # the same, or one of OFF; not set: default
 OFF = ("off", "0")
 

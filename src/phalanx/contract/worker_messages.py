@@ -17,6 +17,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     cuda: int = -1  # the CUDA device that it will use; -1: none
     variables: dict[str, str] = {}  # environment variables that CUDA reads
+    outlives: bool = False  # the end of the fork server does not end it
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -30,7 +31,8 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True, tag="measured-step
     """Metrics of the newest committed step, from rank 0, a few times per second at most."""
 
     step: int
-    epoch: int = 0
+    epoch: int = 0  # counted from 1; 0: unknown
+    epochs: int = 0  # 0: unknown
     total: int = 0  # planned steps; 0: unknown
     values: dict[str, float | None] = {}  # None: not finite
 
@@ -55,6 +57,8 @@ class FirstStep(msgspec.Struct, frozen=True, tag="first-step"):
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """The training has ended: this worker does not regroup any more."""
+
+    saved: bool = True  # False: its last checkpoint could not be written
 
 
 class Keeping(msgspec.Struct, frozen=True, tag="checkpoint-folder"):

@@ -129,6 +129,6 @@ def _decode(data: bytes) -> LeaderNotice:
     for address in notice.addresses:
         # A scope (fe80::1%eth0) would name an interface of another machine.
         if "%" in address:
-            raise ValueError(f"{address} leads nowhere from another machine")
+            raise ValueError(f"{address} cannot be reached from another machine")
         ipaddress.ip_address(address)
     return notice

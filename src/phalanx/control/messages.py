@@ -1,16 +1,19 @@
 """The messages between agents: typed, bounded, and never code.
 
 member                         leader
-  | ------- connects ------------> |
-  | <------ Challenge ------------ |   a nonce, fresh for this connection
-  | ------- JoinRequest ---------> |   a NodeInfo, and the proof that the sender has the token
-  | <------ JoinAnswer ----------- |   a Welcome or a Refusal, and the proof of the leader
-  | <=== sealed messages ========> |   from here on every frame is authenticated (channel.py)
+  | ------- connects ------------> |   TLS: both prove that they have the token (tls.py)
+  | ------- JoinRequest ---------> |   a NodeInfo
+  | <------ Welcome or Refusal --- |
+  | <=== messages ===============> |
+  | ------- connects again ------> |   if the connection broke
+  | ------- ResumeRequest -------> |
+  | <------ Resumed or Refusal --- |
+  | <=== messages ===============> |   each one once, and in order: outbox.py
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,19 +21,18 @@ from msgspec import Meta
 from phalanx.contract.encoding import Decoder, encode_msgpack
 from phalanx.contract.placement import Count, PartialPlacement, RankPlacement
 
-PROTOCOL = 1
+PROTOCOL = 2
 
-JOIN_REQUEST_LIMIT = 1 << 16  # bytes of a message before authentication
+JOIN_REQUEST_LIMIT = 1 << 16  # bytes of the first message of a connection
 FRAME_LIMIT = 1 << 20  # bytes of a frame from a member
 RPC_FRAME_LIMIT = 1 << 18  # bytes of one frame of a call
 RPC_LIMIT = 1 << 25  # bytes of a whole call
 
-Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
-Proof = Annotated[bytes, Meta(max_length=32)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=1 << 16)]
 Signal = Annotated[int, Meta(ge=1, le=31)]  # those that have a name
 Port = Annotated[int, Meta(ge=0, le=65535)]
+Session = Annotated[bytes, Meta(max_length=32)]
 Names = Annotated[dict[Name, Name], Meta(max_length=64)]
 
 
@@ -41,26 +43,25 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="is", array_l
 # -- handshake
 
 
-class Challenge(Message, frozen=True, kw_only=True, tag="challenge"):
-    """A nonce, new for this connection."""
+class JoinRequest(Message, frozen=True, kw_only=True, tag="join-request"):
+    """The first message of a member."""
 
     protocol: int
-    nonce: Nonce
+    info: Annotated[bytes, Meta(max_length=JOIN_REQUEST_LIMIT)]  # an encoded NodeInfo: other versions have other fields
 
 
-class JoinRequest(Message, frozen=True, kw_only=True, tag="join-request"):
-    """A NodeInfo, with the proof that the sender has the token."""
+class ResumeRequest(Message, frozen=True, kw_only=True, tag="resume-request"):
+    """The first message of a member whose connection broke."""
 
-    nonce: Nonce
-    info: Annotated[bytes, Meta(max_length=JOIN_REQUEST_LIMIT)]  # an encoded NodeInfo: the proof is over these bytes
-    proof: Proof
+    member: Count
+    session: Session
+    received: Count  # messages of the leader
 
 
-class JoinAnswer(Message, frozen=True, kw_only=True, tag="answer"):
-    """A Welcome or a Refusal, with the proof that the leader has the token."""
+class Resumed(Message, frozen=True, kw_only=True, tag="resumed"):
+    """The member continues with a new connection."""
 
-    content: Annotated[bytes, Meta(max_length=FRAME_LIMIT)]  # an encoded Welcome or Refusal
-    proof: Proof
+    received: Count  # messages of the member
 
 
 class AttemptState(Message, frozen=True, kw_only=True, tag="attempt-state"):
@@ -106,6 +107,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     leader: Name  # its host
     node_timeout: float
     quiet: float = 3.0  # seconds without a message from the leader after which a note is printed
+    session: Session = b""  # a secret: it proves after a broken connection that the caller is this member
+    resume: float = 5.0  # seconds for a new connection after the old one broke
     notes: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
 
 
@@ -113,9 +116,10 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
-    """Sent by the leader to all members."""
+    """Sent by the leader to each member. `received`: how many messages of the member it has received."""
 
     time: float
+    received: Count = 0
 
 
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
@@ -123,6 +127,7 @@ class Pong(Message, frozen=True, kw_only=True, tag="pong"):
 
     ping: float  # the time in the ping
     time: float  # of the member
+    received: Count = 0  # messages of the leader, before this ping
 
 
 class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
@@ -138,6 +143,7 @@ class StartRanks(Message, frozen=True, kw_only=True, tag="start-ranks"):
     topology: Annotated[str, Meta(max_length=FRAME_LIMIT)]  # contract/topology.py
     store_port: Port  # at the address by which the member has reached the leader
     spare: bool = False  # the workers have no ranks yet
+    joins: bool = False  # they get ranks as soon as they have started
 
 
 class Start(Message, frozen=True, kw_only=True, tag="start"):
@@ -231,6 +237,8 @@ class NodeWorkerFailed(Message, frozen=True, kw_only=True, tag="worker-failed"):
     lived: float = 0.0
     step: Annotated[int, Meta(ge=0)] | None = None
     generation: Annotated[int, Meta(ge=-1)] = -1  # of the group that it was in
+    hope: Literal["over", "none", "little", "some"] = "some"  # that another try succeeds
+    idle: Annotated[float, Meta(ge=0)] = 0.0  # seconds without a newer step
 
 
 class FirstStepCommitted(Message, frozen=True, kw_only=True, tag="first-step"):
@@ -294,6 +302,7 @@ class AttemptEnded(Message, frozen=True, kw_only=True, tag="attempt-ended"):
     attempt: Count
     failed: Count = 0
     not_stopped: Count = 0  # of those, the ones that failed by themselves
+    lost_peer: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()  # ranks that failed because another did
     first: FailureReport | None = None  # the first cause among its own
     trouble: Text = ""  # it ended for a reason that is no worker's
     left: Text = ""  # processes that its workers left running, and what will be done about them
@@ -321,7 +330,6 @@ class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
     text: Text = ""
 
 
-Handshake = Challenge | JoinRequest | JoinAnswer
 FromLeader = (
     Ping
     | Waiting
@@ -351,9 +359,9 @@ FromMember = (
     | Leaving
 )
 
-handshake: Decoder[Handshake] = Decoder(Handshake, "msgpack")
+request: Decoder[JoinRequest | ResumeRequest] = Decoder(JoinRequest | ResumeRequest, "msgpack")
 node_info: Decoder[NodeInfo] = Decoder(NodeInfo, "msgpack")
-answer: Decoder[Welcome | Refusal] = Decoder(Welcome | Refusal, "msgpack")
+answer: Decoder[Welcome | Resumed | Refusal] = Decoder(Welcome | Resumed | Refusal, "msgpack")
 from_leader: Decoder[FromLeader] = Decoder(FromLeader, "msgpack")
 from_member: Decoder[FromMember] = Decoder(FromMember, "msgpack")
 

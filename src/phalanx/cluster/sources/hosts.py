@@ -6,6 +6,8 @@ import ipaddress
 import re
 from dataclasses import dataclass, replace
 
+from phalanx.contract.placement import MAX_WORKERS
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _NUMBER = re.compile(r"\d{1,5}", re.ASCII)
 _SPAN = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
@@ -147,6 +149,8 @@ def _host(name: str, given: list[str]) -> Host:
         first, last = int(span[1]), int(span[2] or span[1])
         if last < first:
             raise ValueError(f"the range {part} of {name} runs backwards")
+        if last >= MAX_WORKERS:
+            raise ValueError(f"“{part}” behind {name} names device {last}; the highest is {MAX_WORKERS - 1}")
         devices = set(range(first, last + 1))
         if seen & devices:
             raise ValueError(f"it names device {min(seen & devices)} of {name} twice")
@@ -159,6 +163,8 @@ def _slots(name: str, text: str) -> int:
         raise ValueError(f"“{text}” is no number of slots for {name}")
     if int(text) < 1:
         raise ValueError(f"{name} takes at least 1 slot, not {text} (device 0 alone is {name}:0-0 in --hosts)")
+    if int(text) > MAX_WORKERS:
+        raise ValueError(f"{name} takes at most {MAX_WORKERS} slots, not {text}")
     return int(text)
 
 

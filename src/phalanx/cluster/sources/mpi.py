@@ -20,12 +20,12 @@ def task(environ: Mapping[str, str]) -> SchedulerTask | None:
 
 def _open_mpi(environ: Mapping[str, str]) -> SchedulerTask:
     said = _variables("Open MPI", environ)
-    size = said.number("OMPI_COMM_WORLD_SIZE", least=1)
-    rank = said.number("OMPI_COMM_WORLD_RANK", below=size)
+    size = said.size("OMPI_COMM_WORLD_SIZE")
+    rank = said.index("OMPI_COMM_WORLD_RANK", below=size)
     local_rank, local_size = _local(said, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", size)
     nodes = None
     if said.text("OMPI_MCA_orte_num_nodes") is not None:  # Open MPI 4 only
-        nodes = said.number("OMPI_MCA_orte_num_nodes", least=1, below=size + 1)
+        nodes = said.size("OMPI_MCA_orte_num_nodes", below=size + 1)
     name = said.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or ""
     if name and (key := environ.get("OMPI_MCA_orte_precondition_transports")):
         # Version 4 names a job by 16 bits of host and pid; this key is random. It is a key, so only its digest is used.
@@ -49,8 +49,8 @@ def _hydra(environ: Mapping[str, str]) -> SchedulerTask:
         raise said.refuse(
             "not of how many (PMI_RANK and PMI_SIZE are not set)", fix=f"mpiexec without -pmi-port, or {BY_HAND}"
         )
-    size = said.number("PMI_SIZE", least=1)
-    rank = said.number("PMI_RANK", below=size)
+    size = said.size("PMI_SIZE")
+    rank = said.index("PMI_RANK", below=size)
     local_rank, local_size = _local(said, "MPI_LOCALRANKID", "MPI_LOCALNRANKS", size)
     return SchedulerTask(
         source=said.source,
@@ -79,8 +79,8 @@ def _local(said: Variables, rank: str, count: str, size: int) -> tuple[int, int]
     """Return the rank among the tasks on this node, and their number. Default: 0 of 1."""
     if said.text(rank) is None and said.text(count) is None:
         return 0, 1
-    local_size = said.number(count, least=1, below=size + 1)
-    return said.number(rank, below=local_size), local_size
+    local_size = said.size(count, below=size + 1)
+    return said.index(rank, below=local_size), local_size
 
 
 def _variables(source: str, environ: Mapping[str, str]) -> Variables:

@@ -22,14 +22,14 @@ def task(environ: Mapping[str, str]) -> SchedulerTask | None:
     said = _variables(environ)
     _refuse_heterogeneous(said)
     # Of two names, the step's comes first: `srun --preserve-env` and MPI launchers keep the batch script's others.
-    size = said.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", least=1)
-    rank = said.number("SLURM_PROCID", below=size)
-    nodes = said.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1)
-    node = said.number("SLURM_NODEID", below=nodes)
+    size = said.size("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    rank = said.index("SLURM_PROCID", below=size)
+    nodes = said.size("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    node = said.index("SLURM_NODEID", below=nodes)
     tasks = _parsed(said, counts, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if len(tasks) != nodes or sum(tasks) != size or 0 in tasks:
         raise said.refuse(f"its numbers do not add up to {size} tasks on {nodes} nodes")
-    local_rank = said.number("SLURM_LOCALID", below=tasks[node])
+    local_rank = said.index("SLURM_LOCALID", below=tasks[node])
     hosts = _parsed(said, expand, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if len(hosts) != nodes:
         raise said.refuse(f"its node list names {len(hosts)} nodes, not {nodes}")

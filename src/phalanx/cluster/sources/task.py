@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.placement import MAX_RANKS, PartialPlacement
 from phalanx.errors import UsageError
 
 BY_HAND = "on every node: phalanx run -n NODES -i NODE_ID --master HOST:PORT …"
@@ -87,6 +87,14 @@ class Variables:
             span = f"from {least} on" if below is None else f"from {least} to {below - 1}"
             raise self.refuse(f"{name}={value} cannot be", f"expected {span}")
         return number
+
+    def size(self, *names: str, below: int | None = None) -> int:
+        """Return the first of these variables as a number of ranks or nodes."""
+        return self.number(*names, least=1, below=MAX_RANKS + 1 if below is None else below)
+
+    def index(self, *names: str, below: int | None = None) -> int:
+        """Return the first of these variables as the number of a rank or a node, counted from 0."""
+        return self.number(*names, below=MAX_RANKS if below is None else below)
 
     def refuse(self, what: str, *details: str, fix: str = "") -> UsageError:
         """Return an error about contradictory variables."""

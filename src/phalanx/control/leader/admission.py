@@ -1,4 +1,4 @@
-"""Who may join: checks the token of a caller and compares its node with the others."""
+"""Who may join: reads the request of a caller and compares its node with the others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import WSMsgType, web
 
-from phalanx.control import channel, messages
-from phalanx.control.channel import Channel, Nonces
+from phalanx.contract.visible import visible_line
+from phalanx.control import messages
 from phalanx.control.leader.roster import Roster
-from phalanx.control.messages import Challenge, JoinAnswer, JoinRequest, Message, NodeInfo, Refusal
+from phalanx.control.leader.server import host
+from phalanx.control.messages import JoinRequest, NodeInfo, Refusal, ResumeRequest
 from phalanx.control.tokens import Token
 
 _MOST_REJECTED = 64
@@ -21,12 +22,11 @@ _REMEDY = "copy our token file there, or set PHALANX_TOKEN to the same value on 
 
 @dataclass(frozen=True)
 class Applicant:
-    """A caller that has proved that it has the token."""
+    """A caller that has the token, as TLS has proved, and asks to join, or to continue after a broken connection."""
 
     peer: str  # its address
     own: str  # the address of ours that it used
-    nonces: Nonces
-    info: bytes  # an encoded NodeInfo
+    request: JoinRequest | ResumeRequest
     transport: asyncio.BaseTransport
 
 
@@ -43,38 +43,40 @@ class Admission:
         self._note = note
         self._timeout = timeout
 
-    async def challenge(self, request: web.BaseRequest, ws: web.WebSocketResponse) -> Applicant | None:
-        """Have a caller prove that it has the token. Returns None if it has not."""
-        nonce = channel.nonce()
-        await ws.send_bytes(messages.encode(Challenge(protocol=messages.PROTOCOL, nonce=nonce)))
+    async def request(self, request: web.BaseRequest, ws: web.WebSocketResponse) -> Applicant | None:
+        """Return what a caller asks for. None: it says something else."""
         frame = await ws.receive(self._timeout)
         if frame.type != WSMsgType.BINARY or len(frame.data) > messages.JOIN_REQUEST_LIMIT:
             return None
-        join = messages.handshake.decode(frame.data)
+        asked = messages.request.decode(frame.data)
         transport = request.transport
-        if not isinstance(join, JoinRequest) or transport is None:
+        if transport is None:
             return None
-        peer, own = _host(transport, "peername"), _host(transport, "sockname")
-        nonces = Nonces(nonce, join.nonce)
-        if not channel.proven(join.proof, self._token.key, channel.MEMBER, nonces, join.info):
-            self.reject(peer, f"another token than ours, which is from {self._token}: {_REMEDY}")
-            fingerprint = self._token.fingerprint if self._token.key else ""
-            content = messages.encode(Refusal(kind="token", leader=fingerprint))
-            await ws.send_bytes(messages.encode(JoinAnswer(content=content, proof=b"")))
-            return None
-        return Applicant(peer, own, nonces, join.info, transport)
+        return Applicant(host(transport, "peername"), host(transport, "sockname"), asked, transport)
 
-    def admit(self, applicant: Applicant, *, fatal: bool) -> tuple[int, NodeInfo, list[str]] | Refusal:
+    def other_token(self, peer: str) -> None:
+        """Remember a caller that has another token."""
+        self.reject(peer, f"another token than ours, which is from {self._token}: {_REMEDY}")
+
+    def admit(
+        self, applicant: Applicant, join: JoinRequest, *, fatal: bool
+    ) -> tuple[int, NodeInfo, list[str]] | Refusal:
         """Give the applicant a number in the roster. Returns it with warnings, or why the applicant cannot take part.
 
         `fatal`: a refusal ends the run, so it is not printed here.
         """
+        if join.protocol != messages.PROTOCOL:
+            mine, theirs = f"protocol {messages.PROTOCOL}", f"protocol {join.protocol}"
+            refusal = Refusal(kind="version", leader=mine, member=theirs)
+            self.reject(applicant.peer, describe(refusal))
+            return refusal
         try:
-            info = messages.node_info.decode(applicant.info)
+            info = messages.node_info.decode(join.info)
         except msgspec.MsgspecError as error:  # it has the token, so it gets an answer
             refusal = Refusal(kind="words", leader="another message format", member=f"an unreadable message: {error}")
             self.reject(applicant.peer, describe(refusal))
             return refusal
+        info = _without_controls(info)
         warnings = self._roster.warnings(info)
         given = self._roster.admit(info)
         if isinstance(given, Refusal):
@@ -82,22 +84,18 @@ class Admission:
             return given
         return given, info, warnings
 
-    def channel(self, applicant: Applicant) -> Channel:
-        """Return the authenticated channel to the applicant."""
-        return Channel(self._token.key, applicant.nonces, leads=True)
-
-    async def answer(self, ws: web.WebSocketResponse, applicant: Applicant, answer: Message) -> None:
-        """Send a Welcome or a Refusal, with the proof that we have the token."""
-        content = messages.encode(answer)
-        proof = channel.prove(self._token.key, channel.LEADER, applicant.nonces, content)
-        await ws.send_bytes(messages.encode(JoinAnswer(content=content, proof=proof)))
-
     def reject(self, who: str, why: str, *, quiet: bool = False) -> None:
         """Remember a rejected attempt, and print it the first time."""
         if self.rejected.get(who) != why and len(self.rejected) < _MOST_REJECTED:
             if not quiet:
                 self._note(f"{who} was rejected: {why}")
             self.rejected[who] = why
+
+
+def _without_controls(info: NodeInfo) -> NodeInfo:
+    """Return the same without control characters: its names are printed and recorded in many places."""
+    versions = {visible_line(name): visible_line(version) for name, version in info.versions.items()}
+    return msgspec.structs.replace(info, host=visible_line(info.host), run=visible_line(info.run), versions=versions)
 
 
 def describe(refusal: Refusal) -> str:
@@ -113,10 +111,3 @@ def describe(refusal: Refusal) -> str:
             return f"it has {refusal.member}, but {refusal.leader} were expected"
         case _:
             return f"it has {refusal.member}, node 0 has {refusal.leader}"
-
-
-def _host(transport: asyncio.BaseTransport, end: str) -> str:
-    name = transport.get_extra_info(end)
-    if not name:
-        raise ConnectionResetError
-    return str(name[0]).removeprefix("::ffff:")  # an IPv4 address on a dual-stack socket

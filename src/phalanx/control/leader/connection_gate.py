@@ -52,6 +52,58 @@ class Connection(web.RequestHandler):
         super().data_received(data)
 
 
+class UntrustedConnections:
+    """The connections that are not authenticated: how many there may be, and for how long."""
+
+    def __init__(self, limits: GateLimits) -> None:
+        self._limits = limits
+        self._since: dict[object, tuple[float, str, Callable[[], object]]] = {}  # oldest first
+        self._by_address: dict[str, dict[object, None]] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    def add(self, key: object, address: str, close: Callable[[], object]) -> None:
+        """Register a connection. If there are too many, close one: the oldest of the address that has most."""
+        self._since[key] = (time.monotonic(), address, close)
+        self._by_address.setdefault(address, {})[key] = None
+        if len(self._since) > self._limits.most:
+            busiest = max(self._by_address.values(), key=len)
+            self._turn_away(next(iter(busiest)))
+        if self._sweeper is None:
+            self._sweeper = self._later()
+
+    def forget(self, key: object) -> None:
+        """Forget a connection: it is authenticated, or closed."""
+        known = self._since.pop(key, None)
+        if known is not None:
+            same = self._by_address[known[1]]
+            del same[key]
+            if not same:
+                del self._by_address[known[1]]
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for key in list(self._since):
+            self._turn_away(key)
+
+    def _later(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(min(1.0, self._limits.patience / 4), self._sweep)
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        for key, (since, _, _) in list(self._since.items()):
+            if now - since <= self._limits.patience:
+                break  # the others are newer
+            self._turn_away(key)
+        self._sweeper = self._later() if self._since else None
+
+    def _turn_away(self, key: object) -> None:
+        close = self._since[key][2]
+        self.forget(key)
+        close()
+
+
 class ConnectionGate(web.Server):
     """The server of aiohttp with limits for unauthenticated connections."""
 
@@ -66,9 +118,7 @@ class ConnectionGate(web.Server):
             auto_decompress=False,  # few bytes could become many
         )
         self._limits = limits
-        self._untrusted: dict[web.RequestHandler, tuple[float, str]] = {}  # oldest first
-        self._by_address: dict[str, dict[web.RequestHandler, None]] = {}
-        self._sweeper: asyncio.TimerHandle | None = None
+        self.untrusted = UntrustedConnections(limits)
 
     def __call__(self) -> web.RequestHandler:
         """Return the handler of a new connection."""
@@ -80,60 +130,23 @@ class ConnectionGate(web.Server):
         """Register a connection. If there are too many, close one."""
         super().connection_made(handler, transport)
         peer = transport.get_extra_info("peername")
-        address = str(peer[0]) if peer else ""
-        self._untrusted[handler] = (time.monotonic(), address)
-        self._by_address.setdefault(address, {})[handler] = None
-        if len(self._untrusted) > self._limits.most:
-            self._drop_one()
-        if self._sweeper is None:
-            self._sweeper = self._later()
+        self.untrusted.add(handler, str(peer[0]) if peer else "", lambda: turn_away(handler))
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """Forget a connection."""
-        self._forget(handler)
+        self.untrusted.forget(handler)
         super().connection_lost(handler, exc)
 
     def trust(self, request: web.BaseRequest) -> None:
         """Lift the limits of an authenticated connection."""
         connection = request.protocol
-        self._forget(connection)
+        self.untrusted.forget(connection)
         if isinstance(connection, Connection):
             connection.allowance = None
 
-    def _forget(self, handler: web.RequestHandler) -> None:
-        _, address = self._untrusted.pop(handler, (0.0, None))
-        if address is not None:
-            same = self._by_address[address]
-            del same[handler]
-            if not same:
-                del self._by_address[address]
-
-    def _drop_one(self) -> None:
-        """Close the oldest connection of the address that has most."""
-        busiest = max(self._by_address.values(), key=len)
-        self._turn_away(next(iter(busiest)))
-
-    def _later(self) -> asyncio.TimerHandle:
-        return self._loop.call_later(min(1.0, self._limits.patience / 4), self._sweep)
-
-    def _sweep(self) -> None:
-        now = time.monotonic()
-        for handler, (since, _) in list(self._untrusted.items()):
-            if now - since <= self._limits.patience:
-                break  # the others are newer
-            self._turn_away(handler)
-        self._sweeper = self._later() if self._untrusted else None
-
-    def _turn_away(self, handler: web.RequestHandler) -> None:
-        self._forget(handler)
-        turn_away(handler)
-
     def close(self) -> None:
         """Close all unauthenticated connections."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-        for handler in list(self._untrusted):
-            self._turn_away(handler)
+        self.untrusted.close()
 
 
 def turn_away(handler: web.RequestHandler) -> None:

@@ -23,19 +23,31 @@ from typing import Protocol
 import msgspec
 from aiohttp import WebSocketError, WSMsgType, web
 
-from phalanx.control import channel, messages
+from phalanx.control import messages, tls
+from phalanx.control.endpoint import STEADILY, Endpoint, answers
 from phalanx.control.leader.admission import Admission, Applicant, describe
 from phalanx.control.leader.liveness import LivenessMonitor, Timing
 from phalanx.control.leader.members import JoinedMember, Members
 from phalanx.control.leader.rendezvous import Rendezvous
 from phalanx.control.leader.server import CLOSE_TIMEOUT, ControlServer
-from phalanx.control.messages import Message, NodeInfo, Refusal, Waiting, Welcome
+from phalanx.control.messages import (
+    JoinRequest,
+    Message,
+    NodeInfo,
+    Refusal,
+    Resumed,
+    ResumeRequest,
+    Waiting,
+    Welcome,
+)
+from phalanx.control.outbox import LimitExceededError
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 
 logger = logging.getLogger(__name__)
 
 _INVALID = "it sent an invalid message"
+_RESUME_CHECK = 0.05  # seconds between two looks whether a member has connected again
 _MOST_INFORMED = 256  # members to which the progress of the rendezvous is sent
 
 
@@ -86,8 +98,16 @@ class Leader:
         self._timing = timing
         self._admission = Admission(token, members.roster, events.note, timeout=timing.patience)
         self._rendezvous = Rendezvous(members, last_call=timing.last_call)
-        self._server = ControlServer(self._serve, members=members.roster.expected, patience=timing.patience)
+        self._token = token
+        self._server = ControlServer(
+            self._serve,
+            fingerprint=token.fingerprint if token.key else "",
+            other_token=self._admission.other_token,
+            members=members.roster.expected,
+            patience=timing.patience,
+        )
         self._monitor = LivenessMonitor(members, timing, note=events.note, lost=self._silent)
+        self._resuming: set[asyncio.Task[None]] = set()  # wait for members whose connection broke
         self._all_disconnected = asyncio.Event()
         self._closing = False
 
@@ -96,7 +116,7 @@ class Leader:
     async def open(self, sockets: Sequence[socket.socket]) -> None:
         """Listen on the sockets. From here on members can join."""
         self._rendezvous.status.addresses += [_spell(sock.getsockname()) for sock in sockets]
-        await self._server.open(sockets)
+        self._server.open(sockets, tls.server_context(self._token))
         self._monitor.start()
 
     async def wait_for_members(self, timeout: float) -> None:
@@ -132,29 +152,42 @@ class Leader:
             await self._receive(member, ws)
 
     async def _authenticate(self, request: web.BaseRequest, ws: web.WebSocketResponse) -> JoinedMember | None:
-        """Authenticate a caller and admit it. Returns None if it was rejected."""
-        applicant = await self._admission.challenge(request, ws)
+        """Admit a caller, or let a member continue whose connection broke. Returns None if it was rejected."""
+        applicant = await self._admission.request(request, ws)
         if applicant is None:
             return None
         self._server.trust(request)
-        channel.tune(applicant.transport.get_extra_info("socket"))
-        answer, member = self._admit(applicant)
+        tls.tune(applicant.transport.get_extra_info("socket"))
+        resumes = isinstance(applicant.request, ResumeRequest)
+        answer, member = self._answer(applicant)
         try:
-            await self._admission.answer(ws, applicant, answer)
+            await ws.send_bytes(messages.encode(answer))
         except BaseException:  # cancelled, too: the member is registered already
             if member is not None:
-                self._disconnected(member, "its connection broke during the handshake")
+                self._broken(member, applicant.transport, "its connection broke during the handshake")
             raise
-        if member is not None and self._rendezvous.member_joined():
+        if member is not None and not resumes and self._rendezvous.member_joined():
             self._events.member_joined(member.id)
         return member
 
-    def _admit(self, applicant: Applicant) -> tuple[Message, JoinedMember | None]:
+    def _answer(self, applicant: Applicant) -> tuple[Message, JoinedMember | None]:
+        if isinstance(applicant.request, ResumeRequest):
+            return self._resume(applicant, applicant.request)
+        return self._admit(applicant, applicant.request)
+
+    def _resume(self, applicant: Applicant, request: ResumeRequest) -> tuple[Message, JoinedMember | None]:
+        member = self.members.find(request.member, request.session)
+        if member is None or self._closing or not member.resume(applicant.transport, request.received):
+            return Refusal(kind="gone", leader="the membership has ended"), None
+        self._events.note(f"{self.members.name(member.id)} has connected again: its connection had broken")
+        return Resumed(received=member.outbox.received), member
+
+    def _admit(self, applicant: Applicant, join: JoinRequest) -> tuple[Message, JoinedMember | None]:
         fatal = self.members.names.managed and not self._rendezvous.begun
-        admitted = self._admission.admit(applicant, fatal=fatal)
+        admitted = self._admission.admit(applicant, join, fatal=fatal)
         if isinstance(admitted, Refusal):
-            if fatal and admitted.kind != "words":
-                host = messages.node_info.decode(applicant.info).host
+            if fatal and admitted.kind != "words" and join.protocol == messages.PROTOCOL:
+                host = messages.node_info.decode(join.info).host
                 error = JoinError(f"{host} at {applicant.peer} cannot take part: {describe(admitted)}")
                 self._rendezvous.fail(error)
             return admitted, None
@@ -162,13 +195,7 @@ class Leader:
         for text in warnings:
             self._events.note(text)
         member = JoinedMember(
-            id_,
-            info,
-            applicant.peer,
-            applicant.own,
-            self._admission.channel(applicant),
-            applicant.transport,
-            last_message=time.monotonic(),
+            id_, info, applicant.peer, applicant.own, applicant.transport, last_message=time.monotonic()
         )
         self.members.add(member)
         welcome = Welcome(
@@ -177,37 +204,72 @@ class Leader:
             leader=self._info.host,
             node_timeout=self._timing.node_timeout,
             quiet=self._timing.quiet(self.members.roster.expected),
+            session=member.session,
+            resume=self._timing.resume,
             notes=tuple(warnings),
         )
         return welcome, member
 
     async def _receive(self, member: JoinedMember, ws: web.WebSocketResponse) -> None:
         """Receive messages until the connection ends."""
-        writer = asyncio.get_running_loop().create_task(member.write(ws))
-        why = "its connection closed: its agent was killed, or the machine went down"
+        transport = member.transport
+        writer = member.writer = asyncio.get_running_loop().create_task(member.write(ws))
+        broken = "its connection closed: its agent was killed, or the machine went down"
+        invalid = ""
         try:
             async for frame in ws:
+                if member.transport is not transport:
+                    break
                 if frame.type != WSMsgType.BINARY:
                     broke = frame.type == WSMsgType.ERROR and not isinstance(frame.data, WebSocketError)
                     what = frame.data if frame.type == WSMsgType.ERROR else "a text frame"
-                    why = f"its connection broke ({what})" if broke else f"{_INVALID} ({what})"
+                    broken, invalid = (f"its connection broke ({what})", "") if broke else ("", f"{_INVALID} ({what})")
                     break
                 member.last_message = time.monotonic()
-                self._dispatch(member, messages.from_member.decode(member.channel.open(frame.data)))
+                member.outbox.received += 1
+                self._dispatch(member, messages.from_member.decode(frame.data))
                 if member.left:
                     break
-        except (channel.ForgedFrameError, msgspec.MsgspecError) as error:
-            why = f"{_INVALID} ({type(error).__name__})"
+        except msgspec.MsgspecError as error:
+            invalid = f"{_INVALID} ({type(error).__name__})"
+        except LimitExceededError as error:
+            member.drop(str(error))
         except ConnectionError as error:
-            why = f"its connection broke ({error})"
+            broken = f"its connection broke ({error})"
         except Exception as error:  # a bug in a handler must not end the agent
             logger.debug("message of member %s failed", member.id, exc_info=True)
-            why = f"its message could not be processed ({type(error).__name__}: {error})"
+            invalid = f"its message could not be processed ({type(error).__name__}: {error})"
         finally:
-            if member.closing:  # the writer closes the connection, within a limit
+            if member.closing and member.transport is transport:  # the writer closes the connection, within a limit
                 with contextlib.suppress(asyncio.CancelledError):
                     await writer
             writer.cancel()
+            if invalid or member.dropped:
+                self._disconnected(member, member.dropped or invalid)
+            else:
+                self._broken(member, transport, broken)
+
+    def _broken(self, member: JoinedMember, transport: asyncio.BaseTransport, why: str) -> None:
+        """Handle a connection that has ended. The member may come with another one, if it has not left."""
+        if member.transport is not transport or member.broken or not self.members.is_current(member):
+            return
+        if member.left or member.closing or self._closing or not self._rendezvous.begun:
+            self._disconnected(member, why)
+            return
+        member.broken = True
+        waiting = asyncio.get_running_loop().create_task(self._wait_for_resume(member, why))
+        self._resuming.add(waiting)
+        waiting.add_done_callback(self._resuming.discard)
+
+    async def _wait_for_resume(self, member: JoinedMember, why: str) -> None:
+        """Remove a member that does not connect again: at once, if its agent is known to have ended."""
+        until = time.monotonic() + self._timing.resume
+        where = Endpoint(*self.members.failover_endpoints.get(member.id, ("", 0)))
+        if where.port and not await answers(where, steadily=min(STEADILY, self._timing.resume)):
+            until = 0.0
+        while member.broken and time.monotonic() < until:
+            await asyncio.sleep(_RESUME_CHECK)
+        if member.broken:
             self._disconnected(member, why)
 
     def _dispatch(self, member: JoinedMember, message: messages.FromMember) -> None:
@@ -248,15 +310,21 @@ class Leader:
         self._server.stop_listening()
         self._all_disconnected.clear()  # it may be set: all members may have left before
         connected = self.members.connected
+        for waiting in self._resuming:
+            waiting.cancel()
+        for member in [member for member in connected.values() if member.broken]:
+            self._disconnected(member, "its connection broke")
         if connected and self.members.end_sent:
             # Members disconnect when they have received the end. Do not close first: that would drop what the kernel
             # has not sent yet.
             unresponsive = any(member.unresponsive for member in connected.values())
             await self._wait_until_disconnected(self._timing.node_timeout if unresponsive else CLOSE_TIMEOUT)
         for member in connected.values():
-            member.outbox.put_nowait(None)
+            member.outbox.end()
         if connected:
             await self._wait_until_disconnected(CLOSE_TIMEOUT)
+        for member in list(connected.values()):  # those that do not read what is left
+            member.abort()
         self._monitor.close()
         await self._server.close()
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from phalanx.control.leader.connection_gate import PATIENCE
 from phalanx.control.leader.members import JoinedMember, Members
-from phalanx.control.messages import Ping
 
 QUIET = 3.0  # seconds without a message from a member after which a note is printed
 
@@ -26,6 +25,11 @@ class Timing:
     def rest(self, members: int) -> float:
         """Return the seconds between two pings: more for thousands of members."""
         return min(max(self.ping, members / 1000), self.node_timeout / 3)
+
+    @property
+    def resume(self) -> float:
+        """Return the seconds that a member has for a new connection when the old one broke."""
+        return self.node_timeout / 3
 
     def quiet(self, members: int) -> float:
         """Return the seconds of silence after which a note is printed."""
@@ -65,11 +69,18 @@ class LivenessMonitor:
             await asyncio.sleep(rest)
             now = time.monotonic()
             late = now - asleep - rest
-            self._members.broadcast(Ping(time=time.time()))
+            self._members.ping()
             for member in list(self._members.connected.values()):
                 if late > 1:  # this process was stopped, or the machine was asleep
                     member.last_message = min(member.last_message + late, now)
+                    member.outbox.excuse(late)
                 self._check(member, now - member.last_message)
+                self._check_reading(member, member.outbox.stalled(now))
+
+    def _check_reading(self, member: JoinedMember, stalled: float) -> None:
+        """Drop a member that sends messages, but does not read."""
+        if stalled > self._timing.node_timeout:
+            member.drop(f"it has not read what was sent to it for {stalled:.0f} s (--node-timeout)")
 
     def _check(self, member: JoinedMember, silence: float) -> None:
         limit = self._timing.quiet(self._members.roster.expected)

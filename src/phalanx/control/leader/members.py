@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import secrets
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +13,9 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from phalanx.control import messages
-from phalanx.control.channel import Channel
 from phalanx.control.leader.roster import Roster
 from phalanx.control.messages import Message, NodeInfo
+from phalanx.control.outbox import LimitExceededError, Outbox
 
 
 @dataclass(frozen=True)
@@ -39,32 +41,59 @@ class MemberNames:
 
 @dataclass
 class JoinedMember:
-    """One connection is one membership. It ends with a closed connection or after a timeout."""
+    """A member that has joined. It may continue with another connection if the first one broke."""
 
     id: int
     info: NodeInfo
     address: str  # of the member, as seen from the leader
     leader_address: str  # that the member used
-    channel: Channel
-    transport: asyncio.BaseTransport
-    outbox: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    transport: asyncio.BaseTransport  # of the current connection
+    session: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)  # see messages.Welcome
+    outbox: Outbox = field(default_factory=Outbox)
+    writer: asyncio.Task[None] | None = None  # sends what is queued, by the current connection
     last_message: float = 0.0  # monotonic time
     unresponsive: bool = False  # it has not answered for a while
     left: bool = False  # it has said that it leaves
     closing: bool = False  # the leader has closed the connection
+    dropped: str = ""  # why the leader has dropped it
+    broken: bool = False  # its connection is lost, and it may come with another one
     skew: float = 0.0  # its clock minus ours
     round_trip: float = float("inf")  # the shortest of all pings: it measures the skew best
 
     async def write(self, ws: web.WebSocketResponse) -> None:
-        """Send queued messages until None is queued, then close the connection."""
+        """Send queued messages until the outbox ends, then close the connection."""
         with contextlib.suppress(ConnectionError):
-            while (content := await self.outbox.get()) is not None:
-                await ws.send_bytes(self.channel.seal(content))
+            await self.outbox.send_all(ws.send_bytes)
             self.closing = True
             await ws.close()
 
+    def send(self, content: bytes) -> None:
+        """Queue a message. A member that does not read is dropped."""
+        if not self.dropped:
+            try:
+                self.outbox.put(content)
+            except LimitExceededError as error:
+                self.drop(str(error))
+
+    def drop(self, why: str) -> None:
+        """Close the connection at once, because the member exceeds a limit."""
+        self.dropped = self.dropped or why
+        self.outbox.clear()
+        self.abort()
+
+    def resume(self, transport: asyncio.BaseTransport, received: int) -> bool:
+        """Continue with another connection. Return False if the counts of messages do not fit."""
+        if not self.outbox.rewind(received):
+            return False
+        if self.writer is not None:
+            self.writer.cancel()  # else it could take a message for the old connection
+        self.abort()  # of the old connection, which may not have noticed yet
+        self.transport, self.broken, self.last_message = transport, False, time.monotonic()
+        return True
+
     def record_pong(self, pong: messages.Pong) -> None:
-        """Measure the clock skew by an answered ping."""
+        """Measure the clock skew by an answered ping, and forget what the member has received."""
+        self.outbox.acknowledge(pong.received)
         now = time.time()
         round_trip = now - pong.ping
         if 0 <= round_trip < self.round_trip:
@@ -108,6 +137,11 @@ class Members:
         del self.connected[member.id]
         return True
 
+    def find(self, number: int, session: bytes) -> JoinedMember | None:
+        """Return the member that has this secret."""
+        member = self.connected.get(number)
+        return member if member is not None and hmac.compare_digest(member.session, session) else None
+
     def is_current(self, member: JoinedMember) -> bool:
         """Return whether this connection is the one that has the member's number."""
         return self.connected.get(member.id) is member
@@ -132,14 +166,20 @@ class Members:
     def send(self, member: int, message: Message) -> None:
         """Send a message to one member."""
         if member in self.connected:
-            self.connected[member].outbox.put_nowait(messages.encode(message))
+            self.connected[member].send(messages.encode(message))
 
     def broadcast(self, message: Message) -> None:
         """Send a message to all members."""
         self.end_sent = self.end_sent or isinstance(message, messages.EndMessage)
         content = messages.encode(message)
-        for member in self.connected.values():
-            member.outbox.put_nowait(content)
+        for member in list(self.connected.values()):
+            member.send(content)
+
+    def ping(self) -> None:
+        """Send a ping to all members."""
+        now = time.time()
+        for member in list(self.connected.values()):
+            member.send(messages.encode(messages.Ping(time=now, received=member.outbox.received)))
 
     def peer_list(self, leader: int, working: Collection[int]) -> messages.PeerList:
         """Return all members, and where each could be reached if it had to lead."""

@@ -44,6 +44,8 @@ class RendezvousStatus:
             details.append("no connection attempts: was it started there, with this address? does a firewall drop it?")
         have = "has" if len(missing) == 1 else "have"
         by_hand = f"start the same command with -i {missing[0]} there; "
+        if rejected:  # it was started, and waiting longer does not help
+            by_hand = "see why it was rejected, and start it there again; "
         return JoinError(
             f"{self.names.listed(missing, 16)} of {self.roster.expected} {have} not joined in {timeout:.0f} s",
             details=details,

@@ -32,6 +32,7 @@ Kind = Literal[
 HOSTS = "/etc/hosts"
 ANSWER = 4096  # bytes of an answer that are looked at
 _NOBODYS = 9  # a port at which nobody answers
+_HIGH = 59_999  # likewise, among those that the kernel gives to process groups
 ADDRESSES = 16  # of one name that are tried
 NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ENONET}
 # Of several addresses, the one that led furthest says most.
@@ -104,6 +105,20 @@ async def way(address: str, *, timeout: float) -> str:
         except OSError as error:
             return f"link down: no way to {address} ({_reason(error)})"
     return f"its machine can be reached ({address}), so that its agent is stopped, or far too busy"
+
+
+async def reaches(address: str, *, timeout: float) -> bool:
+    """Return whether a machine can be reached at the ports that process groups use. A refused connection means yes."""
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
+        sock.setblocking(False)
+        try:
+            await asyncio.wait_for(loop.sock_connect(sock, (address, _HIGH)), timeout)
+        except TimeoutError:
+            return False
+        except OSError as error:
+            return error.errno not in NO_WAY
+    return True
 
 
 def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> JoinProblem:

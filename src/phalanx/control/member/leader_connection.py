@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import aiohttp
 import msgspec
 from aiohttp import WSMsgType
 
-from phalanx.control import channel, messages
-from phalanx.control.channel import Channel
+from phalanx.control import messages, tls
 from phalanx.control.endpoint import Endpoint
-from phalanx.control.messages import Pong, Welcome
+from phalanx.control.messages import Pong, Refusal, Resumed, ResumeRequest, Welcome
+from phalanx.control.outbox import LimitExceededError, Outbox
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT = 5.0
+_RETRY_INTERVAL = 0.1  # seconds between two tries to connect again
+_ANSWER_TIMEOUT = 10.0  # seconds for the answer of the leader
 _PINGS = 16  # pings that measure the clock skew
 
 
@@ -41,14 +45,17 @@ class MemberEvents(Protocol):
 
 
 class LeaderConnection:
-    """Sends what is queued in `outbox`, passes messages to `events`, and notices when the leader is gone."""
+    """Sends what is queued in `outbox`, passes messages to `events`, and notices when the leader is gone.
+
+    If the connection breaks, it continues with another one from `connect`.
+    """
 
     def __init__(
         self,
         ws: aiohttp.ClientWebSocketResponse,
-        channel_: Channel,
+        connect: Callable[[Endpoint], Awaitable[aiohttp.ClientWebSocketResponse]],
         welcome: Welcome,
-        outbox: asyncio.Queue[bytes | None],
+        outbox: Outbox,
         events: MemberEvents,
     ) -> None:
         ends = ws.get_extra_info("peername"), ws.get_extra_info("sockname")
@@ -56,9 +63,9 @@ class LeaderConnection:
             raise ConnectionError("closed during the handshake")
         self.leader_address, self.own_address = (str(end[0]) for end in ends)
         self.leader_endpoint = Endpoint(*ends[0][:2])
-        channel.tune(ws.get_extra_info("socket"))
+        tls.tune(ws.get_extra_info("socket"))
         self._ws = ws
-        self._channel = channel_
+        self._connect = connect
         self.welcome = welcome
         self._outbox = outbox
         self._events = events
@@ -78,7 +85,7 @@ class LeaderConnection:
     async def flush(self) -> None:
         """Send what is queued, and disconnect."""
         self._leaving = True
-        self._outbox.put_nowait(None)
+        self._outbox.end()
         await asyncio.wait(self._transfers, timeout=_CLOSE_TIMEOUT)
 
     async def close(self) -> None:
@@ -90,34 +97,91 @@ class LeaderConnection:
             await asyncio.wait_for(self._ws.close(), _CLOSE_TIMEOUT)
 
     async def _read(self) -> None:
-        why = "the connection to the leader closed: its agent was killed, or the machine went down"
+        """Receive messages, also by other connections if one breaks, until the leader is lost."""
+        while True:
+            broken, why = await self._receive()
+            if not broken or self._leaving or self._over or not await self._resume():
+                break
+        self.leader_lost(why, silent=False)
+
+    async def _receive(self) -> tuple[bool, str]:
+        """Receive messages until the connection ends. Return whether another one may help, and why it ended."""
+        broken, why = False, ""
         try:
             async for frame in self._ws:
+                if frame.type == WSMsgType.ERROR:
+                    return True, f"the connection to the leader broke ({frame.data})"
                 if frame.type != WSMsgType.BINARY:
-                    break
+                    return False, "the leader sent a text frame"
                 self._last_message = time.monotonic()
-                self._dispatch(messages.from_leader.decode(self._channel.open(frame.data)))
-        except (channel.ForgedFrameError, msgspec.MsgspecError) as error:
+                self._outbox.received += 1
+                self._dispatch(messages.from_leader.decode(frame.data))
+        except msgspec.MsgspecError as error:
             why = f"the leader sent an invalid message ({type(error).__name__})"
-        except ConnectionError as error:
-            why = f"the connection to the leader broke ({error})"
+        except LimitExceededError as error:
+            why = str(error)
+        except (ConnectionError, aiohttp.ClientError) as error:
+            broken, why = True, f"the connection to the leader broke ({error})"
         except Exception as error:  # a bug in a handler must not end the agent
             logger.debug("message of the leader failed", exc_info=True)
             why = f"a message of the leader could not be processed ({type(error).__name__}: {error})"
-        self._leader_lost(why, silent=False)
+        else:
+            broken, why = True, "the connection to the leader closed: its agent was killed, or the machine went down"
+        return broken, why
+
+    async def _resume(self) -> bool:
+        """Connect again. Return False if the leader is gone or has removed this node."""
+        self._transfers[1].cancel()
+        until = time.monotonic() + self.welcome.resume
+        while (left := until - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    ws = await self._connect(self.leader_endpoint)
+                    answer = await self._ask_to_resume(ws)
+            except aiohttp.ClientConnectorError as error:
+                if error.os_error.errno == errno.ECONNREFUSED:
+                    return False
+            except (aiohttp.ClientError, OSError, msgspec.MsgspecError):  # TimeoutError, too
+                pass
+            else:
+                if isinstance(answer, Resumed) and self._outbox.rewind(answer.received):
+                    self._continue(ws)
+                    return True
+                await ws.close()
+                return False
+            await asyncio.sleep(_RETRY_INTERVAL)
+        return False
+
+    async def _ask_to_resume(self, ws: aiohttp.ClientWebSocketResponse) -> Welcome | Resumed | Refusal:
+        request = ResumeRequest(
+            member=self.welcome.member, session=self.welcome.session, received=self._outbox.received
+        )
+        try:
+            await ws.send_bytes(messages.encode(request))
+            return messages.answer.decode(await receive_bytes(ws))
+        except BaseException:
+            await ws.close()
+            raise
+
+    def _continue(self, ws: aiohttp.ClientWebSocketResponse) -> None:
+        tls.tune(ws.get_extra_info("socket"))
+        self._ws, self._last_message = ws, time.monotonic()
+        self._transfers[1] = asyncio.get_running_loop().create_task(self._write())
+        self._events.note("connected to node 0 again: the connection had broken")
 
     def _dispatch(self, message: messages.FromLeader) -> None:
         if isinstance(message, messages.Ping):
             self._offsets.append(time.time() - message.time)
-            self._outbox.put_nowait(messages.encode(Pong(ping=message.time, time=time.time())))
+            self._outbox.acknowledge(message.received)
+            pong = Pong(ping=message.time, time=time.time(), received=self._outbox.received)
+            self._outbox.put(messages.encode(pong))
             return
         self._over = self._over or isinstance(message, messages.EndMessage)
         self._events.message_received(message)
 
     async def _write(self) -> None:
         with contextlib.suppress(ConnectionError, aiohttp.ClientError):
-            while (content := await self._outbox.get()) is not None:
-                await self._ws.send_bytes(self._channel.seal(content))
+            await self._outbox.send_all(self._ws.send_bytes)
             await self._ws.close()
 
     async def _watch(self) -> None:
@@ -135,12 +199,22 @@ class LeaderConnection:
             silence = now - self._last_message
             if silence > node_timeout and not self._over and not self._leaving:
                 why = f"no message from it for {silence:.0f} s (--node-timeout): link or machine is down"
-                self._leader_lost(why, silent=True)
+                self.leader_lost(why, silent=True)
             elif (silence > limit) != quiet:
                 quiet = silence > limit
                 self._events.note(f"node 0 has not answered for {silence:.0f} s" if quiet else "node 0 answers again")
 
-    def _leader_lost(self, why: str, *, silent: bool) -> None:
+    def leader_lost(self, why: str, *, silent: bool) -> None:
+        """Report once that the leader is lost."""
         if not self._leaving and not self._over:
             self._over = True
             self._events.leader_lost(why, silent=silent)
+
+
+async def receive_bytes(ws: aiohttp.ClientWebSocketResponse) -> bytes:
+    """Return the next message. Raises ConnectionError if there is none."""
+    frame = await ws.receive(_ANSWER_TIMEOUT)
+    if frame.type != WSMsgType.BINARY:
+        raise ConnectionError("closed during the handshake")
+    data: bytes = frame.data
+    return data

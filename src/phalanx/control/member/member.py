@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import Callable, Sequence
 
 import aiohttp
 import msgspec
-from aiohttp import WSMsgType
 
-from phalanx.control import channel, messages
-from phalanx.control.channel import Channel, Nonces
+from phalanx.control import messages, tls
 from phalanx.control.endpoint import Endpoint
-from phalanx.control.leader.server import PATH, SERVER
+from phalanx.control.leader.server import FINGERPRINT, PATH, SERVER
 from phalanx.control.member import join_problems
 from phalanx.control.member.join_problems import JoinProblem
-from phalanx.control.member.leader_connection import LeaderConnection, MemberEvents
+from phalanx.control.member.leader_connection import LeaderConnection, MemberEvents, receive_bytes
 from phalanx.control.messages import (
-    Challenge,
-    JoinAnswer,
     JoinRequest,
     Leaving,
     Message,
@@ -34,6 +31,7 @@ from phalanx.control.messages import (
     Refusal,
     Welcome,
 )
+from phalanx.control.outbox import LimitExceededError, Outbox
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 
@@ -70,7 +68,8 @@ class Member:
         self._info = info
         self._endpoints = endpoints
         self._events = events
-        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._outbox = Outbox()
+        self._context: ssl.SSLContext | None = None
         self._session: aiohttp.ClientSession | None = None
         self._ws: aiohttp.ClientWebSocketResponse | None = None  # during the handshake
         self._connection: LeaderConnection | None = None
@@ -127,43 +126,52 @@ class Member:
         await self._disconnect()
 
     async def _handshake(self, endpoint: Endpoint) -> Welcome:
+        try:
+            ws = self._ws = await self._connect(endpoint)
+        except aiohttp.ClientConnectorCertificateError:
+            raise await self._other_token(endpoint) from None
+        join = JoinRequest(protocol=messages.PROTOCOL, info=messages.encode(self._info))
+        await ws.send_bytes(messages.encode(join))
+        answer = messages.answer.decode(await receive_bytes(ws))
+        if isinstance(answer, Refusal):
+            raise _RefusedError(self._refused(answer, endpoint))
+        if not isinstance(answer, Welcome):
+            raise ConnectionError("another answer than expected")
+        self._connection = LeaderConnection(ws, self._connect, answer, self._outbox, self._events)
+        self._ws = None
+        return answer
+
+    async def _connect(self, endpoint: Endpoint) -> aiohttp.ClientWebSocketResponse:
         if self._session is None:
             raise ConnectionError
-        ws = self._ws = await self._session.ws_connect(
-            f"http://{endpoint}{PATH}",
+        return await self._session.ws_connect(
+            f"https://{endpoint}{PATH}",
+            ssl=self._tls(),
             max_msg_size=messages.FRAME_LIMIT,
             timeout=aiohttp.ClientWSTimeout(ws_close=_WS_CLOSE_TIMEOUT),
         )
-        challenge = messages.handshake.decode(await _bytes(ws))
-        if not isinstance(challenge, Challenge):
-            raise ConnectionError
-        if challenge.protocol != messages.PROTOCOL:
-            mine, theirs = f"protocol {messages.PROTOCOL}", f"protocol {challenge.protocol}"
-            raise _RefusedError(join_problems.refusal("version", mine=mine, theirs=theirs, leader=str(endpoint)))
-        nonces = Nonces(challenge.nonce, channel.nonce())
-        key, info = self._token.key, messages.encode(self._info)
-        proof = channel.prove(key, channel.MEMBER, nonces, info)
-        await ws.send_bytes(messages.encode(JoinRequest(nonce=nonces.member, info=info, proof=proof)))
-        answer = messages.handshake.decode(await _bytes(ws))
-        if not isinstance(answer, JoinAnswer):
-            raise ConnectionError
-        content = messages.answer.decode(answer.content)
-        if not channel.proven(answer.proof, key, channel.LEADER, nonces, answer.content):
-            raise _RefusedError(self._other_token(content, endpoint))
-        if isinstance(content, Refusal):
-            raise _RefusedError(self._refused(content, endpoint))
-        self._connection = LeaderConnection(ws, Channel(key, nonces, leads=False), content, self._outbox, self._events)
-        self._ws = None
-        return content
 
-    def _other_token(self, content: Welcome | Refusal, endpoint: Endpoint) -> JoinProblem:
-        theirs = content.leader if isinstance(content, Refusal) else "unknown"
-        return join_problems.refusal(
+    def _tls(self) -> ssl.SSLContext:
+        if self._context is None:
+            self._context = tls.client_context(self._token)
+        return self._context
+
+    async def _other_token(self, endpoint: Endpoint) -> Exception:
+        """Return the error about a leader with another token, and tell the leader of this node's token."""
+        if self._session is None:
+            return ConnectionError()
+        own = self._token.fingerprint if self._token.key else ""
+        async with self._session.get(f"http://{endpoint}{PATH}", headers={FINGERPRINT: own}) as answer:
+            if answer.headers.get("Server") != SERVER:
+                return ConnectionError("another service")
+            theirs = answer.headers.get(FINGERPRINT, "")[:16]
+        problem = join_problems.refusal(
             "token",
             mine=f"from {self._token}",
             theirs=f"fingerprint {theirs}" if theirs else "none, it was started with --no-auth",
             leader=str(endpoint),
         )
+        return _RefusedError(problem)
 
     def _refused(self, refusal: Refusal, endpoint: Endpoint) -> JoinProblem:
         if refusal.kind == "trouble":
@@ -211,12 +219,21 @@ class Member:
     @property
     def queued(self) -> int:
         """The number of queued messages."""
-        return self._outbox.qsize()
+        return self._outbox.unsent
+
+    @property
+    def backlog(self) -> int:
+        """The bytes that the leader has not received yet."""
+        return self._outbox.size
 
     def send(self, message: Message) -> None:
         """Send a message to the leader."""
         if not self._dropped:
-            self._outbox.put_nowait(messages.encode(message))
+            try:
+                self._outbox.put(messages.encode(message))
+            except LimitExceededError as error:
+                if self._connection is not None:
+                    self._connection.leader_lost(str(error), silent=True)
 
     # -- the end
 
@@ -245,11 +262,3 @@ class Member:
             with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._ws.close(), _CLOSE_TIMEOUT)
             self._ws = None
-
-
-async def _bytes(ws: aiohttp.ClientWebSocketResponse) -> bytes:
-    frame = await ws.receive(_TRY_TIMEOUT)
-    if frame.type != WSMsgType.BINARY:
-        raise ConnectionError("closed during the handshake")
-    data: bytes = frame.data
-    return data

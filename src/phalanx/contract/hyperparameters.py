@@ -1,0 +1,87 @@
+"""Hyperparameters of a run: read from the arguments of its script, or given. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.contract.run_metadata import Hyperparameter
+
+FILE = "hyperparameters.json"  # in the run folder: what rank 0 gave `phalanx.init` or `phalanx.main`
+MOST = 500  # that are recorded
+MOST_BYTES = 1 << 20  # of the file
+_LONGEST_NAME = 100  # characters
+_LONGEST = 500  # characters of a text
+
+_NUMBER = re.compile(r"[+-]?(?:0|[1-9]\d{0,17}|\d*\.\d+|\d+\.)(?:[eE][+-]?\d{1,3})?")
+_INTEGER = re.compile(r"[+-]?\d+")
+_WORDS: dict[str, Hyperparameter] = {"true": True, "false": False, "null": None, "none": None}
+_ASSIGNED = re.compile(
+    r"\+{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL
+)  # as Hydra and OmegaConf have them: model.depth=3
+
+
+def from_arguments(arguments: Sequence[str]) -> dict[str, Hyperparameter]:
+    """Return what the arguments of a script look like: `--lr 0.1 --epochs=3 --amp model.depth=2`.
+
+    An option without a value is True; several words after an option are one text. Words before the first option are not
+    taken, except NAME=VALUE. Whether a word after an option is its value only the script knows: this is a guess.
+    """
+    found: dict[str, list[str]] = {}
+    current: str | None = None
+    for word in arguments:
+        if word == "--":
+            break
+        if word.startswith("-") and not _NUMBER.fullmatch(word) and word != "-":
+            name, equals, text = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            current = None if equals else name
+            if name:
+                found[name] = [text] if equals else []
+        elif (assigned := _ASSIGNED.fullmatch(word)) and not (current and not found[current]):
+            current = None
+            found[assigned[1]] = [assigned[2]]
+        elif current:
+            found[current].append(word)
+    return recordable({name: value(" ".join(words)) if words else True for name, words in found.items()})
+
+
+def value(text: str) -> Hyperparameter:
+    """Return a text as the number, truth value or text that it stands for. Quotes make it a text: `"3"`."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _NUMBER.fullmatch(text):
+        return int(text) if _INTEGER.fullmatch(text) else float(text)
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        try:
+            return str(json.loads(text))
+        except ValueError:
+            return text
+    return text
+
+
+def as_text(given: Hyperparameter) -> str:
+    """Return a text from which `value` makes the same again."""
+    if isinstance(given, str):
+        same = value(given)
+        return given if isinstance(same, str) and same == given else json.dumps(given)
+    return json.dumps(given)
+
+
+def recordable(given: Mapping[str, Any]) -> dict[str, Hyperparameter]:
+    """Return hyperparameters as they are recorded: numbers, truth values, None, and the text of anything else."""
+    return {str(name)[:_LONGEST_NAME]: _recordable(one) for name, one in list(given.items())[:MOST]}
+
+
+def _recordable(given: Any) -> Hyperparameter:
+    if given is None or isinstance(given, bool):
+        return given
+    if isinstance(given, int) and abs(given) < 1 << 63:
+        return int(given)
+    if isinstance(given, float) and math.isfinite(given):
+        return float(given)
+    text = str(given)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
