@@ -59,6 +59,17 @@ def peer(sock: socket.socket) -> SocketPeer:
     return SocketPeer(pid, uid)
 
 
+def connect_to_own(sock: socket.socket, name: str) -> None:
+    """Connect to a Unix socket without a file, if a process of this user listens there.
+
+    Once the listener has ended, any user can take its name.
+    """
+    sock.connect(f"\0{name}")
+    other = peer(sock)
+    if not other.is_same_user:
+        raise PermissionError(f"process {other.pid} of user {other.uid} listens there")
+
+
 def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
     """Have the kernel send `sig` when the thread that started us ends. If it has ended already, exit now."""
     _prctl(_PR_SET_PDEATHSIG, sig)
@@ -122,6 +133,15 @@ def start_time(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def parent(pid: int) -> int:
+    """Return the pid of the parent of a process. 0: it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def holds(path: str) -> bool:

@@ -14,16 +14,18 @@ from typing import Any
 
 VARIABLE = "PHALANX_LOG"
 LEVELS = ("debug", "info", "warning", "error")
+_HANDLER = "CurrentStandardError"
 FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 
 
 def configure(level: str | None = None) -> str | None:
     """Send phalanx's log to standard error. Return an error message if the level is invalid, else None.
 
-    Default level: PHALANX_LOG. Does nothing if that is not set either.
+    Default level: PHALANX_LOG. If that is not set either, take back what a parent of this process has configured.
     """
     level = os.environ.get(VARIABLE, "") if level is None else level
     if not level:
+        _reset()
         return None
     if level.lower() not in LEVELS:
         return f"{VARIABLE} is {level!r}, expected one of {', '.join(LEVELS)}"
@@ -41,13 +43,25 @@ def configure(level: str | None = None) -> str | None:
             pass
 
     logger = logging.getLogger("phalanx")
-    if not any(type(handler).__name__ == CurrentStandardError.__name__ for handler in logger.handlers):
+    if not any(type(handler).__name__ == _HANDLER for handler in logger.handlers):
         handler = CurrentStandardError()
         handler.setFormatter(logging.Formatter(FORMAT))
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level.upper())
     return None
+
+
+def _reset() -> None:
+    """Remove our handler: a warm fork server may have one that this run does not want."""
+    logging = sys.modules.get("logging")
+    loggers = {} if logging is None else logging.Logger.manager.loggerDict
+    logger: Any = loggers.get("phalanx")
+    for handler in [*getattr(logger, "handlers", ())]:
+        if type(handler).__name__ == _HANDLER:
+            logger.removeHandler(handler)
+            logger.propagate = True
+            logger.setLevel("NOTSET")
 
 
 def swallowed(where: str) -> None:

@@ -45,7 +45,7 @@ class Orphans:
             self._last_scan = 0.0
             self.note()
         left = linux.end_descendants(besides=besides, patience=patience, grace=grace)
-        self._remove()
+        self._remove(besides)
         return left
 
     def leave(self, *, besides: frozenset[int] = frozenset()) -> frozenset[int]:
@@ -55,9 +55,9 @@ class Orphans:
         self._remove()
         return left
 
-    def _remove(self) -> None:
+    def _remove(self, besides: frozenset[int] = frozenset()) -> None:
         # torch names a file after the process that made it, and a killed process cannot unlink it.
-        names = tuple(f"torch_{pid}_" for pid in self._pids)
+        names = tuple(f"torch_{pid}_" for pid in self._pids - besides)
         with contextlib.suppress(OSError):
             self._files.update(f"{_SHM}/{name}" for name in os.listdir(_SHM) if name.startswith(names))
         candidates = {path for path in self._files if os.path.exists(path)}

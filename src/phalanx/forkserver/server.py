@@ -84,11 +84,13 @@ class ForkServer:
                 return self._start(request, fds)
             case "signal":
                 self._signal(request["name"], request["signal"], alone=request.get("alone", False))
-            case "sweep":
+            case "ping":
+                self._send({"is": "pong"})
+            case "end_orphans":
                 self._children.clear()
                 self._end_store()
                 self._orphan_cleanup.end()
-                self._send({"is": "swept", "id": request.get("id", 0)})
+                self._send({"is": "orphans_ended", "id": request.get("id", 0)})
             case "orphans":
                 self._send({"is": "orphans", "id": request.get("id", 0), "pids": self._orphans()})
             case "end":
@@ -114,7 +116,7 @@ class ForkServer:
             self._children[pid] = request["name"]
             if request["do"] == "store":
                 self._store = pid
-            self._send({"is": "born", "name": request["name"], "pid": pid})
+            self._send({"is": "started", "name": request["name"], "pid": pid})
         return False
 
     def _child(self, request: dict[str, Any], fds: list[int], parent: setup.Parent) -> bool:
@@ -145,10 +147,15 @@ class ForkServer:
             for number in setup.SCHEDULER_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
         if request["do"] == "store" and request.get("exec"):
-            os.set_inheritable(fds[3], True)
-            request["exec"] += [str(fds[3]), request["address"], str(request["port"])]
+            listener, heartbeat = fds[3:]
+            for fd in (listener, heartbeat):
+                os.set_inheritable(fd, True)
+            where = [str(listener), request["address"], str(request["port"])]
+            request["exec"] += [*where, str(heartbeat), str(int(request["outlives"]))]
         elif request["do"] == "store":
-            store.host(fds[3], request["address"], request["port"])
+            watched = fds[4] if len(fds) > 4 else None  # a caller of `spawn` does not watch its store
+            store.host(fds[3], request["address"], request["port"], watched, outlives=request.get("outlives", False))
+            os._exit(0)  # the agent is gone
         if request.get("exec"):
             for fd in fds[:3]:
                 os.close(fd)
@@ -170,6 +177,10 @@ class ForkServer:
         if not shadows.unshadow(request.get("path0")) and request.get("hints"):
             preload.record_hints(request["hints"])
         preload.modules.hide(frozenset(request.get("assumed", ())), FreshStart(request, kept))
+        if request.get("kept"):
+            from .imports import kept_sources
+
+            kept_sources.install(request)
         finalization.begin(preload.modules.abandon)
         return True
 

@@ -22,13 +22,22 @@ _MAX_FDS = 16
 
 def encode(message: Message) -> bytes:
     """Return a message as bytes, with its header."""
-    body = json.dumps(message).encode("ascii")
+    return frame(json.dumps(message).encode("ascii"))
+
+
+def frame(body: bytes) -> bytes:
+    """Return an encoded message with its header."""
     return _HEAD.pack(len(body)) + body
 
 
 def send(sock: socket.socket, message: Message, fds: tuple[int, ...] | list[int] = ()) -> None:
     """Send a message with file descriptors."""
-    data = encode(message)
+    send_frame(sock, json.dumps(message).encode("ascii"), fds)
+
+
+def send_frame(sock: socket.socket, body: bytes, fds: tuple[int, ...] | list[int] = ()) -> None:
+    """Send an encoded message with file descriptors."""
+    data = frame(body)
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sent = sock.sendmsg([data], ancillary)
     if sent < len(data):
@@ -40,8 +49,8 @@ def receive(sock: socket.socket, limit: int = LIMIT) -> tuple[Message, list[int]
     return MessageReader(limit).receive(sock)
 
 
-class MessageReader:
-    """Assembles messages that arrive in pieces, and never reads beyond the end of one."""
+class FrameReader:
+    """Assembles encoded messages that arrive in pieces, and never reads beyond the end of one."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -58,22 +67,16 @@ class MessageReader:
             raise ValueError(f"a message of {size} bytes")
         return min(_HEAD.size + size - len(self._data), _CHUNK)
 
-    def feed(self, data: bytes) -> Message | None:
-        """Take at most `missing` bytes. Return the message once it is complete. Raises ValueError."""
+    def feed_frame(self, data: bytes) -> bytes | None:
+        """Take at most `missing` bytes. Return the encoded message once it is complete. Raises ValueError."""
         self._data += data
         if self.missing:
             return None
-        body, self._data = self._data[_HEAD.size :], bytearray()
-        try:
-            message = json.loads(body)
-        except RecursionError as error:
-            raise ValueError(str(error)) from None
-        if not isinstance(message, dict):
-            raise ValueError("a message that is no object")
-        return message
+        body, self._data = bytes(self._data[_HEAD.size :]), bytearray()
+        return body
 
-    def receive(self, sock: socket.socket) -> tuple[Message, list[int]] | None:
-        """Return the next message and its descriptors; None when the other side is gone.
+    def receive_frame(self, sock: socket.socket) -> tuple[bytes, list[int]] | None:
+        """Return the next encoded message and its descriptors; None when the other side is gone.
 
         Raises ValueError, and BlockingIOError if the socket does not block: call again when there is more to read.
         """
@@ -82,10 +85,34 @@ class MessageReader:
             self._fds += fds
             if not data:
                 return None
-            message = self.feed(data)
-            if message is not None:
+            body = self.feed_frame(data)
+            if body is not None:
                 fds, self._fds = self._fds, []
-                return message, fds
+                return body, fds
+
+
+class MessageReader(FrameReader):
+    """Assembles messages, and decodes them."""
+
+    def feed(self, data: bytes) -> Message | None:
+        """Take at most `missing` bytes. Return the message once it is complete. Raises ValueError."""
+        body = self.feed_frame(data)
+        return None if body is None else _decode(body)
+
+    def receive(self, sock: socket.socket) -> tuple[Message, list[int]] | None:
+        """Return the next message and its descriptors; None when the other side is gone. Raises as `receive_frame`."""
+        received = self.receive_frame(sock)
+        return None if received is None else (_decode(received[0]), received[1])
+
+
+def _decode(body: bytes) -> Message:
+    try:
+        message = json.loads(body)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(message, dict):
+        raise ValueError("a message that is no object")
+    return message
 
 
 def _some(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:

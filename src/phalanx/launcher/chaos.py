@@ -14,10 +14,11 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launcher.agent.run_hook import HookedAgent
+from phalanx.launcher.workers import store_process
 from phalanx.launcher.workers.worker_group import WorkerGroup
 
 SIGNALS = {
@@ -28,10 +29,16 @@ SIGNALS = {
     "term": signal.SIGTERM,
     "stop": signal.SIGSTOP,  # for ever: the rank is replaced after --worker-timeout
 }
-OTHERS = ("store", "forkserver")  # processes other than workers
+OTHERS = {  # processes other than workers
+    "store": ("the store", signal.SIGKILL),
+    "store-stop": ("the store", signal.SIGSTOP),
+    "forkserver": ("the fork server", signal.SIGKILL),
+    "forkserver-stop": ("the fork server", signal.SIGSTOP),
+}
 KINDS = (*SIGNALS, *OTHERS)
 _POLL_INTERVAL = 0.02  # seconds between two checks of the run
 _EFFECT_TIMEOUT = 30.0  # seconds for a fault to have an effect
+_REPLACE_TIMEOUT = 120.0  # seconds for another store or fork server, which imports torch
 _CONNECT_TIMEOUT = 60.0  # seconds for a script that may use phalanx.main to connect
 
 
@@ -65,8 +72,6 @@ class Chaos:
     injected: Counter[str] = field(default_factory=Counter)  # by kind
     recovered: int = 0
     without_effect: int = 0  # faults that changed nothing
-    lost: float = 0.0  # seconds from faults until the run was healthy again
-    healthy: float = 0.0  # seconds since it was healthy for the first time
     plain: bool = False  # no worker has connected: the script does not use phalanx.main
     pids: frozenset[int] = frozenset()
     _task: asyncio.Task[None] | None = None
@@ -90,51 +95,60 @@ class Chaos:
 
     async def _disturb(self, agent: HookedAgent) -> None:
         attempt = await self._until_healthy(agent)
-        last = began = time.monotonic()
+        last = time.monotonic()
         here = sorted(worker.seat.rank for worker in attempt.workers.values() if not worker.spare)
         ranks = [rank for rank in here if self.ranks is None or rank in self.ranks]
         if not ranks:
             agent.note(f"chaos: rank {min(self.ranks or ())} is not on this node, which has {here}")
             return
-        try:
-            for fault in itertools.islice(faults(self.seed, ranks, self.kinds, self.every), self.times):
-                await asyncio.sleep(max(0.0, last + fault.delay - time.monotonic()))
-                attempt = await self._until_healthy(agent)
-                last = time.monotonic()
-                before = (attempt.number, attempt.generation)
-                self._inject(agent, attempt, fault)
-                if fault.kind != "store" and not await self._had_effect(
-                    agent, before, agent.plan.recovery.worker_timeout
-                ):
-                    self.without_effect += 1
-                    continue
-                await self._until_healthy(agent)
-                self.recovered += 1
-                self.lost += time.monotonic() - last
-            await asyncio.Event().wait()
-        finally:
-            self.healthy = time.monotonic() - began
+        for fault in itertools.islice(faults(self.seed, ranks, self.kinds, self.every), self.times):
+            await asyncio.sleep(max(0.0, last + fault.delay - time.monotonic()))
+            attempt = await self._until_healthy(agent)
+            last = time.monotonic()
+            self.recovered += await self._survived(agent, attempt, fault)
+        await asyncio.Event().wait()
+
+    async def _survived(self, agent: HookedAgent, attempt: WorkerGroup, fault: InjectedFault) -> bool:
+        """Inject a fault, and wait until the run has recovered. False: it has not, or there was nothing to recover."""
+        group, fork_server, store = (attempt.number, attempt.generation), agent.fork_server, attempt.store.pid
+        other = fault.kind.partition("-")[0] if fault.kind in OTHERS else ""
+        self._inject(agent, attempt, fault)
+        if other == "store" and not store:  # another node hosts it, or no rank has needed it yet
+            self.without_effect += 1
+            return False
+
+        def replaced(now: WorkerGroup) -> bool:
+            if other == "store":
+                return now.store.pid not in (0, store) and now.store.answers
+            if other == "forkserver":
+                return agent.fork_server is not fork_server and now.workers.fork_server is agent.fork_server
+            return (now.number, now.generation) != group
+
+        timeout = _REPLACE_TIMEOUT if other else _EFFECT_TIMEOUT
+        if await self._becomes(agent, replaced, agent.plan.recovery.worker_timeout + timeout):
+            await self._until_healthy(agent)
+            return True
+        self.without_effect += not other  # a script may ignore SIGTERM; a lost store or fork server is never ignored
+        return False
 
     def _inject(self, agent: HookedAgent, attempt: WorkerGroup, fault: InjectedFault) -> None:
         self.injected[fault.kind] += 1
-        whom = f"the {fault.kind}" if fault.kind in OTHERS else f"rank {fault.rank}"
-        number = SIGNALS.get(fault.kind, signal.SIGKILL)
+        whom, number = OTHERS.get(fault.kind) or (f"rank {fault.rank}", SIGNALS[fault.kind])
         agent.note(f"chaos: fault {self.injected.total()}, {number.name} to {whom}")
-        if fault.kind == "forkserver":
+        if whom == "the fork server":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(agent.fork_server.pid, number)
-        else:
-            at = {worker.seat.rank: name for name, worker in attempt.living if not worker.spare}
-            name = "store" if fault.kind == "store" else at.get(fault.rank)
-            if name is not None:
-                attempt.workers.send_signal(name, number, alone=True)
+            return
+        ranks = {worker.seat.rank: name for name, worker in attempt.living if not worker.spare}
+        name = store_process.NAME if whom == "the store" else ranks.get(fault.rank)
+        if name is not None:
+            attempt.workers.send_signal(name, number, alone=True)
 
-    async def _had_effect(self, agent: HookedAgent, before: tuple[int, int], silence: float) -> bool:
-        """Wait until the run reacts to a fault. False: it did not, since a script may ignore SIGTERM."""
-        limit = time.monotonic() + silence + _EFFECT_TIMEOUT
-        while time.monotonic() < limit:
-            attempt = agent.attempt
-            if attempt is not None and (attempt.number, attempt.generation) != before:
+    async def _becomes(self, agent: HookedAgent, condition: Callable[[WorkerGroup], bool], limit: float) -> bool:
+        """Wait for a condition of the current attempt, for `limit` seconds."""
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            if agent.attempt is not None and condition(agent.attempt):
                 return True
             await asyncio.sleep(_POLL_INTERVAL)
         return False
@@ -153,7 +167,7 @@ class Chaos:
             self.plain = False
             return attempt.workers.formed(attempt.generation)
         # A plain script does not report its progress: it counts as healthy once it has started.
-        if self.patient and time.monotonic() - min(worker.born for worker in workers) < _CONNECT_TIMEOUT:
+        if self.patient and time.monotonic() - min(worker.started_at for worker in workers) < _CONNECT_TIMEOUT:
             return False
         self.plain = True
         return True
@@ -168,10 +182,8 @@ class Chaos:
         how = "all recovered" if not open_ and not self.without_effect else f"{self.recovered} recovered"
         how += f", {open_} not" if open_ else ""
         how += f", {self.without_effect} without any effect" if self.without_effect else ""
-        goodput = max(0.0, 1 - self.lost / self.healthy) if self.healthy else 0.0
         text = (
             f"chaos: {count} fault{'s' if count > 1 else ''} ({kinds}), seed {self.seed}: {how}; "
-            f"{self.lost:.1f} s of {self.healthy:.0f} s lost, goodput {goodput:.1%}; "
             f"the run ended with exit code {code}"
         )
         if self.plain:

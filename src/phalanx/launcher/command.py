@@ -36,11 +36,17 @@ class Command:
             case "stdin":
                 return [self.python, "-u", "-", *rest]
             case "module":
-                return [self.python, "-u", "-m", self.target, *rest]
+                safe = ["-P"] if self._is_ours else []
+                return [self.python, "-u", *safe, "-m", self.target, *rest]
             case "path":
                 return [self.python, "-u", "-c", _RUN_PATH, self.target, *rest]
             case "program":
                 return [self.target, *rest]
+
+    @property
+    def _is_ours(self) -> bool:
+        """Return whether it is a module of phalanx, which a phalanx.py in the current folder must not replace."""
+        return self.kind == "module" and self.target.startswith("phalanx.")
 
     @property
     def path0(self) -> str | None:
@@ -52,7 +58,7 @@ class Command:
             case "stdin":
                 return ""
             case "module":
-                return os.getcwd()
+                return None if self._is_ours else os.getcwd()
             case _:
                 return None
 
@@ -108,5 +114,6 @@ def _alike(path: str, folder: str) -> list[str]:
         names = [name for name in os.listdir(folder) if name.endswith(".py")]
     except OSError:
         return [f"there is no folder {folder} either"]
-    near = difflib.get_close_matches(os.path.basename(path), names, n=3)
-    return [f"did you mean {', '.join(near)}?"] if near else []
+    stems = {name.removesuffix(".py"): name for name in names}  # the ending is alike in all
+    near = difflib.get_close_matches(os.path.basename(path).removesuffix(".py"), stems, n=3)
+    return [f"did you mean {', '.join(stems[stem] for stem in near)}?"] if near else []

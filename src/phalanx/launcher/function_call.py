@@ -9,6 +9,7 @@ Both sides are the same user on machines that share the folder. A folder that be
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import sys
@@ -24,9 +25,25 @@ _CALL = "call.pickle"
 
 def write(folder: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
     """Write a call for the ranks to `folder`. Raises UsageError if it cannot be pickled."""
-    data = function_call.pack(function, args, {})
+    data = function_call.pack(function_call.with_run(function, args, {}), args, {})
     with open(os.path.join(folder, _CALL), "wb") as file:
         file.write(data)
+
+
+_RUN = object()  # in place of a run, which is no hyperparameter
+
+
+def simple_arguments(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, defaults included, that are numbers, truth values, texts or None."""
+    try:
+        gets_run = isinstance(function_call.with_run(function, args, {}), function_call.WithRun)
+        bound = inspect.signature(function).bind(*([_RUN] if gets_run else []), *args)
+    except (TypeError, ValueError):  # a call that fails on the ranks, or a function without a signature
+        return {}
+    bound.apply_defaults()
+    return {
+        name: value for name, value in bound.arguments.items() if value is None or isinstance(value, int | float | str)
+    }
 
 
 def results(folder: str) -> list[Any]:

@@ -1,11 +1,4 @@
-"""The front door in Python: start a script or a function on several ranks, and hold the run in hand.
-
-    job = phalanx.launch("train.py", ["--lr", "0.1"], workers=4)
-    job.wait()                      # its exit code
-    print(job.logs(rank=2))
-
-    job = phalanx.launch(train, [0.1], workers=4)
-    losses = job.result()           # what the function returned on each rank
+"""A run that `phalanx.launch` has started, as a Python program holds it.
 
 A job is a process of its own, `phalanx run`: what happens in it, such as signals and forks, does not touch the caller.
 """
@@ -25,73 +18,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract.function_call import check_caller
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher import function_call
 from phalanx.launcher.output import log_reader
-from phalanx.launcher.runs import run_folder, views
+from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunRecord
+from phalanx.launcher.viewers import views
 
 _LOOK = 0.02  # seconds between two looks for what the process has written
-
-
-def launch(
-    target: str | os.PathLike[str] | Callable[..., Any],
-    args: Sequence[Any] = (),
-    *,
-    workers: int | str | None = None,
-    nodes: int | str | None = None,
-    cpu: bool = False,
-    max_restarts: int | None = None,
-    options: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
-    show: bool = True,
-) -> Job:
-    """`phalanx.launch("train.py", ["--lr", "0.1"], workers=4)`: start a run, and return at once.
-
-    target        Path of a script, or a function that is called as target(*args) on every rank.
-    args          Arguments of the script (strings) or of the function (anything that can be pickled).
-    workers       Workers per node (`-g`). Default: one per GPU, else one.
-    nodes         Number of nodes (`-n`). Default: 1.
-    cpu           Use CPU workers even if GPUs are available.
-    max_restarts  Maximum number of recoveries. Default: as for `phalanx run`.
-    options       Any other options of `phalanx run`, such as ["--stall-timeout", "2m"].
-    env           Variables to set for the run, in addition to those of this process.
-    cwd           Working directory of the workers. Default: that of this process.
-    show          Show the output of the run on the standard output and error of this process.
-    """
-    check_caller("launch")
-    line = [*_flags(workers, nodes, max_restarts, cpu=cpu), *options]
-    environ = {**environment(), **(env or {})}
-    if not callable(target):
-        return Job([*line, os.fspath(target), *_texts(os.fspath(target), args)], env=environ, cwd=cwd, show=show)
-    if "torch" in sys.modules and "--preload" not in options:
-        line += ["--preload", "torch"]
-    folder = tempfile.mkdtemp(prefix="phalanx-call-")  # mode 0700
-    try:
-        function_call.write(folder, target, args)
-        return Job([*line, "-m", function_call.__name__, folder], env=environ, cwd=cwd, show=show, folder=folder)
-    except BaseException:
-        _remove(folder)
-        raise
-
-
-def _texts(script: str, args: Sequence[Any]) -> Sequence[str]:
-    wrong = next((one for one in args if not isinstance(one, str)), None)
-    if wrong is not None:
-        raise UsageError(
-            f"an argument of {script} is a {type(wrong).__name__}, expected text",
-            fix=f"phalanx.launch({script!r}, [str(…), …])",
-        )
-    return args
-
-
-def _flags(workers: int | str | None, nodes: int | str | None, max_restarts: int | None, *, cpu: bool) -> list[str]:
-    given = {"-g": workers, "-n": nodes, "--max-restarts": max_restarts}
-    found = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-    return [*found, "--cpu"] if cpu else found
 
 
 class Job:
@@ -112,7 +46,7 @@ class Job:
         self._record: RunRecord | None = None
         self._said: list[bytes] = []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx", "run", *arguments],
+            [sys.executable, "-P", "-m", "phalanx", "run", *arguments],
             env=dict(env),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -251,6 +185,25 @@ class Job:
         except TimeoutError:
             self._process.send_signal(signal.SIGINT)  # the second signal: at once
             return self.wait(timeout)
+
+
+def start_call(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    options: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: str | os.PathLike[str] | None,
+    show: bool,
+) -> Job:
+    """Start a run in which every rank calls a function. `options` are those of `phalanx run`."""
+    folder = tempfile.mkdtemp(prefix="phalanx-call-")  # mode 0700
+    try:
+        function_call.write(folder, function, args)
+        return Job([*options, "-m", function_call.__name__, folder], env=env, cwd=cwd, show=show, folder=folder)
+    except BaseException:
+        _remove(folder)
+        raise
 
 
 def _remove(folder: str | None) -> None:

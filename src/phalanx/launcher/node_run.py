@@ -74,7 +74,8 @@ def _create_folder(plan: Plan, base: str) -> RunFolder:
     try:
         # "none" is what torchrun calls a run that nobody has named; a member takes the leader's name when it joins.
         follows = plan.rendezvous is not None and not plan.rendezvous.leads
-        name = run_folder.make_run_id(plan.command.target) if follows or plan.run_id == "none" else plan.run_id
+        given = plan.name or (plan.run_id if plan.run_id != "none" else None)
+        name = given if given and not follows else run_folder.make_run_id(plan.command.target)
         return run_folder.create(name, base=base, log_dir=plan.output.log_dir)
     except OSError as error:
         where = str(error.filename or plan.output.log_dir or base)
@@ -96,15 +97,17 @@ class StartedForkServer:
 
 def _start(plan: Plan, base: str, folder: RunFolder) -> StartedForkServer:
     started = _started(plan, base, folder)
+    if folder.note:
+        return replace(started, notes=(folder.note, *started.notes))
     if is_temporary(base):
-        note = f"the home folder cannot be written: runs are kept in {base} (PHALANX_HOME sets another folder)"
+        note = f"the home folder cannot be used: runs are kept in {base} (PHALANX_HOME sets another folder)"
         return replace(started, notes=(note, *started.notes))
     return started
 
 
 def _started(plan: Plan, base: str, folder: RunFolder) -> StartedForkServer:
     """A warm fork server if there is one that fits, else a cold one; or fresh interpreters if asked."""
-    log = os.open(f"{folder.path}/forkserver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    log = folder.open_log(fork_servers.LOG)
     try:
         if plan.start.fresh:
             return StartedForkServer(fork_servers.make(plan, None, log=log))
@@ -173,29 +176,34 @@ def _supervise(
             world_size=plan.group.world_size,
             started=now,
             host=os.uname().nodename,
+            name=folder.given,
         )
     )
     folder.event(
         events.RunStarted(time=now, run=folder.name, command=tuple(command), world_size=plan.group.world_size, pid=pid)
     )
+    for text in plan.warnings:
+        folder.event(events.NoteEvent(time=now, text=text))
     # Among several nodes no rank is alone, however many this one has.
     world = plan.group.world_size if plan.rendezvous is None else 2
     console = Console(world, prefixes=_prefixes(plan), colour=plan.output.use_color)
     if plan.output.print_events:
         folder.echo = console.say
+    folder.tell = console.say
     code = 1
     try:
         if not plan.output.quiet:
-            for line in (*_announcement(plan, folder, sockets), *plan.notes, *started.notes, *findings(plan, folder)):
+            notes = (*plan.notes, *plan.warnings, *started.notes, *findings(plan, folder))
+            for line in (*_announcement(plan, folder, sockets), *notes):
                 console.say(line)
         import asyncio
 
         code = asyncio.run(_supervised(plan, folder, console, started, sockets, hook=hook))
-        return code
     finally:
         folder.event(events.RunEnded(time=time.time(), code=code, seconds=round(time.time() - now, 3)))
         folder.ended(code)
         console.close()
+    return code
 
 
 async def _supervised(

@@ -21,6 +21,7 @@ _FAILURE_TIMEOUT = 5.0
 class OutputOptions:
     """What is shown of the workers' output, how, and where it is logged."""
 
+    name: str | None  # of the run; None: not given
     log_dir: str | None
     redirects: Streams
     tee: Streams
@@ -32,6 +33,7 @@ class OutputOptions:
     event_log_handler: str
     color: Literal["auto", "always", "never"]
     quiet: bool
+    verbose: bool  # show the traceback of every rank when it is printed
     timings: bool  # show the step timings of all ranks at the end, even if no rank is slow
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -11,9 +11,9 @@ from phalanx.cluster import sharing
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract.placement import RankPlacement
+from phalanx.contract.run_metadata import Hyperparameter
 from phalanx.contract.variables import INTERFACES, WorkerVariables, worker_environment
 from phalanx.launcher.command import Command
-from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.options import (
     HangOptions,
     OutputOptions,
@@ -22,6 +22,7 @@ from phalanx.launcher.options import (
     StartOptions,
     ViewerOptions,
 )
+from phalanx.launcher.rendezvous_config import RendezvousConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,8 @@ class SpareWorkers:
 class Plan:
     """What one node runs: the command, the environment of each worker, and how the run starts and ends."""
 
-    run_id: str
+    run_id: str  # TORCHELASTIC_RUN_ID
+    name: str | None  # of the run, as given; None: make one up
     command: Command
     environ: Mapping[str, str]  # inherited by every worker
     group: GroupLayout
@@ -101,6 +103,8 @@ class Plan:
     output: OutputOptions
     viewers: ViewerOptions
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # about this host; node 0 prints those of all nodes
+    hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)  # given with --param
     rendezvous: RendezvousConfig | None = None  # None: one node
 
     @property

@@ -42,6 +42,8 @@ def spawn(
 ) -> list[Result]:
     """`phalanx.spawn(fn, ranks=4, args=(…))`: call `fn(*args, **kwargs)` in `ranks` processes; return all results.
 
+    A function with a first argument `run`, as for `phalanx.main`, gets the `phalanx.Run` of its rank in addition.
+
     timeout  seconds for all ranks to end. Default: none
     fresh    True: ranks come from a new interpreter; False: they are forks of this process. Default: forks, if safe
     backend  of the process group. Default: shm; with GPUs gloo, and nccl too if there is a GPU per rank
@@ -54,15 +56,21 @@ def spawn(
     why = must_not_fork()
     if fresh is False and why:
         raise UsageError(f"this process cannot be forked: {why}", fix="leave fresh=False out")
-    call: Call = (fn, tuple(args), dict(kwargs or {}))
+    kwargs = dict(kwargs or {})
+    call: Call = (function_call.with_run(fn, args, kwargs), tuple(args), kwargs)
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             pid = _start_fresh(theirs, call, why) if fresh or why else _start_forked(ours, theirs, call)
         # The pipes are made after the fork server, which must not inherit them.
         with SpawnGroup(ours, pid, ranks, backend or ("" if join else None), timeout) as group:
-            values: list[Result] = group.results()
-    return values
+            try:
+                values: list[Result] = group.results()
+            except LaunchError as error:
+                failure = error
+            else:
+                return values
+    raise failure.with_traceback(None) from None  # frames of phalanx say nothing about the failure of a rank
 
 
 def must_not_fork() -> str:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.diagnose import words
 from phalanx.errors import LaunchError, RankError
+from phalanx.launcher import cells
 from phalanx.launcher.runs import root_cause
 
 logger = logging.getLogger(__name__)
@@ -58,21 +60,34 @@ def error(failures: Sequence[SpawnFailure], world: int) -> RankError:
         f"rank {first.rank} of {world}: {first.text}",
         rank=first.rank,
         traceback=first.traceback,
-        details=[f"afterwards rank {other.rank}: {other.text}" for other in others if not other.ours],
+        details=[*map(cells.named, root_cause.script_lines(first.traceback)), *_afterwards(first, others)],
         fix=first.fix,
     )
     if first.exception:
         try:
-            raised.__cause__ = pickle.loads(first.exception)  # noqa: S301 - from our own child
+            raised.exception = pickle.loads(first.exception)  # noqa: S301 - from our own child
         except Exception:  # many exceptions can be pickled but not unpickled
             logger.debug("the exception of rank %d cannot be unpickled", first.rank, exc_info=True)
     return raised
 
 
-def timeout_error(late: Sequence[int], world: int, timeout: float) -> LaunchError:
-    """Return the exception that `spawn` raises if ranks have not ended in time."""
-    names = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
+def _afterwards(first: SpawnFailure, others: Sequence[SpawnFailure]) -> list[str]:
+    """Return what became of the other ranks: one line per kind of failure."""
+    kinds: dict[str, list[int]] = {}
+    for other in others:
+        if other.ours:
+            continue
+        lost = root_cause.names_lost_peer(other.text)
+        text = "lost the peer" if lost else other.text.partition("\n")[0]
+        kinds.setdefault("failed in the same way" if other.text == first.text else text, []).append(other.rank)
+    own = ("failed in the same way", "lost the peer")
+    return [f"afterwards: {words.who(ranks)}{' ' if text in own else ': '}{text}" for text, ranks in kinds.items()]
+
+
+def timeout_error(late: Sequence[int], world: int, timeout: float, details: Sequence[str] = ()) -> LaunchError:
+    """Return the exception that `spawn` raises if ranks have not ended in time. `details`: where they were, and why."""
     return LaunchError(
-        f"{names} of {world} had not ended after {timeout:g} s, and were stopped",
-        fix="a longer timeout=…, or find out what they wait for",
+        f"{words.who(late)} of {world} had not ended after {timeout:g} s, and were stopped",
+        details=[*map(cells.named, details)],
+        fix="a longer timeout=… if they were only slow",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import pickle
 import selectors
@@ -12,15 +11,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self, TextIO
+from collections.abc import Sequence
+from typing import Any, Self
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.placement import RankPlacement
 from phalanx.contract.variables import (
     INTERFACES,
     LINE,
+    LIVE_BAR,
     MEMORY,
     RUN,
     RUN_FOLDER,
@@ -31,9 +30,9 @@ from phalanx.contract.variables import (
 )
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
-from phalanx.launcher import spawn_failure
-
-logger = logging.getLogger(__name__)
+from phalanx.launcher import spawn_failure, spawn_stacks
+from phalanx.launcher.spawn_output import shows_bars
+from phalanx.launcher.spawn_pipes import RankPipes
 
 _ADDRESS = "127.0.0.1"
 _SETTLE = 0.2  # seconds after a failure for other ranks to report theirs: the first cause may be reported second
@@ -41,25 +40,7 @@ _LINGER = 5.0  # seconds for a rank that has reported a failure to end
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 _PATIENCE = 0.5  # seconds for what ends by itself: resource tracker, torch's manager of shared memory
 _STOP_TIMEOUT = 15.0  # seconds for the fork server to end all that
-_LONGEST = 1 << 16  # bytes of a line, before a part of it is shown
 _NEVER = float("inf")
-
-
-@dataclass
-class _Rank:
-    ours: tuple[int, int, int]  # read ends: stdout, stderr, result
-    code: int | None = None  # None: it runs, or was stopped
-    time: float = 0.0
-    answer: bytearray = field(default_factory=bytearray)
-
-    def result(self) -> dict[str, Any] | None:
-        """Return what the rank has sent at its end; None: nothing, or only a part of it."""
-        try:
-            # From a process that we have started, over a pipe that only it has.
-            return dict(pickle.loads(self.answer)) if self.answer else None  # noqa: S301
-        except Exception:  # of a truncated pickle: nearly anything
-            logger.debug("the result of a rank cannot be read", exc_info=True)
-            return None
 
 
 class SpawnGroup:
@@ -70,6 +51,7 @@ class SpawnGroup:
         self._pid = pid  # of the fork server
         self._backend = backend  # of the process group; "": choose one; None: make no group
         self._timeout = timeout
+        self._store_key = os.urandom(32).hex()
         self._deadline = _NEVER if timeout is None else time.monotonic() + timeout
         self._stop_at = _NEVER  # a rank has failed, and the others will be ended
         self._kill_at = _NEVER  # the fork server was asked to end
@@ -77,23 +59,16 @@ class SpawnGroup:
         self._hosts_store = False
         self._lost = False  # it has ended unasked
         self._ended = False
-        self._late: list[int] = []
         self._broken: LaunchError | None = None
-        self._descriptors = contextlib.ExitStack()
-        self._waiting: list[tuple[int, int, int]] = []  # write ends of the ranks that have not been ordered
-        self._ranks: list[_Rank] = []
-        digits = len(str(ranks - 1))
-        self._lines = {(rank, stream): _Lines(f"[{rank:>{digits}}] ") for rank in range(ranks) for stream in (0, 1)}
+        self._pipes = RankPipes(ranks)
         try:
-            self._nothing = self._keep(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
             # Bound here, so that the port stays free until the store listens.
-            self._listener = self._descriptors.enter_context(socket.create_server((_ADDRESS, 0), backlog=1024))
-            for _ in range(ranks):
-                self._add_rank()
+            self._listener = self._pipes.open_.enter_context(socket.create_server((_ADDRESS, 0), backlog=1024))
+            self._pipes.make()
         except BaseException as error:
             self.__exit__()
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
-                least = 6 * ranks + len(os.listdir("/proc/self/fd")) + 10
+                least = 7 * ranks + len(os.listdir("/proc/self/fd")) + 10
                 raise LaunchError(
                     f"{ranks} ranks need more open files than this process may have", fix=f"ulimit -n {least}"
                 ) from None
@@ -105,29 +80,7 @@ class SpawnGroup:
     def __exit__(self, *error: object) -> None:
         """End whatever is left."""
         self._end()
-        for fds in self._waiting:
-            for fd in fds:
-                os.close(fd)
-        self._descriptors.close()
-
-    def _keep(self, fd: int) -> int:
-        self._descriptors.callback(os.close, fd)
-        return fd
-
-    def _add_rank(self) -> None:
-        ours, theirs = [], []
-        try:
-            for _ in range(3):
-                read, write = os.pipe()
-                ours.append(self._keep(read))
-                theirs.append(write)
-                os.set_blocking(read, False)
-        except BaseException:
-            for fd in theirs:
-                os.close(fd)
-            raise
-        self._ranks.append(_Rank((ours[0], ours[1], ours[2])))
-        self._waiting.append((theirs[0], theirs[1], theirs[2]))
+        self._pipes.close()
 
     # -- while they run
 
@@ -143,7 +96,7 @@ class SpawnGroup:
         """Handle messages and output until the fork server has ended."""
         with selectors.DefaultSelector() as ready:
             ready.register(self._sock, selectors.EVENT_READ, None)
-            for fd, what in self._sources():
+            for fd, what in self._pipes.sources():
                 ready.register(fd, selectors.EVENT_READ, what)
             while time.monotonic() < self._kill_at:
                 wait = min(self._deadline, self._stop_at, self._kill_at) - time.monotonic()
@@ -158,19 +111,15 @@ class SpawnGroup:
                         self._handle(received[0])
                 self._check_deadlines()
 
-    def _sources(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Yield each descriptor with (rank, 0 stdout, 1 stderr, 2 result)."""
-        for rank, state in enumerate(self._ranks):
-            for stream, fd in enumerate(state.ours):
-                yield fd, (rank, stream)
-
     def _handle(self, message: wire.Message) -> None:
         """Handle a message of the fork server. One order is on its way at a time, so neither side blocks the other."""
         match message["is"]:
             case "ready":
                 self._ready, self._hosts_store = True, message["torch"]
                 self._order_next()
-            case "born":
+            case "started":
+                if message["name"].isdigit():
+                    self._pipes.ranks[int(message["name"])].pid = message["pid"]
                 self._order_next()
             case "refused":
                 self._broken = LaunchError(
@@ -194,18 +143,26 @@ class SpawnGroup:
         """Order the next rank, and after the last one the store: ranks that connect earlier wait in its queue."""
         if self._listener.fileno() < 0 or self._kill_at != _NEVER:
             return
-        if self._waiting:
-            theirs = self._waiting.pop(0)
-            rank = len(self._ranks) - len(self._waiting) - 1
-            order = {"do": "start", "name": str(rank), "environ": self._environment(rank), "backend": self._backend}
-            self._send({**order, "args": sys.argv[1:], "command": sys.orig_argv}, (self._nothing, *theirs))
-            for fd in theirs:
-                os.close(fd)
+        nothing = self._pipes.nothing
+        if self._pipes.waiting:
+            with self._pipes.next_rank() as (rank, theirs):
+                stack = self._pipes.ranks[rank].stack
+                order = {
+                    "do": "start",
+                    "name": str(rank),
+                    "environ": self._environment(rank),
+                    "backend": self._backend,
+                    "store_key": self._store_key,
+                }
+                self._send(
+                    {**order, "args": sys.argv[1:], "command": sys.orig_argv},
+                    (nothing, *theirs, stack),
+                )
             return
         if self._hosts_store:
             port = self._listener.getsockname()[1]
             order = {"do": "store", "name": "store", "environ": environment(), "address": _ADDRESS, "port": port}
-            self._send(order, (self._nothing, self._nothing, self._nothing, self._listener.fileno()))
+            self._send(order, (nothing, nothing, nothing, self._listener.fileno()))
         self._listener.close()
 
     def _send(self, order: wire.Message, fds: Sequence[int] = ()) -> None:
@@ -220,7 +177,7 @@ class SpawnGroup:
             for name, value in environment().items()
             if name not in own and not name.startswith("TORCHELASTIC_")
         }
-        ranks = len(self._ranks)
+        ranks = len(self._pipes.ranks)
         member = WorkerVariables(
             placement=RankPlacement(
                 rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, node_count=1
@@ -240,6 +197,8 @@ class SpawnGroup:
         defaults = {name: form.format("lo") for name, form in INTERFACES.items()}
         if ranks > 1:
             defaults[THREADS] = "1"
+        if rank == 0 and shows_bars(sys.stderr):
+            defaults[LIVE_BAR] = "1"
         return {
             **defaults,
             **environ,
@@ -252,28 +211,16 @@ class SpawnGroup:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
             return True
-        self._take(data, rank, stream)
-        if not data and stream == 2 and "error" in (self._ranks[rank].result() or ()):
+        self._pipes.take(data, rank, stream)
+        if not data and stream == 2 and "error" in (self._pipes.ranks[rank].result() or ()):
             self._stop_at = min(self._stop_at, time.monotonic() + _LINGER)
         return bool(data)
 
-    def _read_rest(self, fd: int, rank: int, stream: int) -> None:
-        """Read what is in a pipe now."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(fd, 1 << 16):
-                self._take(data, rank, stream)
-
-    def _take(self, data: bytes, rank: int, stream: int) -> None:
-        if stream == 2:
-            self._ranks[rank].answer += data
-        else:
-            self._lines[rank, stream].show(data, sys.stderr if stream else sys.stdout)
-
     def _exited(self, rank: int, code: int, when: float) -> None:
-        state = self._ranks[rank]
+        state = self._pipes.ranks[rank]
         state.code, state.time = code, when
-        self._read_rest(state.ours[2], rank, 2)
-        if all(state.code is not None for state in self._ranks):
+        self._pipes.read_rest(state.ours[2], rank, 2)
+        if all(state.code is not None for state in self._pipes.ranks):
             self._stop(patience=_PATIENCE)
         elif code or state.result() is None:
             self._stop_at = min(self._stop_at, time.monotonic() + _SETTLE)
@@ -281,7 +228,11 @@ class SpawnGroup:
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         if now >= self._deadline and self._stop_at == self._kill_at == _NEVER:
-            self._late = [rank for rank, state in enumerate(self._ranks) if state.code is None]
+            ranks = self._pipes.ranks
+            late = {rank: (state.pid, state.stack) for rank, state in enumerate(ranks) if state.code is None}
+            stacks = spawn_stacks.collect({rank: where for rank, where in late.items() if where[0]})
+            details = spawn_stacks.verdict(stacks, len(ranks), self._timeout or 0.0)
+            self._broken = spawn_failure.timeout_error(list(late), len(ranks), self._timeout or 0.0, details)
         if now >= min(self._deadline, self._stop_at):
             self._deadline = self._stop_at = _NEVER
             self._stop()
@@ -310,10 +261,7 @@ class SpawnGroup:
         finally:
             with contextlib.suppress(ChildProcessError):  # a caller that ignores SIGCHLD
                 os.waitpid(self._pid, 0)
-        for fd, (rank, stream) in self._sources():
-            self._read_rest(fd, rank, stream)
-        for (_, stream), lines in self._lines.items():
-            lines.finish(sys.stderr if stream else sys.stdout)
+        self._pipes.finish()
 
     def _kill(self) -> None:
         """Kill the fork server. Its ranks die with it, but not their children, which are killed here."""
@@ -325,16 +273,14 @@ class SpawnGroup:
     def _judge(self) -> list[Any]:
         if self._broken is not None:
             raise self._broken
-        if self._late:
-            raise spawn_failure.timeout_error(self._late, len(self._ranks), self._timeout or 0.0)
-        answers = [state.result() for state in self._ranks]
+        answers = [state.result() for state in self._pipes.ranks]
         found = [
             spawn_failure.find(rank, answer, code=state.code, ended=state.time, stopped=not self._lost)
-            for rank, (state, answer) in enumerate(zip(self._ranks, answers, strict=True))
+            for rank, (state, answer) in enumerate(zip(self._pipes.ranks, answers, strict=True))
         ]
         failures = [failure for failure in found if failure is not None]
         if failures:
-            raise spawn_failure.error(failures, len(self._ranks))
+            raise spawn_failure.error(failures, len(self._pipes.ranks))
         return [pickle.loads(answer["value"]) for answer in answers if answer]  # noqa: S301
 
 
@@ -345,27 +291,9 @@ def _ends(pid: int, timeout: float) -> bool:
             ended = os.pidfd_open(pid)
         except ProcessLookupError:
             return True
+        except OSError:  # no descriptor is left: the caller kills it
+            return False
         stack.callback(os.close, ended)
-        ready = stack.enter_context(selectors.DefaultSelector())
+        ready = stack.enter_context(selectors.PollSelector())  # needs no descriptor
         ready.register(ended, selectors.EVENT_READ)
         return bool(ready.select(max(timeout, 0.0)))
-
-
-class _Lines:
-    """Prints whole lines with the rank as a prefix."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._rest = b""
-
-    def show(self, data: bytes, stream: TextIO) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LONGEST:
-            lines, self._rest = [*lines, self._rest], b""
-        if lines:
-            stream.write("".join(f"{self._prefix}{line.decode(errors='replace')}\n" for line in lines))
-            stream.flush()
-
-    def finish(self, stream: TextIO) -> None:
-        if self._rest:
-            self.show(b"\n", stream)

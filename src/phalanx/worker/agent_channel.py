@@ -16,6 +16,8 @@ import msgspec
 from phalanx.contract import encoding
 from phalanx.contract import worker_messages as messages
 from phalanx.errors import LaunchError
+from phalanx.forkserver import linux
+from phalanx.worker.parent_death import ParentDeath
 
 HEARTBEAT_INTERVAL = 0.5  # seconds
 _CONNECT_TIMEOUT = 30.0  # seconds for the first assignment: the agent is on this host, and waits for nothing
@@ -47,7 +49,8 @@ class AgentChannel:
         self._received = received
         self._heartbeat = heartbeat
         self._changed = threading.Condition()
-        self._sock, first = _connect(name, hello)
+        self._parent_death = ParentDeath()
+        self._sock, first = _connect(name, hello, self._parent_death)
         self.preempt = first.preempt  # signals that the agent handles, not the worker
         self._assignment = first if isinstance(first, messages.Assignment) else None
         self._waiting = self._assignment is None  # a spare, or there are too few workers
@@ -110,6 +113,7 @@ class AgentChannel:
         """End the thread that receives messages."""
         if os.getpid() != self._pid:  # a fork has no thread to end
             return
+        self._parent_death.restore()
         with self._changed:
             if not self._gone:
                 os.write(self._end, b".")
@@ -123,6 +127,7 @@ class AgentChannel:
             if self._ending in ready:
                 break
             if not ready:
+                self._parent_death.check()
                 self.send(self._heartbeat())
                 continue
             try:
@@ -130,6 +135,7 @@ class AgentChannel:
             except OSError:
                 packet = b""
             if not packet:
+                self._parent_death.agent_gone()
                 self._received(messages.EndWorker(signal.SIGTERM))  # the agent is gone
                 break
             message = messages.from_agent.decode(packet)
@@ -153,15 +159,18 @@ class AgentChannel:
         os.close(self._end)
 
 
-def _connect(name: str, hello: messages.Hello) -> tuple[socket.socket, messages.Assignment | messages.Wait]:
+def _connect(
+    name: str, hello: messages.Hello, parent_death: ParentDeath
+) -> tuple[socket.socket, messages.Assignment | messages.Wait]:
     """Connect to the agent; return the socket and its first message."""
     until = time.monotonic() + _CONNECT_TIMEOUT
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(max(until - time.monotonic(), 0.1))
         try:
-            sock.connect(f"\0{name}")
-            sock.send(encoding.encode(hello))
+            linux.connect_to_own(sock, name)
+            outlives = parent_death.outlive(linux.peer(sock).pid)
+            sock.send(encoding.encode(msgspec.structs.replace(hello, outlives=outlives)))
             first = messages.from_agent.decode(sock.recv(encoding.PACKET_LIMIT))
             if not isinstance(first, messages.Assignment | messages.Wait):
                 raise OSError("the run is ending")

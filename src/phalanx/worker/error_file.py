@@ -9,11 +9,14 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 import time
 import traceback
+from collections.abc import Sequence
 
 from phalanx.errors import PhalanxError
 from phalanx.forkserver import paths
+from phalanx.forkserver.child import error_file as printed
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _FRAMES = 3  # the innermost, which say most
@@ -29,10 +32,10 @@ def write(error: BaseException) -> None:
     path = os.environ.get(VARIABLE)
     if not path or _has_something(path):
         return
-    # The message is enough: where it was raised does not matter.
-    if isinstance(error, PhalanxError) or getattr(error, "in_words", False):
+    in_words = isinstance(error, PhalanxError) or bool(getattr(error, "in_words", False))
+    if in_words:
         text = story = str(error)
-        frames = []
+        frames = script_frames(error) if isinstance(error, PhalanxError) else []
     else:
         text = f"{type(error).__name__}: {error}"
         story = "".join(traceback.format_exception(error))
@@ -45,6 +48,7 @@ def write(error: BaseException) -> None:
         "time": now,
         "exception": type(error).__name__,
         "text": str(error),
+        "in_words": in_words,  # the message has all lines that matter
         "code": getattr(error, "exit_code", 1),  # the exit code that the process will end with
         "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in frames],
     }
@@ -52,6 +56,34 @@ def write(error: BaseException) -> None:
         with open(f"{path}.part", "w") as file:
             json.dump(record, file)
         os.replace(f"{path}.part", path)
+
+
+def script_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the innermost frames of the script: the call that phalanx refused, without the frames of phalanx."""
+    found = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in found if not frame.filename.startswith(paths.ROOT) or _is_demo(frame)][-_FRAMES:]
+
+
+def _is_demo(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(tuple(paths.ROOT + folder for folder in paths.USER_CODE))
+
+
+def in_lines(frames: Sequence[traceback.FrameSummary]) -> list[str]:
+    """Return frames as text: two lines each."""
+    found = []
+    for frame in frames:
+        found.append(f"{frame.filename}:{frame.lineno} in {frame.name}")
+        if frame.line:
+            found.append(f"    {frame.line}")
+    return found
+
+
+def print_once(text: str) -> None:
+    """Print the message of an error that was written. The launcher shows it once, however many ranks print it."""
+    path = os.environ.get(VARIABLE)
+    if path:
+        printed.write_printed(path, text)
+    sys.stderr.write(text)
 
 
 def _has_something(path: str) -> bool:

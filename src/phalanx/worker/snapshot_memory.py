@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Collection
 
 import msgspec
 
-from phalanx.contract import encoding
+from phalanx.contract import encoding, shared_memory
 from phalanx.contract import snapshot_messages as messages
 from phalanx.errors import LaunchError
+from phalanx.forkserver import linux
 
 _PATIENCE = 30.0  # seconds: the agent is on this host, but may be busy
 
@@ -27,7 +29,7 @@ class SnapshotMemoryClient:
         self._sock.settimeout(_PATIENCE)
         self._asking = threading.Lock()  # one question at a time
         try:
-            self._sock.connect(f"\0{name}")
+            linux.connect_to_own(self._sock, name)
         except OSError as error:
             self._sock.close()
             raise LaunchError(f"cannot connect to the snapshot memory of the agent: {error}") from error
@@ -71,7 +73,18 @@ class SnapshotMemoryClient:
             with self._asking:
                 self._sock.send(encoding.encode(question))
                 packet, fds, _, _ = socket.recv_fds(self._sock, encoding.PACKET_LIMIT, 1, socket.MSG_CMSG_CLOEXEC)
-            return messages.answer.decode(packet), fds[0] if fds else None
+            fd = fds[0] if fds else None
+            if fd is not None:
+                _check(fd)
+            return messages.answer.decode(packet), fd
         except (OSError, msgspec.MsgspecError) as error:
             self._sock.close()  # a late answer would be taken for that to the next request
             raise LaunchError(f"cannot connect to the snapshot memory of the agent: {error}") from error
+
+
+def _check(fd: int) -> None:
+    try:
+        shared_memory.check(fd, shared_memory.GROWING)
+    except OSError:
+        os.close(fd)
+        raise

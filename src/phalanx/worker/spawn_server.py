@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -23,9 +24,9 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from phalanx.contract import function_call
-from phalanx.contract.function_call import Call
+from phalanx.contract.function_call import STACK_SIGNAL, Call
 from phalanx.contract.variables import THREADS
-from phalanx.forkserver import wire
+from phalanx.forkserver import signed_store, wire
 from phalanx.forkserver.server import ForkServer
 from phalanx.worker.rendezvous import device
 
@@ -109,7 +110,9 @@ def _import_torch() -> bool:
 
 
 def _run(spec: dict[str, Any], call: Call) -> None:
-    [result] = spec["inherited"]
+    result, stack = spec["inherited"]
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
+    signed_store.use_key(bytes.fromhex(spec["store_key"]))
     function, args, kwargs = call
     failed = False
     try:

@@ -1,4 +1,8 @@
-"""The file that says why a worker ended: torchrun's error.json, plus the time to the microsecond."""
+"""The files that say why a worker ended.
+
+error.json       torchrun's, plus the time to the microsecond
+traceback.txt    the traceback as it is printed: the console finds it by this text, and shows it once
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,36 @@ _COLLECTIVES = os.path.join(
 )
 _BETWEEN_RANKS = re.compile(r"gloo|nccl|store|socket|peer|timed? ?out|barrier|\bLate\b|Connection", re.IGNORECASE)
 _STANDARD_LIBRARY = ("<frozen", os.path.join(os.path.dirname(os.__file__), ""))
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # Python 3.13 writes tracebacks in colour on a terminal
+TRACEBACK = "traceback.txt"  # beside error.json
+_LARGEST = 1 << 20  # characters of a traceback: a larger one is only in the log
 
 
-def write(path: str, kind: Any, value: Any, trace: Any) -> None:
+def write_printed(path: str, text: str) -> None:
+    """Write the traceback that is about to be printed, beside the error file. Must not raise."""
+    try:
+        if len(text) > _LARGEST:
+            return
+        name = os.path.join(os.path.dirname(path), TRACEBACK)
+        with open(f"{name}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(_COLOUR.sub("", text))
+        os.replace(f"{name}.part", name)
+    except Exception:
+        log.swallowed("forkserver.child.error_file")
+
+
+def write(path: str, kind: Any, value: Any, trace: Any, printed: str = "") -> None:
     """Write the file. Called while the interpreter reports an exception: must not raise, and must not replace a
     report.
+
+    `printed`: the traceback as Python prints it. Only there are its hints ("Did you mean: …?") before Python 3.12.
     """
     now = time.time()
+    printed = _COLOUR.sub("", printed)
     try:
         if os.path.exists(path) and os.path.getsize(path):
-            return  # written by torch's @record
+            _add_hint(path, kind, printed)
+            return  # written by phalanx.main, or by torch's @record
         frames = traceback.extract_tb(trace)
         while frames and frames[-1].filename.startswith(_COLLECTIVES):  # where a wait was aborted is not interesting
             frames.pop()
@@ -35,7 +59,8 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
             )
         message = _str(value)
         text = f"{kind.__name__}: {message}"
-        stack = "".join(traceback.format_exception(kind, value, trace))
+        text += _hint(text, printed)
+        stack = printed or "".join(traceback.format_exception(kind, value, trace))
         if getattr(value, "in_words", False):  # where it was raised is not interesting
             stack, frames = text, traceback.StackSummary()
         record = {
@@ -51,11 +76,54 @@ def write(path: str, kind: Any, value: Any, trace: Any) -> None:
             "text": message,
             "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in _shown(frames)],
         }
-        with open(f"{path}.part", "w") as file:
-            json.dump(record, file)
-        os.replace(f"{path}.part", path)
+        _replace(path, record)
     except Exception:
         log.swallowed("forkserver.child.error_file")
+
+
+def write_exit(path: str, code: int, message: str, stack: Any, when: float) -> None:
+    """Write where `sys.exit` was called, unless there is a report. Must not raise."""
+    try:
+        if os.path.exists(path) and os.path.getsize(path):
+            return
+        text = "".join(["Traceback (most recent call last):\n", *stack.format(), message, "\n"])
+        record = {
+            "message": {"message": message, "extraInfo": {"py_callstack": text, "timestamp": str(int(when))}},
+            "time": when,
+            "exception": "SystemExit",
+            "text": message,
+            "code": code,
+            "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in _shown(stack)],
+        }
+        _replace(path, record)
+    except Exception:
+        log.swallowed("forkserver.child.error_file")
+
+
+def _replace(path: str, record: dict[str, Any]) -> None:
+    with open(f"{path}.part", "w") as file:
+        json.dump(record, file)
+    os.replace(f"{path}.part", path)
+
+
+def _hint(text: str, printed: str) -> str:
+    """Return what Python prints after the first line of a message: ". Did you mean: 'rate'?"."""
+    first = text.partition("\n")[0]
+    lines = (line.removeprefix("__main__.") for line in reversed(printed.splitlines()) if "Did you" in line)
+    return next((line[len(first) :] for line in lines if line.startswith(first)), "") if "\n" not in text else ""
+
+
+def _add_hint(path: str, kind: Any, printed: str) -> None:
+    """Add the hint to a report of phalanx.main: what is printed is not known when it is written."""
+    with open(path) as file:
+        record = json.load(file)
+    message = record["message"]
+    if record.get("exception") != kind.__name__ or not isinstance(message, dict):
+        return
+    hint = _hint(message["message"], printed)
+    if hint:
+        message["message"] += hint
+        _replace(path, record)
 
 
 def _str(value: Any) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from typing import Any
 
+from . import kept_texts
+
 _HEADER = 16  # bytes of a .pyc before its code
 
 
@@ -28,7 +30,8 @@ def prepare(spec: dict[str, Any]) -> Callable[[], object]:
     match kind:
         case "module":
             sys.argv[:] = ["-m", *spec["args"]]
-            _first_on_path(os.getcwd())
+            if spec["path0"] is not None:  # None: a module of phalanx
+                _first_on_path(os.getcwd())
             return functools.partial(runpy._run_module_as_main, target)  # type: ignore[attr-defined]
         case "path":
             sys.argv[:] = spec["args"]
@@ -50,10 +53,16 @@ def prepare(spec: dict[str, Any]) -> Callable[[], object]:
 
 
 def _file(main: types.ModuleType, path: str) -> types.CodeType:
-    """Compile a file. Python recognizes compiled files by their first bytes, whatever their name."""
+    text = kept_texts.text_of(path)
+    if text is None:
+        with open(path, "rb") as file:
+            text = file.read()
+    return code_of(main, path, text)
+
+
+def code_of(main: types.ModuleType, path: str, text: bytes) -> types.CodeType:
+    """Compile the content of a file. Python recognizes compiled files by their first bytes, whatever their name."""
     main.__file__, main.__cached__ = path, None  # type: ignore[attr-defined]
-    with open(path, "rb") as file:
-        text = file.read()
     if path.endswith(".pyc") or text.startswith(importlib.util.MAGIC_NUMBER[:2]):
         if not text.startswith(importlib.util.MAGIC_NUMBER):
             raise RuntimeError("Bad magic number in .pyc file")

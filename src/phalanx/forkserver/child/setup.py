@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .. import linux
+from .. import linux, log
+from . import exit_calls
 
 ChildSpec = dict[str, Any]
 
@@ -70,6 +72,7 @@ def apply_spec(spec: ChildSpec) -> None:
     for stream, mode in ((sys.stdin, "rb"), (sys.stdout, "wb"), (sys.stderr, "wb")):
         if stream is not None:
             _reopen(stream, mode)
+    log.configure()  # a warm fork server has the environment of another command
     _reseed()
     if "LD_PRELOAD" not in environ:  # a profiler loaded that way writes its results at the very end
         linux.skip_destructors()
@@ -111,6 +114,7 @@ def _reseed() -> None:
 def record_exceptions(path: str) -> None:
     """Also write an exception that ends the script to `path`, in torchrun's format, with the exact time."""
     plain = sys.excepthook
+    pid = os.getpid()
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:
         from . import error_file
@@ -118,13 +122,53 @@ def record_exceptions(path: str) -> None:
         if trace is not None and trace.tb_frame.f_globals is _hidden:
             trace = trace.tb_next
             value = value.with_traceback(trace)
+        text = _printed(plain, kind, value, trace)
         if path:
-            error_file.write(path, kind, value, trace)
+            error_file.write(path, kind, value, trace, text)
+            if os.getpid() == pid and text:  # not of a fork of the script
+                error_file.write_printed(path, text)
         error_file.report(value, trace)
-        plain(kind, value, trace)
+        if text:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        else:
+            plain(kind, value, trace)
 
     # Both names, so that a library which checks whether the hook was replaced sees that it was not.
     sys.excepthook = sys.__excepthook__ = excepthook
+    if path:
+        exit_calls.record(path)
+
+
+class _Buffer(io.StringIO):
+    """Takes a traceback. It has the descriptor of stderr, by which Python decides about colours."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
+    def isatty(self) -> bool:
+        return bool(self._stream.isatty())
+
+
+def _printed(plain: Any, kind: Any, value: Any, trace: Any) -> str:
+    """Return what the hook prints. Empty if it cannot be known."""
+    stream = sys.stderr
+    if stream is None:
+        return ""
+    try:
+        sys.stderr = buffer = _Buffer(stream)
+        try:
+            plain(kind, value, trace)
+        finally:
+            sys.stderr = stream
+        return buffer.getvalue()
+    except Exception:
+        log.swallowed("forkserver.child.setup")
+        return ""
 
 
 _hidden: dict[str, Any] | None = None
@@ -143,6 +187,10 @@ def add_probe_hook(spec: ChildSpec, fds: list[int]) -> None:
         environ["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]
     environ["PYTHONPATH"] = os.pathsep.join([spec["hook"], *filter(None, [environ.get("PYTHONPATH")])])
     environ["PHALANX_PROBE"] = ":".join(map(str, [spec["probe"], *fds, spec.get("path0") or ""]))
+    if spec.get("kept"):
+        with open(os.memfd_create("kept", 0), "wb", closefd=False) as file:  # for imports/kept_sources.py
+            file.write(json.dumps({name: spec[name] for name in ("kept", "command", "path0")}).encode())
+            environ["PHALANX_KEPT"] = str(file.fileno())
     for fd in fds:
         os.set_inheritable(fd, True)
 

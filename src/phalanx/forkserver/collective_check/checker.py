@@ -20,6 +20,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from .. import log, paths
+from ..signed_store import SignedStore
 from . import mismatch
 from .exchange import WAIT, CallExchange, SharedMemoryExchange, StoreExchange
 from .fingerprint import CALLS, CallReader, CollectiveCall, describe, fingerprint, own_call
@@ -254,7 +255,7 @@ class Checker:
         whole = len(world.pg_group_ranks.get(world.default_pg) or ())
         return CheckedGroup(str(group.group_name), own, ranks, whole, exchange)
 
-    def _store(self, world: Any, group: Any) -> Any:
+    def _store(self, world: Any, group: Any) -> SignedStore:
         """Return our own connection to the store, because another thread may wait with the script's. One for all
         groups: every 25th connection takes torch seconds.
         """
@@ -265,14 +266,14 @@ class Checker:
             with contextlib.suppress(RuntimeError):  # not all stores can be cloned
                 store = store.clone()
             self._stores[first] = store
-        return sys.modules["torch._C._distributed_c10d"].PrefixStore(f"phalanx-check-{group.group_name}", store)
+        return SignedStore(store, "phalanx-check").at(f"phalanx-check-{group.group_name}")
 
 
 def _is_pythons(file: str) -> bool:
     return file.startswith(_LIBRARY) and not file.startswith(("site-packages", "dist-packages"), len(_LIBRARY))
 
 
-def _group_number(store: Any, size: int) -> int | None:
+def _group_number(store: SignedStore, size: int) -> int | None:
     """Return a number that only this group has, not an earlier one of the same name. The first rank chooses it."""
     arrived = store.add("phalanx-check", 1) - 1
     key = f"phalanx-check-{arrived // size}"

@@ -7,8 +7,9 @@ the last rank sees the difference, before it starts its own.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
+from ..signed_store import SignedStore
 from . import mismatch
 from .ledger import CallLedger
 from .mismatch import Side
@@ -115,7 +116,7 @@ class SharedMemoryExchange:
 class StoreExchange:
     """Through the store: each rank compares with the first that arrived, and does not wait for later ones."""
 
-    def __init__(self, store: Any, mark: int, own: int, place: int, size: int) -> None:
+    def __init__(self, store: SignedStore, mark: int, own: int, place: int, size: int) -> None:
         self._store = store
         self._mark = mark
         self._own = own
@@ -125,7 +126,7 @@ class StoreExchange:
     def compare(self, number: int, mark: int, text: bytes, *, waits: bool) -> list[Side]:  # noqa: ARG002
         """Compare a call with that of the first rank."""
         own = f"{mark} {self._own} {text.decode(errors='replace')}"
-        first = self._store.compare_set(self._key(number), "", own).decode(errors="replace")
+        first = self._store.set_first(self._key(number), own).decode(errors="replace")
         if number > _KEPT_KEYS and number % self._size == self._place:
             self._store.delete_key(self._key(number - _KEPT_KEYS))
         their_mark, rank, first_text = first.split(" ", 2)

@@ -13,7 +13,7 @@ import os  # noqa: E402
 import traceback  # noqa: E402
 
 
-def _remove_self() -> tuple[str | None, str | None]:
+def _remove_self() -> tuple[str | None, ...]:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     kept = os.environ.pop("PHALANX_PYTHONPATH", None)
@@ -21,7 +21,8 @@ def _remove_self() -> tuple[str | None, str | None]:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = kept
-    return os.environ.pop("PHALANX_FORKSERVER", None), os.environ.pop("PHALANX_PROBE", None)
+    names = ("PHALANX_FORKSERVER", "PHALANX_PROBE", "PHALANX_KEPT")
+    return tuple(os.environ.pop(name, None) for name in names)
 
 
 def _load() -> None:
@@ -49,7 +50,7 @@ def _serve(task: str) -> None:
     cold.serve(fd, parent)
 
 
-def _start_probe(task: str) -> None:
+def _start_probe(task: str, kept_fd: str | None) -> None:
     """Start the probe of a worker that was executed. Without one it runs as well."""
     *numbers, path0 = task.split(":", 4)
     slot, *fds = map(int, numbers)
@@ -57,6 +58,7 @@ def _start_probe(task: str) -> None:
         for fd in fds:
             os.set_inheritable(fd, False)
         _load()
+        from _phalanx_forkserver import log
         from _phalanx_forkserver.child import setup
         from _phalanx_forkserver.imports import shadows
         from _phalanx_forkserver.probe import probe
@@ -65,8 +67,13 @@ def _start_probe(task: str) -> None:
         kept = probe.begin(board, slot, channel, stacks)
         if kept:
             os.close(kept[0])  # the board is mapped
+        log.configure()
         shadows.unshadow(path0 or None)
         setup.record_exceptions(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        if kept_fd is not None:
+            from _phalanx_forkserver.imports import kept_sources
+
+            kept_sources.install_from(int(kept_fd))
     except Exception:  # the script runs without a probe. The fork server's `log` may not be loaded
         if os.environ.get("PHALANX_LOG"):
             traceback.print_exc()
@@ -85,7 +92,7 @@ def _hidden_sitecustomize() -> None:
             sys.modules["sitecustomize"] = ours
 
 
-_fork_server, _probe = _remove_self()
+_fork_server, _probe, _kept = _remove_self()
 if _fork_server is not None:
     try:
         _serve(_fork_server)
@@ -94,5 +101,5 @@ if _fork_server is not None:
         traceback.print_exc()
         os._exit(70)
 elif _probe is not None:
-    _start_probe(_probe)
+    _start_probe(_probe, _kept)
 _hidden_sitecustomize()

@@ -20,6 +20,8 @@ _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
 # While a collective is pending, a thread that sleeps in one of these waits for it: `Work.wait` and CUDA leave no frame.
 _MAY_WAIT = ("idle", "forward", "backward", "optimizer")
+# A thread that stays asleep here computes nothing. Not backward: there the main thread sleeps while others compute.
+_MAY_SLEEP = ("idle", "forward", "optimizer")
 
 
 class Sampler:
@@ -84,7 +86,7 @@ class Sampler:
             phase = "collective"
         self.phase = phase
         self._samples += 1
-        number = _NUMBERS[phase]
+        number = _NUMBERS["sleep" if phase in _MAY_SLEEP and not moved and self._sleeps() else phase]
         self._phases[number] += 1
         self._slot.look(now, self._samples, self._movement.moves, number, self._phases[number])
         if not stays and not full:

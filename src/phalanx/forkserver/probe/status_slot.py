@@ -8,7 +8,11 @@ import struct
 from typing import Any, NamedTuple
 
 SIZE = 8192
-PHASES = ("import", "join", "data", "forward", "backward", "collective", "optimizer", "checkpoint", "compile", "idle")
+# idle: the script's own code, which may compute. sleep: it sleeps there, or in a module or optimizer.
+PHASES = (
+    *("import", "join", "data", "forward", "backward", "collective", "optimizer", "checkpoint", "compile", "idle"),
+    "sleep",
+)
 
 _STEP = struct.Struct("QQ")  # how many; when the last, in nanoseconds of the monotonic clock
 _LOOK = struct.Struct(f"QQQ{len(PHASES)}Q")  # when; how many; how many saw progress; how many in each phase

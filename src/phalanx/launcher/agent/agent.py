@@ -10,27 +10,30 @@ import signal
 import time
 
 from phalanx.contract import error_report
+from phalanx.contract.exit_codes import stopped_by
 from phalanx.control import messages
 from phalanx.errors import LaunchError, PhalanxError
 from phalanx.forkserver import linux, wire
+from phalanx.launcher.actions import Action, EndRun, StartAttempt, StopWorkers
 from phalanx.launcher.agent.attempts import AttemptLoop
 from phalanx.launcher.agent.group_controller import GroupController
+from phalanx.launcher.agent.notices import Notices
 from phalanx.launcher.agent.run_hook import NoHook, RunHook
 from phalanx.launcher.agent.services import NodeServices
 from phalanx.launcher.agent.stopping.end_request import EndRequest
 from phalanx.launcher.agent.stopping.shutdown import Shutdown
 from phalanx.launcher.agent.stopping.signals import Signals
 from phalanx.launcher.agent.watchers import Watchers
-from phalanx.launcher.coordination.actions import Action, EndRun, StopWorkers
-from phalanx.launcher.coordination.coordinator import Coordinator, RunResult, StartAttempt
+from phalanx.launcher.coordination.coordinator import Coordinator, RunResult
 from phalanx.launcher.forking.fork_servers import ForkServerClient
 from phalanx.launcher.forking.preload_hints import PreloadHints
 from phalanx.launcher.forking.supervisor import ForkServerSupervisor
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.output.console import Console
-from phalanx.launcher.output.notices import Notices
+from phalanx.launcher.output.display import FailureText
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.telemetry.out_of_memory import MemoryKillWatch
 from phalanx.launcher.workers.context import WorkerGroupContext
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.launcher.workers.worker_group import WorkerGroup
@@ -59,6 +62,7 @@ class NodeAgent:
         self._coordinator = coordinator
         self._hook = hook if hook is not None else NoHook()
         self._joining: asyncio.Task[None] | None = None
+        self._memory_kills = MemoryKillWatch()
         self._rpc = NodeRpc(coordinator)
         self._notices = Notices(folder, console, quiet=plan.output.quiet)
         self._end_request = EndRequest()
@@ -69,7 +73,7 @@ class NodeAgent:
             folder=folder,
             note=self.note,
             is_ending=lambda: self._end_request.made,
-            foreign_pids=lambda: self._services.dashboard.pids | self._hook.pids,
+            foreign_pids=self._kept_pids,
             on_message=self._fork_server_message,
             on_lost=self._fork_server_lost,
         )
@@ -107,6 +111,7 @@ class NodeAgent:
                     code, text = self._print_result(await self._run_attempts())
                 else:
                     code = self._end_request.exit_code(self._fork_server.startup_error())
+                self._print_stop(code)
                 return code
             except PhalanxError as error:
                 code, text = error.exit_code, str(error)
@@ -115,6 +120,7 @@ class NodeAgent:
                 text = f"this node cannot continue: {error}"
                 raise LaunchError(text) from error
             finally:
+                self._rpc.close()
                 await self._watchers.end()
                 await self._fork_server.end()
                 await self._services.close(code, time.monotonic() - began)
@@ -185,6 +191,8 @@ class NodeAgent:
             probe_message=self._services.debugging.probe_message,
             measured=self._watchers.measured,
             blame=self._watchers.blame,
+            memory_kill=self._memory_kills.latest,
+            sources=self._fork_server.sources,
         )
 
     def _print_result(self, result: RunResult) -> tuple[int, str]:
@@ -198,13 +206,19 @@ class NodeAgent:
         if timings:
             self.say(timings)
         if result.text:
-            self._console.say(result.text)
+            self._console.say(FailureText(result.text) if result.code else result.text)
             if result.code:
                 what, *details = result.text.splitlines()
                 error_report.write(LaunchError(what, details=details), self.plan.environ)
         if stall_report and result.code:
             self._console.say(stall_report)
         return result.code, result.text
+
+    def _print_stop(self, code: int) -> None:
+        """Print who stopped the run, on the node whose terminal shows it."""
+        self._console.waiting(None)
+        if self._end_request.signal is not None and self._coordinator.leads:
+            self.say(f"stopped by {stopped_by(code) or self._end_request.signal.name}")
 
     # -- failures, and decisions of the coordinator
 
@@ -220,6 +234,10 @@ class NodeAgent:
         failure = self._controller.fork_server_lost()
         if failure is not None:
             self._decide(failure)
+
+    def _kept_pids(self) -> frozenset[int]:
+        """Return the children of this process that the end of a fork server must not end."""
+        return self._services.dashboard.pids | self._watchers.pids | self._hook.pids | self._controller.adopted
 
     def _decide(self, failure: WorkerFailure) -> None:
         action = self._coordinator.worker_failed(failure)

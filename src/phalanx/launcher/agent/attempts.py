@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from phalanx.launcher.actions import StartAttempt
 from phalanx.launcher.agent.group_controller import GroupController
 from phalanx.launcher.agent.stopping.end_request import EndRequest
 from phalanx.launcher.agent.stopping.linger import LingeringProcesses
 from phalanx.launcher.agent.watchers import Watchers
-from phalanx.launcher.coordination.coordinator import AttemptReport, Coordinator, RunResult, StartAttempt
+from phalanx.launcher.coordination.coordinator import AttemptReport, Coordinator, RunResult
 from phalanx.launcher.forking.supervisor import ForkServerSupervisor
+from phalanx.launcher.output.console import Console
 from phalanx.launcher.runs import root_cause
-from phalanx.launcher.telemetry import out_of_memory
 from phalanx.launcher.workers.context import WorkerGroupContext
 from phalanx.launcher.workers.worker_group import WorkerGroup
 
@@ -46,7 +47,6 @@ class AttemptLoop:
         self._note = note
         self._make_context = make_context
         self._succeeded = succeeded
-        self._kills = out_of_memory.read()
 
     async def run(self) -> RunResult:
         """Run attempts until the run is over."""
@@ -80,7 +80,10 @@ class AttemptLoop:
                 self._controller.release()
                 await self._fork_server.end_processes()
             await group.output.drained(_DRAIN_TIMEOUT)
-            return await self._report(self._attempt_report(group))
+            await self._settle_forwarded(group)
+            next_ = await self._report(self._attempt_report(group))
+            self._settle_tracebacks(group, context.console)
+            return next_
         finally:
             group.output.close()
 
@@ -101,6 +104,7 @@ class AttemptLoop:
             if left.helpers:
                 await self._fork_server.end_processes()
             await group.output.drained(_DRAIN_TIMEOUT)
+        await self._settle_forwarded(group)
         next_ = await self._report(replace(self._attempt_report(group), left=left.text(limit)))
         if isinstance(next_, StartAttempt):
             self._controller.release()
@@ -124,6 +128,21 @@ class AttemptLoop:
         if limit and not await left.wait(limit):
             self._note(left.text(limit, expired=True))
 
+    def _settle_tracebacks(self, group: WorkerGroup, console: Console) -> None:
+        """Show the tracebacks that no message reports: of ranks that succeeded, or of what failed after Ctrl-C."""
+        if self._end_request.signal is not None:
+            console.drop_withheld(root_cause.stopped_by_signal)
+            return
+        console.release_withheld(_succeeded(group))
+        console.drop_withheld()
+
+    async def _settle_forwarded(self, group: WorkerGroup) -> None:
+        """Do the same for the output that goes to the leader, which shows nothing after the report."""
+        stopped = self._end_request.signal is not None
+        await group.output.settle_forwarded(
+            succeeded=_succeeded(group), reported=root_cause.stopped_by_signal if stopped else None
+        )
+
     async def _report(self, report: AttemptReport) -> StartAttempt | RunResult:
         self._controller.discard_regroup()
         self._end_request.raise_error()
@@ -132,10 +151,14 @@ class AttemptLoop:
     def _attempt_report(self, group: WorkerGroup) -> AttemptReport:
         if self._end_request.signal is not None:
             return AttemptReport(group.number)
-        if self._fork_server.lost:
-            how = f"the fork server was ended from outside: {self._fork_server.lost}; its workers ended with it"
+        if group.lost_with_fork_server:
+            how = f"the fork server was lost: {self._fork_server.lost}; its workers ended with it"
             return AttemptReport(group.number, trouble=how)
         if not group.workers.failed:
             return AttemptReport(group.number)
-        deaths, block = group.failures.explain(out_of_memory.read().since(self._kills))
+        deaths, block = group.failures.explain()
         return AttemptReport(group.number, deaths, block, failed=root_cause.count(deaths))
+
+
+def _succeeded(group: WorkerGroup) -> list[int]:
+    return [worker.seat.rank for worker in group.workers.values() if worker.code == 0]

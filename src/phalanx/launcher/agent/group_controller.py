@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 from phalanx.errors import PhalanxError
 from phalanx.forkserver import linux, wire
-from phalanx.launcher.agent.stopping.end_request import EndRequest
-from phalanx.launcher.agent.stopping.signals import Signals
-from phalanx.launcher.coordination.actions import (
+from phalanx.launcher.actions import (
     AcceptLoss,
     HaltWorkers,
     HoldWorkers,
     RegroupPlan,
     SignalWorkers,
+    StartAttempt,
     StopWorkers,
 )
-from phalanx.launcher.coordination.coordinator import StartAttempt
+from phalanx.launcher.agent.stopping.end_request import EndRequest
+from phalanx.launcher.agent.stopping.signals import Signals
 from phalanx.launcher.forking.supervisor import ForkServerSupervisor
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.workers.context import WorkerGroupContext
@@ -28,6 +28,7 @@ from phalanx.launcher.workers.worker_group import WorkerGroup
 GroupAction = RegroupPlan | StopWorkers | HoldWorkers | HaltWorkers | AcceptLoss | SignalWorkers
 
 _MOST_RANKS = 8  # in a message
+_MOST_FAILED = 3  # fork servers in a row that never become ready
 
 
 class GroupController:
@@ -55,12 +56,12 @@ class GroupController:
         self._fail = fail
         self._early_stop = False  # a stop came before the attempt began
         self._next_regroup: RegroupPlan | None = None  # the latest
-        self._replacing: asyncio.Task[None] | None = None  # a killed fork server and its workers
+        self._replacing: asyncio.Task[None] | None = None  # a lost fork server, and workers that died with it
 
     # -- from one attempt to the next
 
     async def prepare(self, plan: Plan) -> bool:
-        """Prepare the next attempt: replace the fork server if it was killed. False if no other becomes ready."""
+        """Prepare the next attempt: replace the fork server if it was lost. False if no other becomes ready."""
         self.plan = plan
         return not self._fork_server.lost or await self._fork_server.replace(plan)
 
@@ -81,8 +82,10 @@ class GroupController:
         return group
 
     async def settle(self) -> None:
-        """Wait for a replacement of the fork server that has begun."""
+        """Wait for a replacement of the fork server that has begun, or end it if the attempt does not need it."""
         if self._replacing is not None:
+            if self.group is not None and self.group.over.is_set():
+                self._fork_server.stop_waiting()
             await asyncio.wait((self._replacing,))
 
     def discard_regroup(self) -> None:
@@ -128,23 +131,34 @@ class GroupController:
         self.plan = to.plan
         if self._end_request.signal is not None or group.stopping:
             self._end_if_empty(group)
-        elif self._replacing is not None:
-            return  # that ends with the latest regroup
-        elif self._fork_server.lost:
-            self._replacing = asyncio.get_running_loop().create_task(self._replace_fork_server(group))
+        elif self._replacing is not None or self._fork_server.lost:
+            group.hold(to.why)  # survivors wait, with their state, for the workers that another fork server forks
+            self._replace(group)
         else:
             group.regroup(to)
 
+    def _replace(self, group: WorkerGroup) -> None:
+        """Replace a lost fork server, unless that has begun."""
+        if self._replacing is None:
+            stay = "; its workers continue, and another takes its place"
+            go = "; another takes its place"
+            self._note(f"the fork server was lost: {self._fork_server.lost}{stay if group.living else go}")
+            self._replacing = asyncio.get_running_loop().create_task(self._replace_fork_server(group))
+
     async def _replace_fork_server(self, group: WorkerGroup) -> None:
-        """Start a new fork server and all workers of this node. They join the next generation of the group."""
-        self._note(f"the fork server was ended from outside: {self._fork_server.lost}; another takes its place")
+        """Start a new fork server, then the workers of this node that the latest regroup needs."""
+        failed = 0  # fork servers in a row that were lost before they were ready
         try:
-            # The new one may be killed too.
             while self._fork_server.lost and not group.over.is_set() and not self._end_request.made:
-                ready = await self._fork_server.replace(self.plan)
-                if ready and self._next_regroup is not None and not group.over.is_set():
+                if not await self._fork_server.replace(self.plan):
+                    failed += 1
+                    if failed >= _MOST_FAILED and self._fork_server.lost:
+                        raise self._fork_server.startup_error()
+                elif not group.over.is_set():
+                    failed = 0
                     group.use_fork_server(self._fork_server.client)
-                    group.regroup(self._next_regroup)
+                    if self._next_regroup is not None and self._next_regroup.generation > group.generation:
+                        group.regroup(self._next_regroup)
         except PhalanxError as error:
             self._fail(error)
         finally:
@@ -167,12 +181,16 @@ class GroupController:
         if not self.group.living:
             self._end_empty(self.group)
             return
+        self._fork_server.kill_if_stopped()
         grace = self.plan.shutdown.stop_timeout
         already_sent = self._signals.workers_received(number)
-        self.group.stop(number, f"{number.name} received", grace, already_sent=already_sent)
+        self.group.stop(
+            number, "Ctrl-C" if number == signal.SIGINT else f"{number.name} received", grace, already_sent=already_sent
+        )
 
     def kill(self) -> None:
         """Kill the workers."""
+        self._fork_server.kill_if_stopped()
         if self.group is not None:
             self.group.workers.kill()
 
@@ -215,7 +233,7 @@ class GroupController:
     def fork_server_message(self, message: wire.Message) -> None:
         """Handle a message of the fork server about a process, or about a signal that it received."""
         match message["is"]:
-            case "born" if self.group is not None:
+            case "started" if self.group is not None:
                 self.group.worker_started(message["name"], message["pid"])
             case "exited" if self.group is not None:
                 self.group.worker_exited(message)
@@ -224,14 +242,24 @@ class GroupController:
             case "signalled":
                 self._signals.fork_server_received(message["signal"])
 
+    @property
+    def adopted(self) -> frozenset[int]:
+        """Return the pids of processes that have outlived their fork server."""
+        return self.group.workers.adopted.pids if self.group is not None else frozenset()
+
     def fork_server_lost(self) -> WorkerFailure | None:
-        """Handle the loss of the fork server: its workers are dead. Return the failure, if the attempt is not over."""
-        if self.group is None:
+        """Handle the loss of the fork server. Return the failure of the ranks that died with it, if there are any."""
+        group = self.group
+        if group is None:
             return None
-        self.group.fork_server_lost()
-        if self.group.over.is_set():
+        died = group.fork_server_lost()
+        if group.over.is_set():
             return None
-        return self.group.failures.of_all("the fork server was ended from outside", place="forkserver")
+        if died or not group.living:
+            return group.failures.of_all("the fork server was lost", place="forkserver")
+        if not self._end_request.made and not group.stopping:
+            self._replace(group)
+        return None
 
 
 def _rank_list(ranks: list[int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.contract.variables import OFF, SNAPSHOT_EVERY
 from phalanx.launcher.agent.snapshot_memory import SnapshotMemory
 from phalanx.launcher.debug.sessions import DebugSessions
+from phalanx.launcher.ipc.control_messages import AttachQuery
 from phalanx.launcher.ipc.control_socket import ControlSocket
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
 from phalanx.launcher.output.console import Console
@@ -34,8 +35,9 @@ class NodeServices:
             console=console,
             folder=folder,
             trusted=rendezvous is None or bool(rendezvous.token.key),
+            attach_from="leader" if rendezvous is None else rendezvous.attach_from,
         )
-        self.control_socket.on("attach", self.debugging.attach)
+        self.control_socket.on(AttachQuery, self.debugging.attach)
         self.watch_context = WatchContext(agent, coordinator, rpc, self.control_socket, folder)
         self._event_server = EventServer(self.watch_context)
         self.dashboard = Dashboard(plan, folder, console)

@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from phalanx.contract import encoding, snapshot_messages
+from phalanx.contract import encoding, shared_memory, snapshot_messages
 from phalanx.launcher.ipc.packet_server import PacketServer
 from phalanx.launcher.telemetry import out_of_memory
 
@@ -81,7 +81,7 @@ class SnapshotMemory:
             if name not in self._held:
                 if len(self._held) >= _MOST:
                     return f"{_MOST} memories are lent already"
-                self._held[name] = os.memfd_create("phalanx-snapshot", os.MFD_CLOEXEC)
+                self._held[name] = shared_memory.create("phalanx-snapshot", 0, shared_memory.GROWING)
             if size > here:
                 os.truncate(self._held[name], size)
         except OSError as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.contract import worker_messages
 from phalanx.diagnose.rules.timeouts import Timeout
+from phalanx.launcher.agent.metadata_recorder import MetadataRecorder
 from phalanx.launcher.workers.watched import WatchContext
 from phalanx.launcher.workers.worker_group import WorkerGroup
 
@@ -42,11 +43,13 @@ class Watchers:
 
     def __init__(self, context: WatchContext) -> None:
         self._context = context
+        self._metadata = MetadataRecorder(context)
         self._starting: asyncio.Task[None] | None = None
         self._started: _Started | None = None
 
     def start(self, attempt: WorkerGroup) -> None:
         """Start them in a moment, if this is the first attempt."""
+        self._metadata.start()
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start(attempt))
 
@@ -89,8 +92,14 @@ class Watchers:
         """Return what to print about step timings at the end of a run. Empty: nothing."""
         return self._started.step_timings.final_report(succeeded=succeeded) if self._started is not None else ""
 
+    @property
+    def pids(self) -> frozenset[int]:
+        """Return the pids of processes that they have started, which nobody else must end."""
+        return self._metadata.pids
+
     async def end(self) -> None:
         """End all of them, or their start."""
+        await self._metadata.end()
         if self._starting is not None:
             self._starting.cancel()
         if self._started is not None:

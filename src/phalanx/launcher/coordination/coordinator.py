@@ -11,7 +11,6 @@ FailoverCoordinator     a follower that becomes the leader if node 0 is lost (fa
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,23 +18,12 @@ from typing import Protocol
 
 from phalanx.contract import events, worker_messages
 from phalanx.control import messages
-from phalanx.launcher.coordination.actions import Action
+from phalanx.launcher.actions import Action, StartAttempt
 from phalanx.launcher.ipc.node_rpc import RpcCarrier
 from phalanx.launcher.output.log_forwarder import LogForwarder
-from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import WorkerFailure
-
-
-@dataclass(frozen=True)
-class StartAttempt:
-    """Start an attempt."""
-
-    attempt: int
-    plan: Plan
-    listener: socket.socket | None  # of the store, if this node hosts it
-    generation: int = 0  # of the group that this node joins
 
 
 @dataclass(frozen=True)
@@ -48,6 +36,11 @@ class AttemptReport:
     trouble: str = ""  # why it ended, if no worker is the cause
     failed: int = 0  # workers that failed, not counting those that were stopped
     left: str = ""  # processes that workers left running, and what happens to them
+
+    @property
+    def lost_peer(self) -> tuple[int, ...]:
+        """Return the ranks that failed because another one did."""
+        return tuple(sorted(death.rank for death in self.deaths if root_cause.gave_up(death)))
 
 
 @dataclass(frozen=True)

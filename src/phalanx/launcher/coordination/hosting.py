@@ -8,7 +8,7 @@ import socket
 from phalanx.control import interfaces
 from phalanx.errors import PortError
 from phalanx.launcher.coordination import port
-from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
+from phalanx.launcher.rendezvous_config import RendezvousConfig
 
 
 def open_leader_sockets(rendezvous: RendezvousConfig) -> tuple[bool, list[socket.socket]]:

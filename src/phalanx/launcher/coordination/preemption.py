@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from phalanx.contract import events, worker_messages
 from phalanx.contract.variables import CHECKPOINTS
-from phalanx.launcher.coordination.actions import EndRun, HaltWorkers, StopWorkers
+from phalanx.launcher.actions import EndRun, HaltWorkers, StopWorkers
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
 
@@ -78,7 +78,7 @@ class Preemption:
         if not self._checkpoints:
             self._note(
                 f"{number.name} received; no folder for checkpoints is known (--checkpoints DIR, or "
-                "run.keep(folder=…)), so what was trained since the start is lost"
+                'run.checkpoints("DIR")), so what was trained since the start is lost'
             )
             return False
         self.begun, self._signal, self._ranks, self._began = True, number, ranks, time.time()

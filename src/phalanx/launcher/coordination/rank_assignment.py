@@ -11,8 +11,8 @@ from phalanx.cluster.placement import Seat
 from phalanx.control import interfaces
 from phalanx.control.messages import NodeInfo, StartRanks
 from phalanx.errors import DeviceError
-from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.plan import Plan
+from phalanx.launcher.rendezvous_config import RendezvousConfig
 
 
 def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = "", failover_port: int = 0) -> NodeInfo:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Sequence
 
 from phalanx.contract import worker_messages
 from phalanx.control import messages
-from phalanx.launcher.coordination.actions import AcceptLoss, Action, RegroupPlan, StopWorkers
-from phalanx.launcher.coordination.coordinator import (
-    AgentProxy,
-    AgentView,
-    AttemptReport,
-    RunResult,
-    StartAttempt,
-    record_failure,
-)
+from phalanx.launcher.actions import AcceptLoss, Action, RegroupPlan, StartAttempt, StopWorkers
+from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult, record_failure
 from phalanx.launcher.coordination.preemption import Preemption, PreemptionAction, RegroupAndHalt
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.output.log_forwarder import LogForwarder
@@ -49,6 +43,14 @@ class SingleNodeCoordinator:
 
     def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
         """Do nothing: there is no other node."""
+
+    def backlog(self, to: int | None) -> int:  # noqa: ARG002
+        """Return 0: there is no other node."""
+        return 0
+
+    def dismiss(self, ranks: Sequence[int], why: str) -> bool:  # noqa: ARG002
+        """Return False: there is only this node."""
+        return False
 
     def address(self, member: int) -> str:  # noqa: ARG002
         """Return an empty address: there is no other node."""
@@ -92,10 +94,9 @@ class SingleNodeCoordinator:
         if death is None:
             return RunResult(1)
         record_failure(self._folder, death, report.attempt)
-        block = root_cause.counted(report.block, report.failed - 1)
         if not self._restarts:
-            return RunResult(death.exit_code, self._recoveries.final_text(block))
-        return self._restart(report.attempt, block)
+            return RunResult(death.exit_code, self._recoveries.final_text(report.block))
+        return self._restart(report.attempt, report.block)
 
     def _restart(self, attempt: int, why: str) -> StartAttempt:
         self._agent.note(f"{why}\nphalanx: {self._recoveries.restarting()}", repeats=True)

@@ -60,8 +60,8 @@ _attach_replies: Decoder[AttachReply] = Decoder(AttachReply)
 class StreamEvents(Protocol):
     """What the streams need from the debug sessions of their node."""
 
-    async def attach_for_node(self, request: AttachRequest) -> Attachment:
-        """Attach a debugger for another node. Raises AttachRefused."""
+    async def attach_for_node(self, who: int | None, request: AttachRequest) -> Attachment:
+        """Attach a debugger for another node (None: the leader). Raises AttachRefused."""
         ...
 
     async def interrupt(self, rank: int) -> bool:
@@ -182,7 +182,7 @@ class RemoteStreams:
             return None
         proxy = self._start(key, request.rank)
         try:
-            attached = await self._events.attach_for_node(request)
+            attached = await self._events.attach_for_node(who, request)
         except AttachRefused as refused:
             self._proxies.pop(key, None)
             return encoding.encode(AttachReply(why=refused.why, fix=refused.fix))

@@ -23,8 +23,11 @@ from phalanx.launcher.debug.attachment import Attachment, AttachRefused
 from phalanx.launcher.debug.debugged_ranks import DebuggedRanks, DebuggedWorker, DebugTarget
 from phalanx.launcher.debug.remote_streams import KIND, NODE_TIMEOUT, AttachRequest, RemoteStreams
 from phalanx.launcher.debug.terminal_queue import TerminalQueue
+from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.ipc.control_messages import AttachedReply, AttachQuery, QueryRefused
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
 from phalanx.launcher.output.console import Console
+from phalanx.launcher.rendezvous_config import AttachFrom
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import Worker
 
@@ -36,7 +39,30 @@ _NO_TOKEN = (
     "phalanx attach on the node of the rank, or a run without --no-auth",
 )
 
+_NOT_FROM_OTHERS = (
+    "the node of the rank lets no other node attach a debugger (--attach-from none)",
+    "phalanx attach on the node of the rank, or a run with --attach-from leader",
+)
+_ONLY_LEADER = (
+    "only node 0 may attach a debugger to ranks of other nodes (--attach-from leader)",
+    "phalanx attach on node 0 or on the node of the rank, or a run with --attach-from all",
+)
+
 _messages: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
+
+
+def remote_refusal(who: int | None, attach_from: AttachFrom, *, trusted: bool) -> AttachRefused | None:
+    """Return why another node may not attach a debugger here. `who`: a member, or None for the leader.
+
+    The leader asks for itself and for members, for which it has decided by this function before.
+    """
+    if not trusted:
+        return AttachRefused(*_NO_TOKEN)
+    if attach_from == "none":
+        return AttachRefused(*_NOT_FROM_OTHERS)
+    if attach_from == "leader" and who is not None:
+        return AttachRefused(*_ONLY_LEADER)
+    return None
 
 
 class DebugSessions:
@@ -51,9 +77,11 @@ class DebugSessions:
         folder: RunFolder,
         *,
         trusted: bool = True,
+        attach_from: AttachFrom = "leader",
     ) -> None:
         self._target = target
         self._trusted = trusted  # other nodes have proved that they have the token
+        self._attach_from = attach_from
         self._coordinator = coordinator
         self._rpc = rpc
         self._ranks = DebuggedRanks(target, coordinator, self._send)
@@ -104,7 +132,11 @@ class DebugSessions:
         if not self._coordinator.leads:
             self._send(None, b"w", {"rank": rank, "place": place})
             return
-        self._terminal.offer(rank, place, reachable=self._trusted or self._is_here(rank))
+        self._terminal.offer(rank, place, reachable=self._reaches_others or self._is_here(rank))
+
+    @property
+    def _reaches_others(self) -> bool:
+        return self._trusted and self._attach_from != "none"
 
     def _is_here(self, rank: int) -> bool:
         attempt = self._target.attempt
@@ -127,25 +159,24 @@ class DebugSessions:
 
     # -- attaching
 
-    async def attach(self, request: wire.Message, caller: socket.socket) -> None:
-        """Serve `phalanx attach`. After the request, every byte from the caller is a Ctrl-C."""
+    async def attach(self, query: AttachQuery, caller: socket.socket) -> None:
+        """Serve `phalanx attach`. After the query, every byte from the caller is a Ctrl-C."""
         with caller:
             try:
-                rank, port = int(request.get("rank", -1)), request.get("port")
-                attached = await self.open(rank, by=f"process {request.get('pid')}", port=port)
+                attached = await self.open(query.rank, by=f"process {query.pid}", port=query.port)
             except AttachRefused as refused:
-                wire.send(caller, {"is": "refused", "why": refused.why, "fix": refused.fix})
+                control_socket.send(caller, QueryRefused(why=refused.why, fix=refused.fix))
                 return
-            reply = {"is": "attached", "how": attached.how, "place": attached.place}
+            reply = AttachedReply(how=attached.how, place=attached.place, port=attached.port, host=attached.host)
             if attached.sock is None:
-                wire.send(caller, {**reply, "port": attached.port, "host": attached.host})
+                control_socket.send(caller, reply)
                 return
             with attached.sock as sock:
-                wire.send(caller, reply, [sock.fileno()])
+                control_socket.send(caller, reply, [sock.fileno()])
             caller.setblocking(False)
             with contextlib.suppress(ConnectionError):
                 while await asyncio.get_running_loop().sock_recv(caller, 1):
-                    await self.interrupt(rank)
+                    await self.interrupt(query.rank)
             attached.hang_up()
 
     async def open(self, rank: int, *, by: str, port: int | None = None, waits: bool = False) -> Attachment:
@@ -227,10 +258,11 @@ class DebugSessions:
 
     # -- other nodes
 
-    async def attach_for_node(self, request: AttachRequest) -> Attachment:
-        """Attach a debugger for another node. Raises AttachRefused."""
-        if not self._trusted:
-            raise AttachRefused(*_NO_TOKEN)
+    async def attach_for_node(self, who: int | None, request: AttachRequest) -> Attachment:
+        """Attach a debugger for another node (None: the leader). Raises AttachRefused."""
+        refused = remote_refusal(who, self._attach_from, trusted=self._trusted)
+        if refused is not None:
+            raise refused
         by = f"{request.by[:100]} of another node"
         return await self.open(request.rank, by=by, port=request.port, waits=request.waits)
 

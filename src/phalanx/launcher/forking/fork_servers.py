@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from phalanx.launcher.plan import Plan
 _FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
 _HOOK = os.path.join(_FOLDER, "hook")
 _TORCH = ("torch", "torch.distributed")
+LOG = "forkserver.log"  # in the run folder: what imports have printed
+_SEND_TIMEOUT = 10.0  # seconds; a stopped fork server must not stop the agent, which would handle no Ctrl-C
 
 
 @dataclass
@@ -35,13 +39,24 @@ class ForkServerClient:
         return self.process.pid if self.process is not None else int((self.ready or {})["pid"])
 
     @property
+    def is_child(self) -> bool:
+        """Return whether it is a child of this process, which then adopts what outlives it. A warm one is not."""
+        return self.process is not None
+
+    @property
     def forks(self) -> bool:
         """Return whether it forks workers rather than executing them."""
         return self.way != "fresh"
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Send an order."""
-        wire.send(self.sock, message, list(fds))
+        """Send an order. Raises OSError if the fork server is gone, or reads nothing although its buffer is full."""
+        self.sock.settimeout(_SEND_TIMEOUT)
+        try:
+            wire.send(self.sock, message, list(fds))
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)  # it has a part of the message
+            raise
 
     def receive(self) -> wire.Message | None:
         """Receive a message. None: the fork server has ended."""
@@ -112,7 +127,7 @@ def _spawn(line: list[str], environ: dict[str, str], theirs: socket.socket, log:
 def store_order(fork_server: ForkServerClient, plan: Plan, port: int) -> wire.Message:
     """Return the order to start the store: forked if the fork server has torch, else executed."""
     order: wire.Message = {"do": "store", "name": "store", "address": plan.group.master_addr, "port": port}
-    order["environ"] = dict(plan.environ)
+    order |= {"environ": dict(plan.environ), "outlives": fork_server.is_child}
     if not fork_server.forks:
         order["exec"] = [plan.command.python, os.path.join(_FOLDER, "store.py")]
     return order

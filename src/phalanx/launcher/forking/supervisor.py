@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 
 from phalanx.contract import events
 from phalanx.errors import LaunchError
-from phalanx.forkserver import wire
+from phalanx.forkserver import linux, wire
 from phalanx.forkserver.orphans import Orphans
 from phalanx.launcher.forking import fork_servers
 from phalanx.launcher.forking.connection import END_TIMEOUT, ForkServerConnection
 from phalanx.launcher.forking.fork_servers import ForkServerClient
 from phalanx.launcher.forking.preload_hints import PreloadHints
+from phalanx.launcher.forking.source_snapshot import SourceSnapshot
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
 
@@ -23,8 +25,8 @@ class ForkServerSupervisor:
     """Supervises the fork server of a run, and those that replace it. Needs a running event loop.
 
     `is_ending` returns whether the run is to end, so that no other fork server is started. `foreign_pids` returns the
-    children of this process that are not part of the run. `on_message` gets messages about processes and signals,
-    `on_lost` is called when a fork server was ended from outside.
+    children of this process that it must not end: they are no part of the run, or have outlived a fork server.
+    `on_message` gets messages about processes and signals, `on_lost` is called when a fork server was lost.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ForkServerSupervisor:
     ) -> None:
         self.hints = hints  # None: every rank is a new interpreter
         self.keep_orphans = False  # leave processes that ranks left running
+        self.sources = SourceSnapshot(plan.command, plan.environ)  # read while the fork server imports
         self._plan = plan
         self._folder = folder
         self._note = note
@@ -50,6 +53,7 @@ class ForkServerSupervisor:
         self._on_message = on_message
         self._on_lost = on_lost
         self._orphans = Orphans()
+        self._adopts = False  # a fork server was lost, so that processes of the run may be children of this process
         self._connection = self._connect(client)
 
     @property
@@ -59,7 +63,7 @@ class ForkServerSupervisor:
 
     @property
     def lost(self) -> str:
-        """Return how the current fork server was ended from outside. Empty: it was not."""
+        """Return how the current fork server was lost. Empty: it was not."""
         return self._connection.lost
 
     def startup_error(self) -> LaunchError:
@@ -84,42 +88,59 @@ class ForkServerSupervisor:
         if self._is_ending():
             return False
         self._plan = plan
-        with open(self._log_path, "ab") as log:
+        with open(self._folder.open_log(fork_servers.LOG), "ab") as log:
             self._connection = self._connect(fork_servers.make(plan, self.hints, log=log.fileno()))
         return await self._wait_until_ready(show_output=False)  # it prints the same as the first
 
+    def kill_if_stopped(self) -> None:
+        """Kill the fork server if it is stopped, before workers are signalled through it."""
+        self._connection.kill_if_stopped()
+
     async def orphans(self) -> Sequence[int]:
-        """Return the processes that are left below the fork server."""
-        return tuple((await self._connection.ask("orphans")).get("pids", ()))
+        """Return the processes that ranks have left running."""
+        below = tuple((await self._connection.ask("orphans")).get("pids", ()))
+        return (*below, *linux.descendants(os.getpid(), besides=self._kept())) if self._adopts else below
 
     async def end_processes(self) -> None:
         """End all processes that the fork server and the workers have started."""
-        if self.lost:
+        if not self.lost:
+            await self._connection.ask("end_orphans")
+        if self._adopts:
             await self._end_orphans()
-        else:
-            await self._connection.ask("sweep")
 
     async def end(self) -> None:
         """End the fork server and all processes that it and the workers have started."""
         await self._connection.end(leave=self.keep_orphans)
-        await self._end_orphans()
+        if self._adopts or not self._connection.ended:
+            await self._end_orphans()
 
     def reap(self) -> None:
         """Wait for the process of the fork server to exit, after `end`."""
         self._connection.reap(END_TIMEOUT)
 
     def _connect(self, client: ForkServerClient) -> ForkServerConnection:
-        return ForkServerConnection(client, self._receive, self._on_lost)
+        return ForkServerConnection(
+            client, self._receive, self._lost_connection, timeout=self._plan.recovery.worker_timeout
+        )
+
+    def _lost_connection(self) -> None:
+        self._adopts = self._adopts or self.client.is_child
+        self._on_lost()
 
     def _receive(self, message: wire.Message) -> None:
-        if message["is"] == "born":
+        if message["is"] == "started":
             self._orphans.note(message["pid"])
         self._on_message(message)
 
     async def _end_orphans(self) -> None:
-        """End the processes that workers of a killed fork server had started: this process has adopted them."""
-        if self.client.process is not None and not self.keep_orphans and not self._connection.ended:
-            await asyncio.to_thread(self._orphans.end, besides=self._foreign_pids())
+        """End the processes that workers of a lost fork server had started: this process has adopted them."""
+        if self.client.is_child and not self.keep_orphans:
+            await asyncio.to_thread(self._orphans.end, besides=self._kept())
+
+    def _kept(self) -> frozenset[int]:
+        """Return the children of this process that are not to be ended, with all below them."""
+        fork_server = frozenset({self.client.pid}) if self.client.is_child else frozenset()
+        return self._foreign_pids() | fork_server
 
     async def _wait_until_ready(self, *, show_output: bool) -> bool:
         report = await self._connection.ready()
@@ -165,7 +186,7 @@ class ForkServerSupervisor:
             return {}
         self._connection.reap()
         self.hints = None
-        with open(self._log_path, "ab") as log:
+        with open(self._folder.open_log(fork_servers.LOG), "ab") as log:
             self._connection = self._connect(fork_servers.fresh(self._plan.environ, log=log.fileno()))
         return await self._connection.ready()
 
@@ -178,4 +199,4 @@ class ForkServerSupervisor:
 
     @property
     def _log_path(self) -> str:
-        return f"{self._folder.path}/forkserver.log"
+        return f"{self._folder.path}/{fork_servers.LOG}"

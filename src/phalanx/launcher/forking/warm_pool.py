@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
-from phalanx.forkserver import wire
+from phalanx.forkserver import linux, wire
 from phalanx.launcher.forking.fork_servers import ForkServerClient
 from phalanx.version import __version__
 
@@ -166,6 +166,8 @@ def _connect(path: str) -> socket.socket | None:
             raise LaunchError(f"{path} belongs to another user", fix=f"rm {path}")
         with _short(path) as short:
             sock.connect(short)
+        if not linux.peer(sock).is_same_user:  # the socket may have been replaced since
+            raise LaunchError(f"a process of another user listens on {path}", fix=f"rm {path}")
     except OSError:
         sock.close()
         return None

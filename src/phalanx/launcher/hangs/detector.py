@@ -23,11 +23,12 @@ from phalanx.diagnose.rules import absent
 from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
-from phalanx.forkserver import wire
-from phalanx.launcher.hangs import hang_action, node_evidence, stall_dump
-from phalanx.launcher.hangs.cluster_progress import ClusterProgress, NodeHeartbeat
+from phalanx.launcher.evidence import stall_dump
+from phalanx.launcher.hangs import hang_action, node_evidence
+from phalanx.launcher.hangs.cluster_progress import QUIET, ClusterProgress, NodeHeartbeat
 from phalanx.launcher.hangs.evidence_gatherer import NODE_TIMEOUT, EvidenceGatherer
 from phalanx.launcher.hangs.hang_action import KillRanks, StopRun, WaitLonger
+from phalanx.launcher.ipc.control_messages import QueryRefused, WhyQuery, WhyReply
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.telemetry.node_sampler import INTERVAL, NodeReading
 from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
@@ -42,15 +43,7 @@ _SOONEST = 5.0  # seconds between two looks at the same stall
 _MAX_ERRORS = 5  # in a row: workers come and go while they are checked
 
 
-class HangReason(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `phalanx why`."""
-
-    evidence: Evidence
-    verdicts: tuple[Verdict, ...]
-    report: str
-
-
-_reasons: Decoder[HangReason] = Decoder(HangReason)
+_reasons: Decoder[WhyReply] = Decoder(WhyReply)
 _ranks: Decoder[tuple[int, ...]] = Decoder(tuple[int, ...])
 
 
@@ -93,7 +86,7 @@ class HangDetector:
         self._stalled: tuple[float, str] | None = None  # since when, and what to say about it at the end of the run
         self._recheck: float | None = None  # an alarm without a verdict: when to diagnose again
         self._alarm_task: asyncio.Task[None] | None = None
-        context.control.serve("why", self._answer)
+        context.control.serve(WhyQuery, self._answer)
         self._rpc.serve("why", self._answer_node)
         self._rpc.on("kill", self._kill_received)
         self._rpc.on("verdict", self._verdict_received)
@@ -194,6 +187,9 @@ class HangDetector:
         self._stalled = (time.monotonic() - evidence.waited, f"the run was stalled when it ended:\n{short}")
         self._say(f"{text}\n  stacks and all evidence: {path}" if path else text)
         self._act(evidence, verdicts)
+        if any(0 < node.silent < QUIET and not node.lost for node in evidence.nodes):
+            # A busy node did not answer in time, and what it knows may change the verdict.
+            self._recheck = self._recheck or time.monotonic() + max(stall_timeout, _SOONEST)
 
     def _say(self, text: str) -> None:
         """Print on all nodes."""
@@ -212,6 +208,9 @@ class HangDetector:
     def _act(self, evidence: Evidence, verdicts: list[Verdict]) -> None:
         """Do what --on-hang says."""
         on_hang = self._agent.plan.hang.action
+        parted = hang_action.cut_off(on_hang, verdicts)
+        if parted is not None and self._coordinator.dismiss(parted.ranks, parted.text):
+            return
         match hang_action.choose(on_hang, evidence, verdicts):
             case WaitLonger(seconds):
                 self._agent.note(f"the rank may only be slow: --on-hang {on_hang} waits another {seconds:.0f} s")
@@ -260,25 +259,22 @@ class HangDetector:
         attempt = self._agent.attempt
         return attempt.held if attempt is not None else ""
 
-    async def _answer(self, _: wire.Message) -> wire.Message:
+    async def _answer(self, _: WhyQuery) -> WhyReply | QueryRefused:
         """Answer `phalanx why`."""
-        reason = await self._reason()
-        if reason is None:
-            return {"is": "refused", "why": "node 0 does not answer"}
-        return {"is": "why", **msgspec.to_builtins(reason)}
+        return await self._reason() or QueryRefused(why="node 0 does not answer")
 
     async def _answer_node(self, _: int | None, __: bytes) -> bytes | None:
         reason = await self._reason()
         return None if reason is None else encoding.encode(reason)
 
-    async def _reason(self) -> HangReason | None:
+    async def _reason(self) -> WhyReply | None:
         """Diagnose on the leader; elsewhere, ask the leader. None: it does not answer."""
         if self._coordinator.leads:
             evidence, verdicts = await self.explain()
             text = report.text(evidence, verdicts)
             if self._held:
                 text = f"too few nodes are left: the ranks wait for others to join ({self._held})\n\n{text}"
-            return HangReason(evidence=evidence, verdicts=tuple(verdicts), report=text)
+            return WhyReply(evidence=evidence, verdicts=tuple(verdicts), report=text)
         try:
             return _reasons.decode(await self._rpc.request("why", timeout=NODE_TIMEOUT + node_evidence.LONGEST))
         except (TimeoutError, msgspec.DecodeError):

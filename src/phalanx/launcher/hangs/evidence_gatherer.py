@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec.structs import replace
 
+from phalanx.contract import encoding
+from phalanx.contract.encoding import Decoder
 from phalanx.control.member import join_problems
 from phalanx.diagnose.evidence import Evidence, NodeFacts
 from phalanx.launcher.hangs import node_evidence
@@ -22,7 +25,19 @@ if TYPE_CHECKING:
     from phalanx.launcher.workers.watched import WatchContext
 
 NODE_TIMEOUT = 2.2  # seconds for another node to send its evidence
+_PEER_TIMEOUT = 1.5  # seconds for one node to reach another: the first packet is sent again after one second
+_MOST_PEERS = 64  # that a node tries to reach
 _REACH_TIMEOUT = 0.7  # seconds for a host to answer at all
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True):
+    """A node that others should be able to reach: its first rank, and its address as node 0 sees it."""
+
+    rank: int
+    address: Annotated[str, msgspec.Meta(max_length=256)]
+
+
+_peers: Decoder[list[Peer]] = Decoder(list[Peer])
 
 
 class EvidenceGatherer:
@@ -43,8 +58,10 @@ class EvidenceGatherer:
         plan = self._agent.plan
         members = {member: ranks for member, ranks in self._coordinator.members().items() if ranks}
         loop = asyncio.get_running_loop()
+        peers = [Peer(ranks[0], self._coordinator.address(member)) for member, ranks in members.items()]
+        asked = encoding.encode(peers)
         replies = {
-            member: loop.create_task(self._rpc.request("evidence", to=member, timeout=node_evidence.LONGEST))
+            member: loop.create_task(self._rpc.request("evidence", asked, to=member, timeout=node_evidence.LONGEST))
             for member in members
         }
         own = asyncio.create_task(self._take())
@@ -105,8 +122,19 @@ class EvidenceGatherer:
         address = self._coordinator.address(member)
         return await join_problems.way(address, timeout=_REACH_TIMEOUT) if address else ""
 
-    async def _answer(self, _: int | None, __: bytes) -> bytes:
-        return node_evidence.encode(await self._take())
+    async def _answer(self, _: int | None, content: bytes) -> bytes:
+        peers = _peers.decode(content)[:_MOST_PEERS]
+        unreached = asyncio.gather(*map(self._unreached, peers))
+        evidence = await self._take()
+        found = tuple(rank for rank in await unreached if rank is not None)
+        return node_evidence.encode(replace(evidence, node=replace(evidence.node, unreached=found)))
+
+    async def _unreached(self, peer: Peer) -> int | None:
+        """Return the rank of a peer that this node cannot reach. None: it can."""
+        own = peer.rank in {seat.rank for seat in self._agent.plan.seats}
+        if own or not peer.address or await join_problems.reaches(peer.address, timeout=_PEER_TIMEOUT):
+            return None
+        return peer.rank
 
     async def _take(self) -> NodeEvidence:
         """Take the evidence of this node."""

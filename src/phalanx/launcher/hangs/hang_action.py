@@ -35,12 +35,23 @@ class KillRanks:
     ranks: frozenset[int]
 
 
+def cut_off(on_hang: OnHang, verdicts: Sequence[Verdict]) -> Verdict | None:
+    """Return the verdict about a node that others cannot reach, whose ranks the run can continue without.
+
+    It is not --on-hang that decides: killed ranks would be replaced on the same node. Only "stop" ends the run.
+    """
+    return None if on_hang == "stop" else next((each for each in verdicts if each.kind == "partition"), None)
+
+
 def choose(on_hang: OnHang, evidence: Evidence, verdicts: Sequence[Verdict]) -> WaitLonger | StopRun | KillRanks | None:
     """Return what to do about a stall with these verdicts. None: it is only reported."""
     if on_hang == "report":
         return None
     if verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:
         return WaitLonger(LONGER * evidence.limit - evidence.waited)
+    if on_hang == "kill" and (parted := cut_off(on_hang, verdicts)) is not None:
+        fix = "mend the network, or start with -n MIN:MAX: the run then continues without one of them"
+        return StopRun(f"the run is stalled and cannot continue: {parted.text}", fix)
     if on_hang == "stop":
         why = f"the run is stalled and was stopped (--on-hang stop): {verdicts[0].text}"
         return StopRun(why, verdicts[0].fix)

@@ -21,9 +21,9 @@ from phalanx.diagnose.evidence import CallEvidence, Frame, NodeFacts, Process, R
 from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.forkserver import linux
 from phalanx.forkserver.probe import probe
-from phalanx.launcher.hangs import evidence_reply, stacks
-from phalanx.launcher.hangs.evidence_reply import EvidenceReply
-from phalanx.launcher.hangs.source_lines import Sources
+from phalanx.launcher.evidence import evidence_reply, stacks
+from phalanx.launcher.evidence.evidence_reply import EvidenceReply
+from phalanx.launcher.evidence.source_lines import Sources
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.telemetry import gpus, process_stats
 

@@ -13,23 +13,30 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar, cast
 
+import msgspec
+
+from phalanx.contract import encoding
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
+from phalanx.launcher.ipc import control_messages
+from phalanx.launcher.ipc.control_messages import AnyQuery, AnyReply, ControlCall, ControlQuery, QueryRefused, WhyQuery
 from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
 
 _REQUEST_TIMEOUT = 5.0  # seconds for a caller to send its request
 _REPLY_TIMEOUT = 5.0  # seconds for a caller to read the reply
 HANDLER_TIMEOUT = 10.0  # seconds for a handler to be registered: the run may have just started
-_LONGEST = 1 << 16  # bytes of a request
+NOT_STARTED = "none of its ranks has started"
+STARTING = 5.0  # seconds for a run that has just started to open its socket
 _MAX_PENDING = 32  # callers that have not sent their request yet: beyond that, the oldest is dropped
 _FILE = "control"  # in the run folder: the address and the key
 
-# Takes the request and the connection, and closes the connection.
-ConnectionHandler = Callable[[wire.Message, socket.socket], Awaitable[None]]
-RequestHandler = Callable[[wire.Message], Awaitable[wire.Message]]  # returns the reply
+Q = TypeVar("Q", bound=ControlQuery)
+R = TypeVar("R", bound=AnyReply)
+ConnectionHandler = Callable[[Q, socket.socket], Awaitable[None]]  # closes the connection
+QueryHandler = Callable[[Q], Awaitable[AnyReply]]
 
 
 class ControlSocket:
@@ -38,7 +45,7 @@ class ControlSocket:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder  # its path changes when the nodes have joined
         self._key = os.urandom(16).hex()
-        self._handlers: dict[str, ConnectionHandler] = {}
+        self._handlers: dict[type[ControlQuery], ConnectionHandler[Any]] = {}
         self._registered = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pending: dict[asyncio.Task[None], None] = {}  # in order of arrival; each holds a file descriptor
@@ -53,17 +60,17 @@ class ControlSocket:
             with open(fd, "w") as file:
                 file.write(f"{name} {self._key}\n")
 
-    def on(self, kind: str, handler: ConnectionHandler) -> None:
-        """Pass the connection to `handler` for requests of this kind: more than one reply follows."""
+    def on(self, kind: type[Q], handler: ConnectionHandler[Q]) -> None:
+        """Pass the connection to `handler` for queries of this kind: more than one reply follows."""
         self._handlers[kind] = handler
         self._start(self._notify())
 
-    def serve(self, kind: str, handler: RequestHandler) -> None:
-        """Answer requests of this kind with what `handler` returns."""
+    def serve(self, kind: type[Q], handler: QueryHandler[Q]) -> None:
+        """Answer queries of this kind with what `handler` returns."""
 
-        async def answer(request: wire.Message, caller: socket.socket) -> None:
+        async def answer(query: Q, caller: socket.socket) -> None:
             with caller:
-                reply = await asyncio.to_thread(wire.encode, await handler(request))
+                reply = wire.frame(await asyncio.to_thread(encoding.encode, await handler(query)))
                 caller.setblocking(False)
                 # Not in a thread: a caller that does not read would occupy one of the few.
                 with contextlib.suppress(OSError):
@@ -101,33 +108,40 @@ class ControlSocket:
         with contextlib.suppress(OSError, ValueError):
             try:
                 async with asyncio.timeout(_REQUEST_TIMEOUT):
-                    request = await self._read_request(caller)
+                    query = await self._read_query(caller)
             except asyncio.CancelledError:
                 caller.close()
                 raise
             self._pending.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
-            handler = await self._handler(str(request.get("ask")))
-            if handler is not None:
+            if isinstance(query, QueryRefused):
+                send(caller, query)
+            elif (handler := await self._handler(type(query))) is not None:
                 caller.setblocking(True)
-                await handler(request, caller)
+                await handler(query, caller)
                 return
-            wire.send(caller, {"is": "refused", "why": "none of its ranks has started, or the request is unknown"})
+            else:
+                send(caller, QueryRefused(why=NOT_STARTED))
         caller.close()
 
-    async def _handler(self, kind: str) -> ConnectionHandler | None:
+    async def _handler(self, kind: type[ControlQuery]) -> ConnectionHandler[Any] | None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HANDLER_TIMEOUT), self._registered:
                 await self._registered.wait_for(lambda: kind in self._handlers)
         return self._handlers.get(kind)
 
-    async def _read_request(self, caller: socket.socket) -> wire.Message:
-        reader = wire.MessageReader(_LONGEST)
+    async def _read_query(self, caller: socket.socket) -> AnyQuery | QueryRefused:
+        """Return the query, or why it is invalid. Raises ValueError for a caller that does not know the key."""
+        reader = wire.FrameReader(control_messages.QUERY_LIMIT)
         while data := await self._loop.sock_recv(caller, reader.missing):
-            request = reader.feed(data)
-            if request is not None:
-                if not hmac.compare_digest(_bytes(request.pop("key", None)), _bytes(self._key)):
+            body = reader.feed_frame(data)
+            if body is not None:
+                call = control_messages.calls.decode(body)
+                if not hmac.compare_digest(call.key.encode(), self._key.encode()):
                     raise ValueError("wrong key")
-                return request
+                try:
+                    return control_messages.queries.decode(bytes(call.query))
+                except msgspec.DecodeError as error:  # of another version of phalanx
+                    return QueryRefused(why=f"invalid query: {error}")
         raise ConnectionResetError
 
     def close(self) -> None:
@@ -140,34 +154,46 @@ class ControlSocket:
             os.unlink(os.path.join(self._folder.path, _FILE))
 
 
-def _bytes(key: object) -> bytes:
-    return str(key).encode(errors="replace")
+def send(sock: socket.socket, reply: AnyReply, fds: Sequence[int] = ()) -> None:
+    """Send a reply, with descriptors."""
+    wire.send_frame(sock, encoding.encode(reply), list(fds))
 
 
-def request(run: RunRecord, message: wire.Message, *, timeout: float) -> wire.Message:
-    """Send a request to the agent of a run on this host, and return its reply.
+def receive(sock: socket.socket, limit: int = control_messages.REPLY_LIMIT) -> tuple[AnyReply, list[int]]:
+    """Return the next reply, with descriptors. Raises ConnectionResetError, and LaunchError if it cannot be read."""
+    try:
+        received = wire.FrameReader(limit).receive_frame(sock)
+        if received is not None:
+            return control_messages.replies.decode(received[0]), received[1]
+    except ValueError as error:
+        raise LaunchError(f"unreadable reply of the agent: {error}") from None
+    raise ConnectionResetError
+
+
+def request(run: RunRecord, query: AnyQuery, kind: type[R], *, timeout: float) -> R | QueryRefused:
+    """Send a query to the agent of a run on this host, and return its reply.
 
     Raises LaunchError if it cannot be reached, ConnectionResetError if it ends before it replies, and TimeoutError.
     """
-    with call(run, message) as sock:
+    with call(run, query) as sock:
         sock.settimeout(timeout)
-        received = wire.receive(sock)
-    if received is None:
-        raise ConnectionResetError
-    return received[0]
+        limit = control_messages.WHY_LIMIT if isinstance(query, WhyQuery) else control_messages.REPLY_LIMIT
+        reply, _ = receive(sock, limit)
+    if not isinstance(reply, kind | QueryRefused):
+        raise LaunchError(f"unexpected reply of {run.id}: {type(reply).__name__}")
+    return cast("R | QueryRefused", reply)
 
 
-def call(run: RunRecord, request: wire.Message) -> socket.socket:
-    """Send a request to the agent of a run on this host, and return the connection. Raises LaunchError."""
+def call(run: RunRecord, query: AnyQuery) -> socket.socket:
+    """Send a query to the agent of a run on this host, and return the connection. Raises LaunchError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with open(os.path.join(run.folder, _FILE)) as file:
-            name, key = file.read().split()
+        name, key = _address(run)
         _connect(sock, f"\0{name}")
         peer = linux.peer(sock)
         if peer.pid != run.pid or not peer.is_same_user:
             raise OSError("another process answers at its address")
-        wire.send(sock, {**request, "key": key})
+        wire.send_frame(sock, encoding.encode(ControlCall(key=key, query=msgspec.Raw(encoding.encode(query)))))
     except (OSError, ValueError) as error:
         sock.close()
         raise LaunchError(
@@ -176,6 +202,22 @@ def call(run: RunRecord, request: wire.Message) -> socket.socket:
             fix="phalanx ps lists the runs on this host",
         ) from None
     return sock
+
+
+def _address(run: RunRecord) -> tuple[str, str]:
+    """Return the address and the key of a run. One that has just started has none: wait for it for a moment."""
+    end = time.monotonic() + STARTING
+    while True:
+        try:
+            with open(os.path.join(run.folder, _FILE)) as file:
+                name, key = file.read().split()
+            return name, key
+        except (FileNotFoundError, ValueError):
+            if not run.alive:
+                raise
+            if time.monotonic() > end:
+                raise OSError("it is just starting, and can be asked in a moment") from None
+        time.sleep(0.05)
 
 
 def _connect(sock: socket.socket, address: str) -> None:

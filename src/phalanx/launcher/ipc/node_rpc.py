@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from phalanx.control import messages
+from phalanx.control.outbox import LimitExceededError
 from phalanx.launcher.ipc.pending_replies import PendingReplies
 
 logger = logging.getLogger(__name__)
 
 _REPLY = "reply"  # the kind of all replies; their number is that of the request
+
+# A node asks another one at most ASKED questions at a time, and gives up after seconds. The other node answers for at
+# most ANSWER_TIMEOUT seconds. So a node that keeps to this never has more than MOST_QUESTIONS open.
+ASKED = 8
+MOST_QUESTIONS = 64
+QUESTION_BYTES = 1 << 20  # of all open questions of a node
+ANSWER_TIMEOUT = 60.0
+_ANSWERING = 8  # questions of a node that are answered at the same time
+_BACKLOG = 1 << 23  # bytes that a node has not received yet, above which replies to it wait
+_BACKLOG_CHECK = 0.05  # seconds between two looks at the backlog
 
 Handler = Callable[[int | None, int, bytes], None]  # sender (None: this node or the leader), number, content
 RequestHandler = Callable[[int | None, bytes], Awaitable[bytes | None]]  # sender, content -> reply; None: no reply
@@ -39,8 +51,16 @@ class RpcCarrier(Protocol):
     def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
         """Send a frame to a member or, if `to` is None, to the leader."""
 
+    def backlog(self, to: int | None) -> int:
+        """Return the bytes that a member or, if `to` is None, the leader has not received yet."""
+        ...
+
     def address(self, member: int) -> str:
         """Return the address of a member as seen from here. Empty if unknown."""
+        ...
+
+    def dismiss(self, ranks: Sequence[int], why: str) -> bool:
+        """Continue without the node that has these ranks. Return False if the run cannot."""
         ...
 
 
@@ -51,7 +71,9 @@ class NodeRpc:
         self._carrier = carrier
         self._handlers: dict[str, Handler] = {_REPLY: self._reply_received}
         self._replies: PendingReplies[bytes] = PendingReplies()
-        self._tasks: set[asyncio.Task[None]] = set()  # that answer requests
+        self._questions: dict[int | None, _OpenQuestions] = defaultdict(_OpenQuestions)  # by sender
+        self._asking: dict[int | None, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(ASKED))
+        self._closed = False
         self._partial: dict[int | None, _PartialMessage] = {}  # by sender: its frames arrive in order
 
     def on(self, kind: str, handler: Handler) -> None:
@@ -62,11 +84,19 @@ class NodeRpc:
         """Answer requests of this kind with what `handler` returns."""
 
         def start(sender: int | None, number: int, content: bytes) -> None:
-            task = asyncio.get_running_loop().create_task(self._answer(handler, kind, sender, number, content))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            if not self._closed:
+                questions = self._questions[sender]
+                if sender is not None or not self._carrier.leads:  # else this node asks itself
+                    questions.check(content)
+                questions.add(self._answer(handler, kind, sender, number, content), len(content))
 
         self._handlers[kind] = start
+
+    def close(self) -> None:
+        """Answer no more requests."""
+        self._closed = True
+        for questions in self._questions.values():
+            questions.cancel()
 
     def send(self, kind: str, number: int, content: bytes, to: int | None = None) -> None:
         """Send a message to a member or, if `to` is None, to the leader, which may be this node."""
@@ -81,12 +111,16 @@ class NodeRpc:
 
     async def request(self, kind: str, content: bytes = b"", *, timeout: float, to: int | None = None) -> bytes:
         """Send a request to a member or, if `to` is None, to the leader; return the reply. Raises TimeoutError."""
-        return await self._replies.request(
-            lambda number: self.send(kind, number, content, to=to), timeout=timeout, peer=to
-        )
+        async with asyncio.timeout(timeout), self._asking[to]:
+            return await self._replies.request(
+                lambda number: self.send(kind, number, content, to=to), timeout=None, peer=to
+            )
 
     def receive(self, sender: int | None, frame: messages.RpcFrame) -> None:
-        """Take a frame. Each sender can have one unfinished message; one that is too long is dropped."""
+        """Take a frame. Each sender can have one unfinished message; one that is too long is dropped.
+
+        Raises LimitExceededError if the sender has too many open questions.
+        """
         partial = self._partial.pop(sender, None)
         if partial is None or partial.key != (frame.kind, frame.number):
             partial = _PartialMessage((frame.kind, frame.number))
@@ -105,7 +139,10 @@ class NodeRpc:
         self, handler: RequestHandler, kind: str, sender: int | None, number: int, content: bytes
     ) -> None:
         try:
-            reply = await handler(sender, content)
+            async with asyncio.timeout(ANSWER_TIMEOUT), self._questions[sender].answering:
+                reply = await handler(sender, content)
+                while reply is not None and self._carrier.backlog(sender) > _BACKLOG:
+                    await asyncio.sleep(_BACKLOG_CHECK)
         except Exception:  # the other node gets no reply, and reports that
             logger.warning("cannot answer the request %r of %s", kind, _name(sender), exc_info=True)
             return
@@ -118,6 +155,39 @@ class NodeRpc:
 
 def _name(sender: int | None) -> str:
     return "the leader" if sender is None else f"node {sender}"
+
+
+class _OpenQuestions:
+    """The questions of one node that are not answered yet."""
+
+    def __init__(self) -> None:
+        self.answering = asyncio.Semaphore(_ANSWERING)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._size = 0
+
+    def check(self, content: bytes) -> None:
+        """Raise LimitExceededError if there is no room for another question."""
+        if len(self._tasks) >= MOST_QUESTIONS:
+            raise LimitExceededError(f"it has {MOST_QUESTIONS} open questions, and asks another one")
+        if self._size + len(content) > QUESTION_BYTES:
+            raise LimitExceededError(f"its open questions have more than {QUESTION_BYTES >> 20} MiB")
+
+    def add(self, answer: Coroutine[None, None, None], size: int) -> None:
+        """Answer a question of `size` bytes."""
+        task = asyncio.get_running_loop().create_task(answer)
+        self._tasks.add(task)
+        self._size += size
+
+        def done(_: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._size -= size
+
+        task.add_done_callback(done)
+
+    def cancel(self) -> None:
+        """Stop answering."""
+        for task in self._tasks:
+            task.cancel()
 
 
 @dataclass

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import os
 import subprocess
 import termios
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,7 +23,7 @@ PIPE_SIZE = 1 << 20
 _READS = 512  # two empty a pipe, but a pseudo-terminal returns one page at a time
 TAIL_SIZE = 1 << 17
 _MOST_REPEATED = 1 << 20
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+_FORWARD_TIMEOUT = 5.0  # seconds for output to reach the leader after a signal
 NAMES: tuple[tuple[Std, str], ...] = ((Std.OUT, "stdout"), (Std.ERR, "stderr"))
 
 
@@ -94,33 +93,47 @@ class OutputCapture:
         for (std, name), needles in zip(NAMES, (stdout, stderr), strict=True):
             if needles:
                 self._needles[std] = needles
-                self._matches[std] = _open_log(f"{folder}/filtered_{name}.log")
+                with contextlib.suppress(OSError):  # a full disk
+                    self._matches[std] = _open_log(f"{folder}/filtered_{name}.log")
 
     def open(
-        self, rank: int, folder: str, *, show: Std, terminal: bool = False, apart: bool = False
+        self,
+        rank: int,
+        folder: str,
+        *,
+        show: Std,
+        terminal: bool = False,
+        apart: bool = False,
+        traceback: str | None = None,
     ) -> tuple[int, int]:
         """Return descriptors for a worker's stdout and stderr. With `terminal`, they may be a pseudo-terminal.
 
         If both are shown in one place they are one stream, which keeps their order; all of it is in stdout.log then.
-        `apart`: the user asked for separate files.
+        `apart`: the user asked for separate files. `traceback`: the file with the worker's last traceback, which the
+        console keeps back until the failure was reported.
         """
         for std, _ in NAMES:
             if (rank, std) in self._streams:  # the worker is replaced; another process may still hold its end
                 self._close(self._streams[rank, std])
         if show == Std.ALL and self._echo and self._console.together and not apart and not self._needles:
-            both = self._open(rank, folder, Std.OUT, show=show, terminal=terminal)
+            both = self._open(rank, folder, Std.OUT, show=show, terminal=terminal, traceback=traceback)
             self._streams[rank, Std.ERR] = both
             with contextlib.suppress(OSError):
                 os.close(_open_log(f"{folder}/{dict(NAMES)[Std.ERR]}.log"))
             streams = [both, both]
         else:
-            streams = [self._open(rank, folder, std, show=show, terminal=terminal) for std, _ in NAMES]
+            streams = [
+                self._open(rank, folder, std, show=show, terminal=terminal, traceback=file)
+                for (std, _), file in zip(NAMES, (None, traceback), strict=True)
+            ]
         out, err = (stream.target for stream in streams)
         assert out is not None  # noqa: S101
         assert err is not None  # noqa: S101
         return out, err
 
-    def _open(self, rank: int, folder: str, std: Std, *, show: Std, terminal: bool) -> CapturedStream:
+    def _open(
+        self, rank: int, folder: str, std: Std, *, show: Std, terminal: bool, traceback: str | None
+    ) -> CapturedStream:
         shown = bool(show & std)
         live = terminal and shown and self._echo and self._console.terminal(std) and not self._console.hidden
         path = f"{folder}/{dict(NAMES)[std]}.log"
@@ -128,8 +141,6 @@ class OutputCapture:
         try:
             log = _open_log(path)
         except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
             self._report_unkept(path, error)
         size = os.fstat(log).st_size if log is not None else 0
         source, target = os.openpty() if live else os.pipe()
@@ -142,9 +153,9 @@ class OutputCapture:
                 fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         stream = CapturedStream(rank, std, path, source, target, live, log, size, size, self._loop.create_future())
         if shown and self._echo:
-            stream.followers.append(self._console.attach(rank, std, log, size, live=live))
+            stream.followers.append(self._console.attach(rank, std, log, size, live=live, traceback=traceback))
         if shown and self._forwarder is not None:
-            stream.followers.append(self._forwarder.follow(rank, std, log, size))
+            stream.followers.append(self._forwarder.follow(rank, std, log, size, traceback=traceback))
         if std in self._needles and (self._teed is None or self._teed.get(rank, Std.NONE) & std):
             stream.duplicate = Duplicate(self._needles[std], self._headers.get(rank, f"[{rank}]:"))
         self._streams[rank, std] = stream
@@ -171,6 +182,27 @@ class OutputCapture:
             for follower in stream.followers:
                 if isinstance(follower, LogTail) and follower.noise is None:
                     follower.noise = Noise()
+
+    def shown(self, rank: int) -> Literal["no", "without its traceback", "whole"]:
+        """Return how the console shows the stderr of a rank."""
+        stream = self._streams.get((rank, Std.ERR))
+        tails = [one for one in stream.followers if isinstance(one, LogTail)] if stream is not None else []
+        if not tails:
+            return "no"
+        return "whole" if any(tail.withheld is None for tail in tails) else "without its traceback"
+
+    def regrouped(self) -> None:
+        """Forget the tracebacks of ranks that were replaced: the message about the recovery says why they failed."""
+        self._console.drop_withheld(ended=True)
+        if self._forwarder is not None:
+            self._forwarder.drop_withheld()
+
+    async def settle_forwarded(
+        self, *, succeeded: Collection[int], reported: Callable[[str], bool] | None = None
+    ) -> None:
+        """Send the leader the tracebacks that no message reports: see `LogForwarder.settle`."""
+        if self._forwarder is not None:
+            await self._forwarder.settle(succeeded=succeeded, reported=reported, timeout=_FORWARD_TIMEOUT)
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
         """Give living workers new ranks: old -> new."""
@@ -322,7 +354,7 @@ class OutputCapture:
             )
 
     def _match(self, std: Std, lines: bytes) -> None:
-        if lines:
+        if lines and std in self._matches:
             with contextlib.suppress(OSError):
                 os.write(self._matches[std], lines)
 

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from phalanx.launcher.output.display import Display
@@ -28,6 +28,7 @@ from phalanx.launcher.output.line_model import LineModel, columns
 from phalanx.launcher.output.log_tail import LogTail
 from phalanx.launcher.output.shown_stream import ShownStream
 from phalanx.launcher.output.sink import Sink, attributes, restore
+from phalanx.launcher.output.withheld import Withheld
 
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _HIDE_TIMEOUT = 5.0  # seconds for the terminal to accept pending output
@@ -39,9 +40,23 @@ class _Loan:
 
 
 @dataclass(frozen=True)
+class _Drop:
+    matches: Callable[[str], bool] | None
+    ended: bool
+
+
+@dataclass(frozen=True)
+class _Release:
+    ranks: Collection[int] | None
+
+
+@dataclass(frozen=True)
 class _Visibility:
     on: bool
     done: threading.Event
+
+
+_Item = ShownStream | str | bytes | _Loan | _Visibility | _Drop | _Release
 
 
 @dataclass
@@ -89,11 +104,17 @@ class Console:
         self._out = Sink(out, terminal=terminal)
         self._err = self._out if _same(out, err) else Sink(err, terminal=terminal)
         self._display = Display(
-            self._out, self._err, self._lock, alone=self._prefixes.alone, quiet=quiet, bar_interval=bar_interval
+            self._out,
+            self._err,
+            self._lock,
+            alone=self._prefixes.alone,
+            quiet=quiet,
+            bar_interval=bar_interval,
+            colour=colour,
         )
         self._attributes = attributes((out, err, 0))
         self._wake = threading.Condition(self._lock)
-        self._queue: deque[ShownStream | str | bytes | _Loan | _Visibility] = deque()
+        self._queue: deque[_Item] = deque()
         self._closing = False
         self._abandoned = False
         self._closed = False
@@ -126,13 +147,25 @@ class Console:
         rows, width = sink.size()
         return rows, max(width - columns(self._prefixes.of(rank, sink)), 1) if width else 0
 
-    def attach(self, rank: int, stream: Std, log: int | None, size: int, *, live: bool) -> LogTail:
-        """Show what is appended to the log from here on."""
+    @property
+    def alone(self) -> bool:
+        """Return whether there is one rank, whose output passes unchanged."""
+        return self._prefixes.alone
+
+    def attach(
+        self, rank: int, stream: Std, log: int | None, size: int, *, live: bool, traceback: str | None = None
+    ) -> LogTail:
+        """Show what is appended to the log from here on.
+
+        `traceback`: the file with the last traceback of the worker, which is kept back until its failure was reported.
+        """
         sink = self._sink(stream)
         lines = None if self._prefixes.alone else LineModel(live=live)
         tail = LogTail(self._lock, lambda: self._enqueue(shown), None if log is None else os.dup(log), size)
         shown = ShownStream(sink, lines, tail, live=live)
         shown.rank, shown.prefix = rank, self._prefixes.of(rank, sink)
+        if traceback is not None and lines is not None:
+            tail.withheld = Withheld(traceback)
         with self._lock:
             self._display.add(shown, first=stream == Std.ERR)  # stdout is painted last: users type at its prompt
         return tail
@@ -143,6 +176,19 @@ class Console:
             for shown in self._display.streams:
                 if shown.tail is tail:
                     shown.rank, shown.prefix = rank, self._prefixes.of(rank, shown.sink)
+
+    def drop_withheld(self, matches: Callable[[str], bool] | None = None, *, ended: bool = False) -> None:
+        """Forget the tracebacks that are kept back, as far as they match: their failures were reported.
+
+        `ended`: only those of streams that have ended.
+        """
+        with self._lock:
+            self._enqueue(_Drop(matches, ended))
+
+    def release_withheld(self, ranks: Collection[int] | None = None) -> None:
+        """Show the tracebacks that are kept back, of these ranks or of all."""
+        with self._lock:
+            self._enqueue(_Release(ranks))
 
     def lend(self, rank: int | None) -> None:
         """Lend the terminal to the debugger of a rank. None takes it back."""
@@ -228,7 +274,7 @@ class Console:
     def _sink(self, stream: Std) -> Sink:
         return self._out if stream == Std.OUT else self._err
 
-    def _enqueue(self, item: ShownStream | str | bytes | _Loan | _Visibility) -> None:
+    def _enqueue(self, item: _Item) -> None:
         """Queue something to show. The caller has the lock."""
         if isinstance(item, ShownStream):
             if item.tail.queued or self._abandoned:
@@ -265,13 +311,14 @@ class Console:
             if last:
                 for stream in display.streams:
                     display.end(stream)
+                display.withheld.release()
             display.tick(time.monotonic())
             display.flush()
             if last:
                 break
         display.close()
 
-    def _handle(self, item: ShownStream | str | bytes | _Loan | _Visibility) -> None:
+    def _handle(self, item: _Item) -> None:
         match item:
             case str():
                 if item:
@@ -281,6 +328,10 @@ class Console:
             case _Visibility():
                 self._display.hide() if item.on else self._display.unhide()
                 item.done.set()
+            case _Drop():
+                self._display.withheld.drop(item.matches, besides=self._display.streams if item.ended else ())
+            case _Release():
+                self._display.withheld.release(item.ranks)
             case _Loan():
                 self._lend(item.rank)
             case ShownStream():

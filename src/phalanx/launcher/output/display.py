@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from threading import RLock
 
+from phalanx.contract.visible import visible, visible_line
 from phalanx.launcher.output.shown_stream import ShownStream
 from phalanx.launcher.output.sink import Sink
+from phalanx.launcher.output.withheld import Withheld
 
 BATCH = 1 << 22  # bytes collected before they are written
 _MOST_MESSAGES = 500  # of phalanx, kept while the console is hidden
+
+
+class WithheldTracebacks:
+    """The tracebacks that are kept back, also of streams that have ended. `show` shows lines of a stream."""
+
+    def __init__(self, show: Callable[[ShownStream, bytes], None]) -> None:
+        self._show = show
+        self._streams: list[tuple[ShownStream, Withheld]] = []
+
+    def add(self, stream: ShownStream) -> None:
+        """Add a stream, if its traceback is to be kept back."""
+        if stream.tail.withheld is not None:
+            self._streams.append((stream, stream.tail.withheld))
+
+    @property
+    def due(self) -> float | None:
+        """Return when `show_overdue` has something to show."""
+        return min((withheld.due for _, withheld in self._streams if withheld.due is not None), default=None)
+
+    def show_overdue(self, now: float) -> None:
+        """Show what has waited too long."""
+        for stream, withheld in self._streams:
+            self._show(stream, withheld.overdue(now))
+
+    def drop(self, matches: Callable[[str], bool] | None = None, *, besides: Collection[ShownStream] = ()) -> None:
+        """Forget what is kept back, as far as it matches, except that of the streams `besides`: it was reported."""
+        for stream, withheld in self._streams:
+            if stream not in besides:
+                withheld.drop(matches)
+
+    def release(self, ranks: Collection[int] | None = None) -> None:
+        """Show what is kept back, of these ranks or of all."""
+        for stream, withheld in self._streams:
+            if ranks is None or stream.rank in ranks:
+                self._show(stream, withheld.release())
 
 
 class Display:
@@ -20,12 +58,15 @@ class Display:
     `alone`: there is one rank, and its output passes unchanged.
     """
 
-    def __init__(self, out: Sink, err: Sink, lock: RLock, *, alone: bool, quiet: float, bar_interval: float) -> None:
+    def __init__(
+        self, out: Sink, err: Sink, lock: RLock, *, alone: bool, quiet: float, bar_interval: float, colour: bool | None
+    ) -> None:
         self.out = out
         self.err = err
         self.status: str | None = None  # at the bottom of a terminal
         self._lock = lock  # of the lists of streams, to which other threads add
         self._alone = alone
+        self._colour = colour  # None: on a terminal
         self._quiet = quiet  # seconds after which an unfinished line is shown
         self._bar_interval = bar_interval  # seconds between two states of a bar where there is no terminal
         self._streams: list[ShownStream] = []
@@ -33,6 +74,7 @@ class Display:
         self._debugged: int | None = None  # the rank whose debugger has the terminal
         self._deferred: list[ShownStream] = []  # to be shown when it ends
         self._held_messages: deque[str] | None = None  # while hidden: messages to print afterwards
+        self.withheld = WithheldTracebacks(self._show_lines)
 
     @property
     def streams(self) -> tuple[ShownStream, ...]:
@@ -52,6 +94,7 @@ class Display:
     def add(self, stream: ShownStream, *, first: bool) -> None:
         """Add a stream, from any thread, with the lock. `first`: paint its rows above those of others."""
         self._streams.append(stream)
+        self.withheld.add(stream)
         if stream.live:
             self._live.insert(0 if first else len(self._live), stream)
 
@@ -61,6 +104,7 @@ class Display:
         dues = [stream.due(self._quiet) for stream in self._streams if not self._is_held(stream)]
         if self._debugged is None and self._held_messages is None:
             dues += [stream.painting_due(self._quiet) for stream in self._live]
+        dues.append(self.withheld.due)
         times += [due for due in dues if due is not None]
         return min(times) - time.monotonic() if times else None
 
@@ -136,15 +180,17 @@ class Display:
             self.out.straight(data)
 
     def print(self, text: str) -> None:
-        """Print a message of phalanx on stderr."""
+        """Print a message of phalanx on stderr. A `FailureText` is printed in colour."""
         sink = self.err
         if self._held_messages is not None and sink.terminal:
             self._held_messages.append(text)
             return
         self._seal_past(sink, None)
-        lines = f"phalanx: {text.rstrip()}\n"
+        lines = f"phalanx: {visible(text.rstrip())}\n"
         if sink.terminal:
             lines = _wrapped(lines, sink.size()[1] or 80)
+        if isinstance(text, FailureText) and (sink.terminal if self._colour is None else self._colour):
+            lines = painted(lines)
         if self._alone or self._debugged is not None:
             sink.interject(lines.encode(errors="replace"))
         else:
@@ -169,6 +215,7 @@ class Display:
             if not self._is_held(stream):
                 for lines in stream.overdue(now, self._quiet, self._bar_interval):
                     self._put(stream, lines)
+        self.withheld.show_overdue(now)
 
     def flush(self) -> None:
         """Write everything, and paint the area."""
@@ -200,6 +247,11 @@ class Display:
     def _put(self, stream: ShownStream, lines: bytes) -> None:
         if stream.tail.noise is not None:
             lines = stream.tail.noise.without(lines)
+        if stream.tail.withheld is not None and self._debugged is None:
+            lines = stream.tail.withheld.feed(lines, time.monotonic())
+        self._show_lines(stream, lines)
+
+    def _show_lines(self, stream: ShownStream, lines: bytes) -> None:
         if not lines:
             return
         self._seal_past(stream.sink, stream)
@@ -224,11 +276,34 @@ class Display:
         if self._debugged is not None:
             return rows
         if self.status and sink is self.err:
-            rows.append(f"phalanx: {self.status}"[: max((sink.size()[1] or 80) - 1, 20)].encode(errors="replace"))
+            row = f"phalanx: {visible_line(self.status)}"[: max((sink.size()[1] or 80) - 1, 20)]
+            rows.append(row.encode(errors="replace"))
         for stream in self._live:
             if stream.sink is sink:
                 rows += stream.area(now, self._quiet)
         return rows
+
+
+class FailureText(str):
+    """A message about a failure."""
+
+    __slots__ = ()
+
+
+_PLACE = re.compile(r"^( +)(\S.*?:\d+)( in \S+)?$")
+_MINOR = re.compile(r"^  (?:…|afterwards: |all of its output:|ended with |on |not retrying: )")
+
+
+def painted(lines: str) -> str:
+    """Return the message about a failure in colour: the first line, and the places in files."""
+    first, *more = lines.rstrip("\n").split("\n")
+    found = [f"\x1b[1;31m{first}\x1b[0m"]
+    for line in more:
+        if place := _PLACE.match(line):
+            found.append(f"{place[1]}\x1b[36m{place[2]}\x1b[0m{place[3] or ''}")
+        else:
+            found.append(f"\x1b[2m{line}\x1b[0m" if _MINOR.match(line) else line)
+    return "\n".join(found) + "\n"
 
 
 def _wrapped(lines: str, width: int) -> str:

@@ -135,7 +135,7 @@ def folders(run: str) -> dict[int, str]:
 def _reassigned(run: str, attempt: int) -> dict[int, str]:
     """Return the folders of workers whose rank changed, and of spares that got one. Spares are numbered by start."""
     inside = os.path.join(run, f"attempt_{attempt}")
-    born: dict[int, str] = {}  # pid -> folder
+    folders_by_pid: dict[int, str] = {}  # pid -> folder
     seated: dict[int, str] = {}
     with contextlib.suppress(OSError), open(os.path.join(run, "events.jsonl"), "rb") as file:
         for line in file:
@@ -144,11 +144,17 @@ def _reassigned(run: str, attempt: int) -> dict[int, str]:
             with contextlib.suppress(msgspec.MsgspecError):
                 match events.decode(line):
                     case events.WorkerStarted() as event if event.attempt == attempt:
-                        name = f"spare.{len(born)}" if event.spare else str(event.rank)
-                        born[event.pid] = os.path.join(inside, name)
-                    case events.RankChanged() as event if os.path.isdir(born.get(event.pid, "")):
-                        seated[event.rank] = born[event.pid]
+                        name = f"spare.{len(folders_by_pid)}" if event.spare else str(event.rank)
+                        folders_by_pid[event.pid] = os.path.join(inside, name)
+                    case events.RankChanged() as event if os.path.isdir(folders_by_pid.get(event.pid, "")):
+                        seated[event.rank] = folders_by_pid[event.pid]
     return seated
+
+
+def spares_with_rank(run: str, attempt: int) -> dict[int, str]:
+    """Return the folders of spares that got a rank during an attempt."""
+    found = _reassigned(run, attempt)
+    return {rank: path for rank, path in found.items() if os.path.basename(path).startswith("spare.")}
 
 
 def _written(folder: str) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from threading import RLock
 
 from phalanx.launcher.output.noise import Noise
+from phalanx.launcher.output.withheld import Withheld
 
 CHUNK = 1 << 18  # read from a log at once
 UNKEPT_LIMIT = 1 << 22  # bytes in memory that a full disk did not accept
@@ -24,6 +25,7 @@ class LogTail:
         self.queued = False
         self.skipped = 0
         self.noise: Noise | None = None  # lines that are not shown
+        self.withheld: Withheld | None = None  # the last traceback
         self._lock = lock
         self._ready = ready
         self._log = log

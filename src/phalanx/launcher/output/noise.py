@@ -1,5 +1,6 @@
-"""Hides what torch and NCCL print when a rank that can regroup loses a peer: dozens of lines per rank about an expected
-abort. They stay in the rank's log; the console shows one line of phalanx instead.
+"""Recognizes what torch and NCCL print when a rank loses a peer: dozens of lines per rank. They stay in the rank's log;
+the console shows one line of phalanx instead. Those of a rank that can regroup are dropped at once, those of others
+when the failure was reported (`withheld.py`).
 
     noise = Noise()
     shown = noise.without(b"…whole lines…")
@@ -10,31 +11,43 @@ from __future__ import annotations
 import re
 
 _ERROR = re.compile(
-    rb"(?:\[rank\d+\]:)?\[[EF]\d{4} [\d:.]+ (?:ProcessGroupNCCL|NCCLUtils|TCPStore|HeartbeatMonitor)\.cpp:\d+\]"
+    rb"(?:\[rank\d+\]:)?\[[EF]\d{4} [\d:.]+ (?:ProcessGroup\w+|NCCLUtils|TCPStore|HeartbeatMonitor)\.cpp:\d+\]"
 )
+_ABORT = re.compile(rb"terminate called (?:after throwing|recursively)")
 _WARNING = re.compile(
     rb"(?:\[rank\d+\]:)?\[W\d{4} [\d:.]+ (?:ProcessGroupNCCL|ProcessGroupGloo|TCPStore)\.cpp:\d+\].*"
-    rb"(?:unbatched P2P op|recvValue failed|Failed to check the|should dump|ProcessGroupGloo::split)"
+    rb"(?:unbatched P2P op|recvValue failed|sendBytes failed|Failed to check the|should dump|ProcessGroupGloo::split"
+    rb"|destroy_process_group\(\) was not called)"
 )
 # Further lines of a message: NCCL's own, and two kinds of stacks.
-_MORE = re.compile(rb"nccl\w+: |Last error:|Exception raised from |frame #\d+: |#\d+ .* from .*:\d+|\s*$")
+_MORE = re.compile(rb"  what\(\): |nccl\w+: |Last error:|Exception raised from |frame #\d+: |#\d+ .* from .*:\d+|\s*$")
 _RAISED = b"Exception raised from "  # a stack may follow a warning too
 _QUOTED = b"Last error:"  # the next line is NCCL's, with any text
 
 
 class Noise:
-    """Filters one stream. A message may arrive in several parts."""
+    """Filters one stream. A message may arrive in several parts.
 
-    def __init__(self) -> None:
+    `aborts`: what a process writes when an exception in C++ ends it is noise, too.
+    """
+
+    def __init__(self, *, aborts: bool = False) -> None:
+        self._aborts = aborts
         self._inside = False
         self._warned = False
         self._quoted = False
 
     def without(self, lines: bytes) -> bytes:
         """Return the lines without noise."""
-        return b"".join(line for line in lines.splitlines(keepends=True) if not self._drops(line))
+        return b"".join(line for line in lines.splitlines(keepends=True) if not self.drops(line))
 
-    def _drops(self, line: bytes) -> bool:
+    @property
+    def inside(self) -> bool:
+        """Return whether a message has begun that may have further lines."""
+        return self._inside or self._warned or self._quoted
+
+    def drops(self, line: bytes) -> bool:
+        """Take the next line, and return whether it is noise."""
         text = line.rstrip(b"\r\n")
         if self._quoted:
             self._quoted = False
@@ -42,7 +55,7 @@ class Noise:
         warned, self._warned = self._warned, bool(_WARNING.match(text))
         if self._warned:
             self._inside = False
-        elif _ERROR.match(text) or (warned and text.startswith(_RAISED)):
+        elif _ERROR.match(text) or (self._aborts and _ABORT.match(text)) or (warned and text.startswith(_RAISED)):
             self._inside = True
         elif self._inside and _MORE.match(text):
             self._quoted = text.startswith(_QUOTED)

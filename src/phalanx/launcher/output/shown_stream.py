@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from phalanx.launcher.output.line_model import LineModel
 from phalanx.launcher.output.log_tail import LogTail
 from phalanx.launcher.output.sink import Sink
 
+_TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?(?!\[)", re.MULTILINE)  # of a traceback: the line has a prefix already
 _MODES_SHARED = (b"25", b"2004")  # that rank 0 may change when there are other ranks
 
 
@@ -133,6 +136,8 @@ class ShownStream:
             lines = b"\n".join(map(_reset, lines.split(b"\n")))
         if not self.prefix:
             return lines
+        if b"[rank" in lines:
+            lines = _TORCH_PREFIX.sub(b"", lines)
         return self.prefix + lines[:-1].replace(b"\n", b"\n" + self.prefix) + b"\n"
 
 

@@ -34,6 +34,8 @@ class TracebackReport:
     code: int = 1  # exit code that the exception leads to
     root: Root | None = None
     stack: tuple[Line, ...] = ()  # all frames, outermost first
+    kind: str = ""  # name of the exception's class; "SystemExit" if the script called sys.exit
+    in_words: bool = False  # the message has all lines that matter
 
 
 _HEAD = "Traceback (most recent call last):"
@@ -76,6 +78,8 @@ def read_error_file(text: str) -> TracebackReport:
             code=int(record.get("code", 1)),
             root=root(chain),
             stack=whole or frames,
+            kind=str(record.get("exception", "")),
+            in_words=bool(record.get("in_words")),
         )
     except (ValueError, KeyError, TypeError, IndexError):
         return TracebackReport()

@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -25,8 +23,9 @@ from phalanx.diagnose.evidence import CallEvidence, Evidence, NodeFacts, Rank, d
 from phalanx.diagnose.rank_state import PATIENCE, RESTS
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
-from phalanx.launcher.hangs import stacks
-from phalanx.launcher.hangs.source_lines import Sources
+from phalanx.launcher.evidence import stacks
+from phalanx.launcher.evidence.source_lines import Sources
+from phalanx.launcher.ipc.control_messages import WhyReply
 from phalanx.launcher.remote import foreign_processes
 from phalanx.launcher.remote.foreign_processes import ForeignProcess
 from phalanx.launcher.telemetry import process_stats
@@ -34,7 +33,8 @@ from phalanx.launcher.telemetry import process_stats
 _RATE_INTERVAL = 1.0  # seconds between the two readings for a rate
 _SPY = 10.0  # seconds for py-spy, per rank
 _IDLE = PATIENCE  # seconds for which an idle rank counts as idle, because nobody has watched it
-_PIECE = 1000  # characters per line
+_PIECE = 700  # characters per line, which srun breaks after 1,024: the name of a host may have 253
+_MARK = "phalanx-evidence"  # before each piece, the name of the host and the number of the piece
 _SRUN_TIMEOUT = 60.0  # seconds for the other nodes of a job
 MORE = "started with phalanx run, more would be known: collectives, their numbers and shapes, who holds the GIL"
 
@@ -52,7 +52,7 @@ def of_job(job: str, *, here: bool) -> Evidence:
     if nodes == [os.uname().nodename]:
         return below(foreign_processes.of_job(job))
     program = shutil.which("srun") or "srun"
-    asked = [sys.executable, "-m", "phalanx", "why", "--slurm", job, "--parcel"]
+    asked = [sys.executable, "-P", "-m", "phalanx", "why", "--slurm", job, "--encoded-evidence"]
     words = [program, f"--jobid={job}", "--overlap", f"--nodes={len(nodes)}", "--ntasks-per-node=1", "--input=none"]
     try:
         done = subprocess.run([*words, *asked], capture_output=True, text=True, timeout=_SRUN_TIMEOUT, check=False)
@@ -60,7 +60,7 @@ def of_job(job: str, *, here: bool) -> Evidence:
         raise LaunchError(
             f"the nodes of job {job} do not answer", fix=f"phalanx why --slurm {job} --here, on one"
         ) from None
-    found = opened(done.stdout)
+    found = decode_lines(done.stdout)
     if not found:
         output = (done.stderr.strip() or "srun printed nothing").splitlines()[-3:]
         raise LaunchError(
@@ -69,22 +69,22 @@ def of_job(job: str, *, here: bool) -> Evidence:
     return _together(found)
 
 
-def parcel(evidence: Evidence) -> str:
+def encode_lines(evidence: Evidence) -> str:
     """Encode evidence for srun, which mixes the lines of its tasks and breaks long ones."""
     text, host = base64.b64encode(encode(evidence)).decode(), os.uname().nodename
     pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
-    return "".join(f"parcel {host} {number} {piece}\n" for number, piece in enumerate(pieces))
+    return "".join(f"{_MARK} {host} {number} {piece}\n" for number, piece in enumerate(pieces))
 
 
-def opened(output: str) -> list[Evidence]:
+def decode_lines(output: str) -> list[Evidence]:
     """Decode the evidence of every host whose lines are complete."""
-    parcels: dict[str, dict[int, str]] = {}
+    hosts: dict[str, dict[int, str]] = {}
     for line in output.splitlines():
         match line.split():
-            case ["parcel", host, number, piece]:
-                parcels.setdefault(host, {})[int(number)] = piece
+            case [mark, host, number, piece] if mark == _MARK and number.isdecimal():
+                hosts.setdefault(host, {})[int(number)] = piece
     found = []
-    for pieces in parcels.values():
+    for pieces in hosts.values():
         with contextlib.suppress(ValueError, msgspec.MsgspecError):
             found.append(decode(base64.b64decode("".join(pieces[number] for number in sorted(pieces)))))
     return found
@@ -129,11 +129,7 @@ async def _rank(one: ForeignProcess, rates: process_stats.ProcessStatsReader, be
     return replace(rank, since=_IDLE, calls=(CallEvidence(group="", seq=0, op="a collective"),) if waits else ())
 
 
-def answer(evidence: Evidence) -> dict[str, Any]:
+def answer(evidence: Evidence) -> WhyReply:
     """Return the answer that an agent would give to `phalanx why`."""
     verdicts = diagnosis.diagnose(evidence)
-    return {
-        "verdicts": msgspec.to_builtins(verdicts),
-        "evidence": json.loads(encode(evidence)),
-        "report": report.text(evidence, verdicts, more=MORE),
-    }
+    return WhyReply(evidence=evidence, verdicts=tuple(verdicts), report=report.text(evidence, verdicts, more=MORE))

@@ -44,14 +44,15 @@ def read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
 
 async def _read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
     """Read metrics from metrics.jsonl if it exists: it has every step, samples.jsonl one per second."""
-    from phalanx.launcher.runs import event_cursor, views
+    from phalanx.launcher.runs import event_cursor
+    from phalanx.launcher.runs.finished_run import FinishedRun
 
     reported = list(_reported(os.path.join(record.folder, event_cursor.FILES[1])))
     path = os.path.join(record.folder, METRICS)
     metrics = _metrics(path, reported) if not reported or _size(path) <= _MOST else iter(())
     own = next(metrics, None)
     doubled = own is not None
-    async for event in views.FinishedRun(record).events():
+    async for event in FinishedRun(record).events():
         while own is not None and own.time <= event.time:
             see(own)
             own = next(metrics, None)
@@ -120,7 +121,11 @@ def _metrics(path: str, reported: list[events.MetricsMeasured]) -> Iterator[even
                 continue
             last = more.get(found.step, last)
             if last is not None:
-                found = msgspec.structs.replace(found, total=last.total, samples=last.samples)
+                # The file counts epochs from 0.
+                epoch = min(found.epoch + 1, last.epochs) if last.epochs else found.epoch
+                found = msgspec.structs.replace(
+                    found, epoch=epoch, epochs=last.epochs, total=last.total, samples=last.samples
+                )
             yield found
 
 

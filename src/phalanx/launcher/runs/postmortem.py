@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from phalanx.contract import events
+from phalanx.contract.exit_codes import stopped_by
 from phalanx.diagnose.verdict import Verdict
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.runs.run_folder import RunRecord
@@ -122,8 +123,13 @@ def first(data: PostmortemData) -> str:
     failure = _failure(data)
     if failure is not None:
         return failure.summary
-    death = root_cause.first_cause(data.deaths)
+    death = _first_cause(data)
     return root_cause.summary(death) if death is not None else ""
+
+
+def _first_cause(data: PostmortemData) -> root_cause.ProcessFailure | None:
+    """Return the first failure. None: there is none; what ranks did after Ctrl-C is not one."""
+    return None if stopped_by(data.record.code) else root_cause.first_cause(data.deaths)
 
 
 def report(data: PostmortemData) -> str:
@@ -139,12 +145,12 @@ def report(data: PostmortemData) -> str:
                 death = replace(death, code=128 - death.code)
         death = replace(death, blame=failure.blame) if death is not None else None
     elif record.code or record.code is None:
-        death = root_cause.first_cause(data.deaths)
+        death = _first_cause(data)
     if death is not None:
         folder = _place(record.folder, _last_attempt(data), death.rank)
         tail = [line for line in _text(os.path.join(folder, "stdout.log")).splitlines()[-5:] if line.strip()]
-        block = root_cause.block(death, tail=tail, folder=folder)
-        lines.append(root_cause.counted(block, root_cause.count(data.deaths) - 1))
+        others = root_cause.afterwards(death, data.deaths)
+        lines.append(root_cause.block(death, tail=tail, folder=folder, others=others))
     elif failure is not None:
         lines += [failure.summary, "  on another node: see the part of the run there"]
     elif record.state == "killed":

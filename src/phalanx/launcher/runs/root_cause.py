@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.diagnose import words
 from phalanx.diagnose.rules import timeouts
 from phalanx.forkserver import paths
 from phalanx.launcher.output import tracebacks
@@ -32,6 +33,19 @@ _LOADER = "torch/utils/data/"
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, if sizes differ
 
 _NO_MESSAGE = re.compile(r"Exception raised from |^frame #\d+|^(Original )?Traceback |^C\+\+ CapturedTraceback")
+_PACKAGES = re.compile(r"^.*/(?:site-packages|dist-packages|python3(?:\.\d+)?|src)/")
+_PERMANENT = (
+    "SyntaxError",
+    "IndentationError",
+    "TabError",
+    "ImportError",
+    "ModuleNotFoundError",
+    "UsageError",
+    "NameError",
+    "UnboundLocalError",
+)
+USAGE = "usage error"  # how the report of a script begins that argparse has ended
+_MOST_FRAMES = 12  # of the script
 _LONGEST = 300  # characters of a line
 _MOST = 4  # further lines of a message
 
@@ -61,7 +75,7 @@ class ProcessFailure:
     hung: bool = False  # we killed it because it was stalled
     skew: float = 0.0  # of its node's clock, which its error file uses
     stop_sent: float = 0.0  # when we told it to stop; 0: never
-    blame: Sequence[str] = ()  # lines that say which rank made it time out
+    blame: Sequence[str] = ()  # lines that say which rank made it time out, or left it alone
 
     @property
     def exit_code(self) -> int:
@@ -72,8 +86,8 @@ class ProcessFailure:
 def report_of(death: ProcessFailure) -> TracebackReport:
     """Return what the worker wrote about its failure; a faulthandler dump only if that ended it."""
     found = tracebacks.read_error_file(death.error) if death.error else TracebackReport()
-    if found.exception:
-        return found
+    if found.exception and (found.kind != "SystemExit" or found.code == death.code):
+        return found  # a script may catch the SystemExit of sys.exit, and end in another way
     raised, dumped = tracebacks.read_traceback(death.stderr), tracebacks.read_dump(death.stderr)
     return dumped if dumped.exception and (death.code < 0 or not raised.exception) else raised
 
@@ -113,12 +127,39 @@ def _raised_before(death: ProcessFailure) -> bool:
     return 0 < report.when <= death.stop_sent
 
 
-def counted(block: str, others: int) -> str:
-    """Insert the number of other failed ranks before the last line of a block."""
-    if others <= 0:
-        return block
+def with_other_nodes(block: str, *, failed: int, lost_peer: Sequence[int]) -> str:
+    """Insert what became of ranks on other nodes before the last line of a block.
+
+    `failed`: how many failed by themselves. `lost_peer`: which failed because another rank did.
+    """
+    more = [f"  afterwards: {words.who(sorted(lost_peer))} on other nodes lost the peer"] if lost_peer else []
+    if failed > 0:
+        more.append(f"  afterwards: {failed} rank{'s' if failed > 1 else ''} failed on other nodes")
     *lines, last = block.split("\n")
-    return "\n".join([*lines, f"  {others} other rank{'s' if others > 1 else ''} failed after it", last])
+    return "\n".join([*lines, *more, last])
+
+
+def afterwards(cause: ProcessFailure, deaths: Sequence[ProcessFailure]) -> list[str]:
+    """Return what became of the ranks that failed after the first one: one line per kind of failure."""
+    same: list[int] = []
+    lost: list[int] = []
+    different: dict[str, list[int]] = {}
+    for death in deaths:
+        report = report_of(death)
+        if death.rank == cause.rank or (_obeyed(death) and not report.exception):
+            continue
+        if place(death) == place(cause) and place(cause):
+            same.append(death.rank)
+        elif _lost_a_peer(report) or timeouts.timed_out(_said(report, death)):
+            lost.append(death.rank)
+        elif count([death]):
+            different.setdefault(_short(report.exception or in_words(death.code)), []).append(death.rank)
+    lines = [f"{words.who(same)} failed in the same way"] if same else []
+    lines += [f"{words.who(ranks)} failed: {text}" for text, ranks in list(different.items())[:_MOST]]
+    if len(different) > _MOST:
+        lines.append(f"{sum(map(len, list(different.values())[_MOST:]))} more failed in other ways")
+    lines += [f"{words.who(lost)} lost the peer"] if lost else []
+    return [f"afterwards: {line}" for line in lines]
 
 
 def timeout(death: ProcessFailure) -> timeouts.Timeout | None:
@@ -134,6 +175,12 @@ def lost_a_peer(death: ProcessFailure) -> bool:
 def names_lost_peer(exception: str) -> bool:
     """Return whether the text of an exception is that of a rank that lost a peer."""
     return bool(_PEER_LOST.search(exception))
+
+
+def stopped_by_signal(text: str) -> bool:
+    """Return whether a traceback is a consequence of Ctrl-C: an interrupt, or the loss of a peer that was stopped."""
+    last = next((line for line in reversed(text.splitlines()) if line and not line.startswith(" ")), "")
+    return last.startswith("KeyboardInterrupt") or names_lost_peer(text)
 
 
 def _lost_a_peer(report: TracebackReport) -> bool:
@@ -159,6 +206,26 @@ def lost(death: ProcessFailure) -> set[int]:
     """Return the ranks that the worker reported as lost."""
     named = _PEER_NAMED.search(_OF_GROUP.sub("", report_of(death).exception))
     return {int(rank) for rank in re.findall(r"\d+", named[1])} if named else set()
+
+
+def left_alone(death: ProcessFailure, gone: Mapping[int, bool]) -> list[str]:
+    """Return lines that blame ranks which exited without an error, if the worker failed because it lost one of them.
+
+    `gone`: all ranks that had exited with exit code 0, and whether they are known to have done so during the training.
+    """
+    named = lost(death)
+    ranks = sorted(gone.keys() & named if named else gone)
+    if not ranks or not lost_a_peer(death):
+        return []
+    when = " in the middle of the training" if all(gone[rank] for rank in ranks) else ""
+    return [
+        f"{words.who(ranks)} exited{when}, with exit code 0, while {_who(death)} still needed {_it(ranks)}",
+        "uneven data, an early return, or sys.exit() on some ranks only?",
+    ]
+
+
+def _it(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
 
 
 def follows(death: ProcessFailure, since: float) -> bool:
@@ -193,7 +260,8 @@ def summary(death: ProcessFailure) -> str:
     if death.blame:
         return death.blame[0]
     report = report_of(death)
-    return f"{_who(death)} failed: {_short(report.exception or in_words(death.code))}"
+    memory = f", {death.memory}" if death.memory and not report.exception else ""
+    return f"{_who(death)} failed: {_short(report.exception or in_words(death.code))}{memory}"
 
 
 def _who(death: ProcessFailure) -> str:
@@ -219,34 +287,58 @@ def differs(death: ProcessFailure) -> bool:
     return f"{paths.MISMATCH}: " in report_of(death).exception
 
 
+def permanent(death: ProcessFailure) -> bool:
+    """Return whether another try would fail in the same way: the script cannot be parsed or imported, uses a name that
+    does not exist, or refuses its arguments.
+    """
+    report = report_of(death)
+    return report.kind in _PERMANENT or report.exception.startswith(f"{USAGE}: ")
+
+
+def raised(death: ProcessFailure) -> bool:
+    """Return whether an exception of the script ended it, rather than the loss of others."""
+    report = report_of(death)
+    return bool(report.exception and report.stack) and death.code >= 0 and not gave_up(death)
+
+
 def block(
-    death: ProcessFailure, *, tail: Sequence[str], folder: str, left: Sequence[int] = (), means: Sequence[str] = ()
+    death: ProcessFailure,
+    *,
+    tail: Sequence[str],
+    folder: str,
+    means: Sequence[str] = (),
+    others: Sequence[str] = (),
+    brief: bool = False,
 ) -> str:
     """Return the explanation of the first cause that the user reads at the end.
 
-    `left` are ranks that had exited without an error before; `means` are further lines of explanation.
+    `means` are further lines of explanation; `others` say what became of the other ranks. `brief`: the console shows
+    the traceback of this rank.
     """
     report = report_of(death)
     lines = [summary(death), *(f"  {line}" for line in (*death.blame[1:], *means))]
     if death.blame:
-        lines.append(f"  {_who(death)} timed out: {_short(report.exception or in_words(death.code))}")
-    if report.exception:
+        what = "timed out" if timeout(death) is not None or not _lost_a_peer(report) else "lost the peer"
+        lines.append(f"  {_who(death)} {what}: {_short(report.exception or in_words(death.code))}")
+    if report.exception and not brief and not (death.blame and _lost_a_peer(report)):
         lines += _more(death, report)
+    said = report.kind == "SystemExit" or (report.in_words and death.code == report.code)
+    if report.exception and not said and death.code != 1:
         lines.append(f"  ended with {in_words(death.code)}")
-    lines += _placed([frame for frame in report.frames if not death.blame or tracebacks.mine(frame)])
-    if report.root is not None:
-        lines.append(f"  {report.root.link}: {_short(report.root.exception)}")
-        lines += (f"  {line}" for line in _placed([report.root.place] if report.root.place else ()))
+    usage = report.exception.startswith(f"{USAGE}: ")  # the message of argparse is enough, if it is shown
+    if not brief or not death.error or (report.kind == "SystemExit" and not usage):  # no traceback says where
+        lines += _frames(report, only_own=bool(death.blame))
+        if report.root is not None:
+            lines.append(f"  {report.root.link}: {_short(report.root.exception)}")
+            lines += (f"  {line}" for line in _placed([report.root.place] if report.root.place else ()))
     lines += _explained(death, report)
-    if left and _lost_a_peer(report):
-        who = f"rank{'s' if len(left) > 1 else ''} {', '.join(map(str, left[:8]))}{' …' if len(left) > 8 else ''}"
-        lines.append(f"  {who} had exited before, without an error: uneven data, or an early return or exit?")
     if any(_MISMATCH in line for line in (report.exception, *death.stderr)):
         lines.append("  ranks called different collectives, or with different sizes: --check-collectives shows where")
     last = [*tail, *([] if report.exception else death.stderr[-10:])]  # otherwise stderr is the traceback shown above
-    if last:
+    if last and not brief:
         lines.append("  its last lines:")
         lines.extend(f"    {line}" for line in last)
+    lines += (f"  {line}" for line in others)
     lines.append(f"  all of its output: {folder}")
     return "\n".join(lines)
 
@@ -254,12 +346,71 @@ def block(
 def _more(death: ProcessFailure, report: TracebackReport) -> list[str]:
     """Return the further lines of a message, without what C++ and DataLoader workers append."""
     more = report.exception.splitlines()[1:]
-    if not report.frames:  # an error of phalanx: its details and fix
+    if report.exception.startswith(f"{USAGE}: "):
+        return [f"    {line.rstrip()}" for line in _usage(death.stderr)]
+    if report.in_words or not report.frames:  # an error of phalanx: its details and fix
         return more
     if differs(death):  # the call of each rank
         return list(itertools.takewhile(lambda line: line.startswith("  "), more))
     kept = [line for line in itertools.takewhile(lambda line: not _NO_MESSAGE.search(line), more) if line.strip()]
     return [f"    {_short(line.strip())}" for line in kept[:_MOST]] + ["    …"] * (len(kept) > _MOST)
+
+
+def _usage(stderr: Sequence[str]) -> list[str]:
+    """Return the last usage message of argparse, without its error."""
+    starts = [index for index, line in enumerate(stderr) if line.startswith("usage: ")]
+    if not starts:
+        return []
+    first, *rest = stderr[starts[-1] :]
+    return [first, *itertools.takewhile(lambda line: line.startswith(" "), rest)]
+
+
+def script_lines(traceback: str) -> list[str]:
+    """Return a traceback in a few lines: the script's frames, others folded, and the first exception of a chain."""
+    report = tracebacks.read_traceback(traceback.splitlines())
+    lines = _frames(report, only_own=False)
+    if report.root is not None:
+        lines.append(f"  {report.root.link}: {_short(report.root.exception)}")
+        lines += (f"  {line}" for line in _placed([report.root.place] if report.root.place else ()))
+    return [line.removeprefix("  ") for line in lines]
+
+
+def frames(death: ProcessFailure) -> tuple[str, ...]:
+    """Return lines about where the script failed."""
+    return tuple(_frames(report_of(death), only_own=True))
+
+
+def _frames(report: TracebackReport, *, only_own: bool) -> list[str]:
+    """Return the frames of the script, from the outermost. Those of libraries below and between them are folded."""
+    stack = report.stack or report.frames
+    if report.kind != "SystemExit" and not any(map(tracebacks.mine, stack)):
+        return [] if only_own else _placed(report.frames)
+    parts = [(own, list(group)) for own, group in itertools.groupby(_last_frames(stack), tracebacks.mine)]
+    while parts and not parts[0][0]:
+        parts.pop(0)  # what called the script
+    lines = []
+    for own, group in parts:
+        if own:
+            lines += _placed([frame for frame, _ in itertools.groupby(group)])
+        elif not only_own and report.kind != "SystemExit":
+            lines.append(_folded(group))
+    return lines
+
+
+def _last_frames(stack: Sequence[Line]) -> Sequence[Line]:
+    """Return a stack without most of its repeated frames."""
+    once = [frame for frame, _ in itertools.groupby(stack)]
+    own = [index for index, frame in enumerate(once) if tracebacks.mine(frame)]
+    return once if len(own) <= _MOST_FRAMES else once[own[-_MOST_FRAMES] :]
+
+
+def _folded(frames: Sequence[Line]) -> str:
+    """Return one line for several frames of libraries."""
+    file, number, name, _ = frames[-1]
+    file = _PACKAGES.sub("", file)
+    if len(frames) == 1:
+        return f"  … {file}:{number} in {name}"
+    return f"  … {len(frames)} frames, the last {file}:{number} in {name}"
 
 
 def _placed(frames: Sequence[Line]) -> list[str]:
@@ -278,7 +429,7 @@ def _explained(death: ProcessFailure, report: TracebackReport) -> list[str]:
     if _lost_a_loader(report):
         return ["  a DataLoader worker of this rank died: run with num_workers=0 to see its error"]
     if death.memory:
-        return [f"  {death.memory}"]
+        return [f"  {death.memory}"] if report.exception else []  # the first line has it
     if death.hung:
         return ["  it was stalled, and phalanx killed it (--on-hang kill)"]
     if death.code == -signal.SIGKILL:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from phalanx.contract import events
+from phalanx.contract.exit_codes import stopped_by
 from phalanx.launcher.runs import history
 from phalanx.launcher.runs.run_folder import RunRecord
 
@@ -74,6 +75,8 @@ def _loss(event: events.MetricsMeasured) -> float | None:
 def _why(record: RunRecord, happened: list[events.AnyEvent]) -> str:
     if record.code is None:
         return "its agent was killed" if record.here else ""
+    if stopped_by(record.code) and not any(isinstance(event, events.WorkerFailed) for event in happened):
+        return ""  # the state says it
     for event in reversed(happened):
         match event:
             case events.WorkerFailed():

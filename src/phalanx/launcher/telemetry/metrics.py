@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from phalanx.contract import encoding, events
 from phalanx.contract import worker_messages as words
 from phalanx.launcher.ipc.node_rpc import NodeRpc
@@ -61,6 +63,7 @@ class RunMetrics:
         self._folder = folder
         self._downsampler = Downsampler(_ROOM, _INTERVAL)
         self._skipped: events.MetricsMeasured | None = None  # the latest, if it was not kept
+        self._unwritten: dict[str, float | None] = {}  # the latest of each name since the last line that was kept
         self._parsers: dict[str, tuple[int, LossParser]] = {}  # by file: how far it was read
         self._task: asyncio.Task[None] | None = None
         self.samples = -1.0  # per second, of all ranks
@@ -78,18 +81,23 @@ class RunMetrics:
 
     def _write(self, message: words.MeasuredStep) -> None:
         now = time.time()
+        kept = self._downsampler.keeps(now)
+        # A value that comes seldom, such as an accuracy, must not be lost because its line was not kept.
+        self._unwritten.update(message.values)
         event = events.MetricsMeasured(
             time=round(now, 3),
             step=message.step,
-            values=message.values,
+            values=dict(self._unwritten) if kept else message.values,
             epoch=message.epoch,
+            epochs=message.epochs,
             total=message.total,
             samples=self.samples,
         )
-        kept = self._downsampler.keeps(now)
         size = self._folder.sample(event, kept=kept)
         self._downsampler.written += size if kept else 0
-        self._skipped = None if kept else event
+        self._skipped = None if kept else msgspec.structs.replace(event, values=dict(self._unwritten))
+        if kept:
+            self._unwritten.clear()
 
     def concluded(self, attempt: WorkerGroup | None) -> None:
         """Write the last metrics of an attempt, whatever the downsampler says."""
@@ -99,6 +107,7 @@ class RunMetrics:
         if self._skipped is not None:
             self._folder.sample(self._skipped)
             self._skipped = None
+            self._unwritten.clear()
 
     # -- scripts that report nothing
 

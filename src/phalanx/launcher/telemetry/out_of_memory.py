@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+
+_TOGETHER = 2.0  # seconds between kills of one cause
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,25 @@ def read(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> MemoryKills:
                 continue
             group, limit = group + kills, limit or most
     return MemoryKills(group, _field(f"{proc}/vmstat", "oom_kill"), limit)
+
+
+class MemoryKillWatch:
+    """Tells whether the kernel has killed a worker for memory, each time that one was killed."""
+
+    def __init__(self, read: Callable[[], MemoryKills] = read, clock: Callable[[], float] = time.monotonic) -> None:
+        self._read = read
+        self._clock = clock
+        self._before = self._read()
+        self._text = ""  # about the latest kill
+        self._seen = 0.0
+
+    def latest(self) -> str:
+        """Return in words what the kernel did since the last call. Several workers may be killed at the same time."""
+        now = self._read()
+        if text := now.since(self._before):
+            self._text, self._seen = text, self._clock()
+        self._before = now
+        return self._text if self._text and self._clock() - self._seen < _TOGETHER else ""
 
 
 def room(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:

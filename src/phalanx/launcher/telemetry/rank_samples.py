@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 
 _LONGEST = RING - 4  # tenths of a second that a status slot remembers
 _HOLDS = 0.25  # seconds for which a look says where a rank is: the next one may be a little late
+_GPU_BUSY = 0.02  # of its time
 _SILENT = 0.5  # seconds: shorter silences are not reported
 _WINDOW = 5.0  # seconds over which samples per second are averaged
 _LETTERS = tuple(LETTERS[phase] for phase in PHASES)
-_DATA, _WAITING, _OTHER = "d", "wj", "ikc"  # the remaining phases count as compute, as they do for stragglers
+_DATA, _WAITING, _OTHER = "d", "wj", "ikcs"  # the remaining phases count as compute, as they do for stragglers
+_OWN = LETTERS["idle"]
 
 
 def letters(looks: Sequence[SlotLook], first: int, last: int, ahead: float, before: SlotLook | None = None) -> str:
@@ -44,14 +47,21 @@ def letters(looks: Sequence[SlotLook], first: int, last: int, ahead: float, befo
     return "".join(found)
 
 
-def shares(looks: Sequence[SlotLook]) -> tuple[float, float, float]:
-    """Return the shares of time spent on data, compute and waiting."""
+def shares(looks: Sequence[SlotLook], cores: float = math.inf) -> tuple[float, float, float]:
+    """Return the shares of time spent on data, compute and waiting.
+
+    `cores` that the process has used: the script's own code counts as compute only as far as it has used a CPU. A look
+    cannot tell whether it computes or sleeps for some milliseconds.
+    """
     if not looks:
         return 0.0, 0.0, 0.0
     seen = "".join(_LETTERS[look.phase] for look in looks)
     data, waiting, other = (sum(map(seen.count, kinds)) for kinds in (_DATA, _WAITING, _OTHER))
     each = 1 / len(looks)
-    return round(data * each, 2), round((len(looks) - data - waiting - other) * each, 2), round(waiting * each, 2)
+    own = seen.count(_OWN) * each
+    compute = (len(looks) - data - waiting - other) * each - own
+    compute += min(own, max(0.0, cores - compute - data * each))
+    return round(data * each, 2), round(compute, 2), round(waiting * each, 2)
 
 
 def place(text: Mapping[str, Any]) -> str:
@@ -151,7 +161,8 @@ class RankSampleBuilder:
         step = history.steps(worker, status.step if status is not None else 0)
         if stats is None:
             return RankSample(rank=rank, step=step, phases=strip, state="X" if worker.code else "E")
-        data, compute, waiting = shares(looks)
+        # A thread that waits for a GPU may sleep.
+        data, compute, waiting = shares(looks, math.inf if gpu is not None and gpu.use > _GPU_BUSY else stats.cpu)
         text = status.text if status is not None else {}
         silent = span.now - status.looked if status is not None and status.looked and not text.get("ending") else 0.0
         return RankSample(

@@ -19,8 +19,8 @@ from phalanx.contract import encoding, events
 from phalanx.diagnose.evidence import Gpu
 from phalanx.diagnose.rules import stragglers
 from phalanx.diagnose.rules.stragglers import Straggler, Total
-from phalanx.forkserver import wire
 from phalanx.forkserver.probe.status_slot import StatusReading
+from phalanx.launcher.ipc.control_messages import QueryRefused, TimingsQuery, TimingsReply
 from phalanx.launcher.telemetry.node_sampler import NodeReading
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class StepTimings:
         self._timings: dict[str, RankTiming] = {}  # by name of the worker
         self._received: dict[int, tuple[Total, ...]] = {}  # by member
         self._sent = time.monotonic()
-        context.control.serve("timings", self._answer)
+        context.control.serve(TimingsQuery, self._answer)
         context.rpc.serve("timings", self._answer_node)
 
     # -- this node
@@ -190,17 +190,16 @@ class StepTimings:
 
     # -- requests
 
-    async def _answer(self, _: wire.Message) -> wire.Message:
+    async def _answer(self, _: TimingsQuery) -> TimingsReply | QueryRefused:
         totals = await self._all()
         if totals is None:
-            return {"is": "refused", "why": "node 0 does not answer"}
+            return QueryRefused(why="node 0 does not answer")
         known = comparable(totals)
-        return {
-            "is": "timings",
-            "ranks": [msgspec.to_builtins(_event(row)) for row in stragglers.rows(known)],
-            "late": [one.text for one in late(totals)],
-            "table": stragglers.table(known),
-        }
+        return TimingsReply(
+            ranks=tuple(map(_event, stragglers.rows(known))),
+            late=tuple(one.text for one in late(totals)),
+            table=tuple(stragglers.table(known)),
+        )
 
     async def _all(self) -> list[Total] | None:
         if self._coordinator.leads:

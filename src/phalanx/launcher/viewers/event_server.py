@@ -20,7 +20,8 @@ import msgspec
 
 from phalanx.contract import encoding, events
 from phalanx.contract.encoding import Decoder
-from phalanx.forkserver import wire
+from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.ipc.control_messages import QueryRefused, WatchQuery, WatchReply
 from phalanx.launcher.runs import event_cursor
 from phalanx.launcher.runs.event_cursor import EventCursor
 from phalanx.launcher.viewers.log_queries import LogQueries, node_timeout
@@ -67,7 +68,7 @@ class EventServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = b""  # the last line
         self._folder.listeners.append(self._publish)
-        context.control.on("watch", self._watch)
+        context.control.on(WatchQuery, self._watch)
         self._rpc.on("watch", self._subscribe)
         self._rpc.on("unwatch", lambda who, _, __: self._unsubscribe(who))
         self._rpc.on("events", self._receive)
@@ -168,14 +169,13 @@ class EventServer:
 
     # -- viewers
 
-    async def _watch(self, query: wire.Message, sock: socket.socket) -> None:
+    async def _watch(self, query: WatchQuery, sock: socket.socket) -> None:
         if len(self._viewers) >= MAX_VIEWERS:
             with sock:
-                wire.send(sock, {"is": "refused", "why": f"this run has {MAX_VIEWERS} viewers already"})
+                control_socket.send(sock, QueryRefused(why=f"this run has {MAX_VIEWERS} viewers already"))
             return
-        since = query.get("since")
-        since = float(since) if isinstance(since, int | float) else None
-        wire.send(sock, {"is": "watch", "early": self._source == "early"})
+        since = query.since
+        control_socket.send(sock, WatchReply(early=self._source == "early"))
         sock.setblocking(False)
         viewer = Viewer(self._viewers.discard)
         # From here on the viewer gets all new events; older ones are in the files up to their current size.

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from phalanx.contract import worker_messages
 from phalanx.forkserver import wire
+from phalanx.launcher.forking.source_snapshot import SourceSnapshot
 from phalanx.launcher.output.console import Console
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.runs.run_folder import RunFolder
@@ -48,3 +49,5 @@ class WorkerGroupContext:
     probe_message: Callable[[str, wire.Message, list[int]], None] | None = None  # for messages that are no answer
     measured: Callable[[worker_messages.MeasuredStep], None] | None = None  # for metrics of rank 0
     blame: Blame | None = None  # explains the timeout of a rank
+    memory_kill: Callable[[], str] | None = None  # what the kernel reports about memory when a worker was killed
+    sources: SourceSnapshot | None = None  # the script and its modules, as the run began with them

@@ -56,9 +56,11 @@ class MessageDispatcher:
             case worker_messages.FirstStep():
                 worker.committed(message.step)
                 worker.membership.formed = message.generation
+                self._output.regrouped()
                 self._observer.first_step(message)
             case worker_messages.Done():
                 worker.enter(WorkerState.FINISHED)
+                worker.exit.unsaved = not message.saved
                 self._regrouper.report_readiness()
             case worker_messages.HaltAck():
                 worker.committed(message.step)
@@ -70,6 +72,7 @@ class MessageDispatcher:
 
     def _connected(self, worker: Worker, hello: worker_messages.Hello) -> None:
         worker.enter(WorkerState.CONNECTED)
+        worker.outlives = hello.outlives
         self._spawner.connected(worker, hello)
         self._output.regroups(worker.seat.rank)
         self._regrouper.connected(worker)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Collection
+from dataclasses import replace
 
-from phalanx.launcher.hangs import mismatch
+from phalanx.launcher.evidence import mismatch
 from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.workers.worker import Worker, WorkerFailure
 from phalanx.launcher.workers.workers import Workers
+from phalanx.recover.decision import Hope
 
 _TAIL = 60  # lines of stderr that are searched for the cause of a failure
 _DUMP = 400  # the same after a crash: faulthandler writes the stacks of all threads
@@ -24,13 +25,13 @@ class Failures:
         self._workers = workers
         self._output = output
 
-    def process_failure(self, worker: Worker, kills: str = "") -> root_cause.ProcessFailure:
-        """Return what is known of a worker that has ended. `kills`: what the kernel reports about memory."""
+    def process_failure(self, worker: Worker) -> root_cause.ProcessFailure:
+        """Return what is known of a worker that has ended."""
         error = ""
         with contextlib.suppress(OSError), open(f"{worker.folder}/error.json", errors="replace") as file:
             error = file.read(1 << 20)
         code = worker.code or 0
-        return root_cause.ProcessFailure(
+        death = root_cause.ProcessFailure(
             rank=worker.seat.rank,
             code=code,
             time=worker.ended,
@@ -39,47 +40,86 @@ class Failures:
             device=str(worker.seat.slot.device or ""),
             error=error,
             stderr=self._output.tail(worker.seat.rank, "stderr", _DUMP if code < 0 else _TAIL),
-            memory=kills if code == -signal.SIGKILL else "",
+            memory=worker.exit.memory,
             stop_sent=worker.exit.stop_sent,
             blame=worker.exit.blame,
         )
+        return death if death.blame else replace(death, blame=root_cause.left_alone(death, self._gone(worker)))
 
-    def explain(self, kills: str) -> tuple[list[root_cause.ProcessFailure], str]:
-        """Return all failures and the message about the first. `kills`: what the kernel reports about memory."""
+    def _gone(self, worker: Worker) -> dict[int, bool]:
+        """Return the ranks that had exited without an error before this worker failed, and whether in mid-training."""
+        return {
+            one.seat.rank: one.connected and not one.finished
+            for one in self._workers.values()
+            if one.code == 0 and not one.spare and one.ended <= worker.ended
+        }
+
+    def explain(self) -> tuple[list[root_cause.ProcessFailure], str]:
+        """Return all failures and the message about the first."""
         failed, workers = self._workers.failed, self._workers.values()
-        deaths = [self.process_failure(worker, kills) for worker in failed]
+        deaths = [self.process_failure(worker) for worker in failed]
         death = root_cause.first_cause(deaths)
         if death is None:
             return deaths, ""
         worker = next(worker for worker in failed if worker.seat.rank == death.rank)
-        tail = [line for line in self._output.tail(death.rank, "stdout", 5) if line.strip()]
-        here = {one.seat.rank for one in workers}
-        well = {one.seat.rank for one in workers if one.code == 0 and one.ended <= death.time}
-        left = sorted(well | (here & root_cause.lost(death)))
+        shown = self._output.shown(death.rank)
+        tail = [line for line in self._output.tail(death.rank, "stdout", 5) if line.strip()] if shown == "no" else []
         mismatches = {one.seat.rank: one.exit.mismatch for one in workers if one.exit.mismatch is not None}
         means = mismatch.words(mismatches) if root_cause.differs(death) else ()
-        return deaths, root_cause.block(death, tail=tail, folder=worker.folder, left=left, means=means)
+        return deaths, root_cause.block(
+            death,
+            tail=tail,
+            folder=worker.folder,
+            means=means,
+            others=root_cause.afterwards(death, deaths),
+            brief=shown == "whole" and len(workers) == 1,
+        )
 
     def of_worker(self, worker: Worker) -> WorkerFailure:
         """Return the failure of one worker."""
         death = self.process_failure(worker)
-        return self._make(root_cause.summary(death), [worker], root_cause.place(death), worker.membership.entered)
+        return self._make(
+            root_cause.summary(death),
+            [worker],
+            root_cause.place(death),
+            worker.membership.entered,
+            hope="over" if worker.exit.unsaved else _hope(death),
+            frames=() if self._output.shown(worker.seat.rank) == "whole" else root_cause.frames(death),
+        )
 
     def of_all(self, reason: str, place: str) -> WorkerFailure:
         """Return the failure of something that all workers depend on."""
         return self._make(reason, self._workers.values(), place, all_workers=not self._workers.living)
 
     def _make(
-        self, reason: str, workers: Collection[Worker], place: str, generation: int = -1, *, all_workers: bool = False
+        self,
+        reason: str,
+        workers: Collection[Worker],
+        place: str,
+        generation: int = -1,
+        *,
+        all_workers: bool = False,
+        hope: Hope = "some",
+        frames: tuple[str, ...] = (),
     ) -> WorkerFailure:
         steps = [other.progress.step for other in self._workers.values() if other.progress.step is not None]
+        stepped = max((other.progress.stepped for other in self._workers.values()), default=0.0)
         return WorkerFailure(
             rank=min((worker.seat.rank for worker in workers), default=0),
             reason=reason,
             place=place,
             time=time.time(),
-            lived=time.monotonic() - min((worker.born for worker in workers), default=time.monotonic()),
+            lived=time.monotonic() - min((worker.started_at for worker in workers), default=time.monotonic()),
             step=max(steps, default=None),
             all_workers=all_workers,
             generation=generation,
+            hope=hope,
+            frames=frames,
+            idle=time.monotonic() - stepped if stepped else 0.0,
         )
+
+
+def _hope(death: root_cause.ProcessFailure) -> Hope:
+    if root_cause.permanent(death):
+        return "none"
+    return "little" if root_cause.raised(death) else "some"

@@ -11,6 +11,7 @@ from itertools import count
 from phalanx.cluster.placement import Seat
 from phalanx.contract import worker_messages
 from phalanx.forkserver import wire
+from phalanx.forkserver.child.error_file import TRACEBACK
 from phalanx.launcher.forking import fork_servers
 from phalanx.launcher.forking.preload_hints import PreloadHints
 from phalanx.launcher.output.capture import OutputCapture
@@ -62,16 +63,22 @@ class Spawner:
                 order["hints"] = self._hints.path
         if (device := cuda_device(self._hellos.get(seat.local_rank), environ)) is not None:
             order["cuda"] = device
+        self._keep_sources(order)
         output = plan.output
         out, err = self._output.open(
-            seat.rank, folder, show=output.shown(seat), terminal=seat.rank == 0, apart=output.separate(seat)
+            seat.rank,
+            folder,
+            show=output.shown(seat),
+            terminal=seat.rank == 0,
+            apart=output.separate(seat),
+            traceback=None if output.verbose else f"{folder}/{TRACEBACK}",
         )
         stdin = self._stdin(plan, seat.rank)
         probe = self._probe(name)
         if probe is not None:
             order["probe"] = probe.slot
             probe.set_rank(None if spare else seat.rank)
-        self._workers.add(name, Worker(seat, folder, born=time.monotonic(), spare=spare, probe=probe))
+        self._workers.add(name, Worker(seat, folder, started_at=time.monotonic(), spare=spare, probe=probe))
         try:
             fork_server.send(order, [stdin, out, err, *(probe.fds if probe is not None else ())])
         except OSError:
@@ -82,14 +89,23 @@ class Spawner:
         os.close(stdin)
         self._output.handed_over(seat.rank)
 
+    def _keep_sources(self, order: wire.Message) -> None:
+        """Have the worker run what the run began with, if files have changed since: ranks must not mix versions."""
+        sources = self._context.sources
+        changed = sources.changed() if sources is not None else {}
+        if sources is not None and changed:
+            sources.tell(changed, self._context.note)
+            order["kept"] = {path: text.decode("latin-1") for path, text in changed.items()}
+
     def _folder(self, label: str, generation: int) -> str:
-        """Return the folder for the logs of a worker, without the error file of an earlier one."""
+        """Return the folder for the logs of a worker, without the error files of an earlier one."""
         run_folder = self._context.folder
         folder = run_folder.rank_folder(self._attempt, label)
         if any(worker.folder == folder for _, worker in self._workers.living):  # it had this rank before
             folder = run_folder.rank_folder(self._attempt, f"{label}.{generation}")
-        with contextlib.suppress(OSError):
-            os.unlink(f"{folder}/error.json")
+        for name in ("error.json", TRACEBACK):
+            with contextlib.suppress(OSError):
+                os.unlink(f"{folder}/{name}")
         return folder
 
     def _environment(self, plan: Plan, seat: Seat, folder: str) -> dict[str, str]:

@@ -32,6 +32,7 @@ class Stopper:
         self._folder = folder
         self._note = note
         self._escalation: asyncio.Task[None] | None = None
+        self._last = signal.SIGTERM  # signal that was sent
 
     @property
     def stopping(self) -> bool:
@@ -43,6 +44,7 @@ class Stopper:
 
         `already_sent`: they have received the signal.
         """
+        self._last = number
         self._folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
         for name, worker in self._workers.living:
             worker.enter(WorkerState.STOPPING)
@@ -59,10 +61,16 @@ class Stopper:
         """Send stronger signals. A worker in native code does not handle SIGINT, and one may ignore SIGTERM."""
         for next_signal, wait in escalation(number, grace):
             await asyncio.sleep(wait)
+            self._last = next_signal
             for name, worker in self._workers.living:
                 self._note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
                 self._workers.send_signal(name, next_signal)
                 self._channels.send(worker.pid, worker_messages.EndWorker(next_signal))
+
+    def repeat(self) -> None:
+        """Send the last signal again: the fork server was lost, perhaps before it had passed the signal on."""
+        for name, _ in self._workers.living:
+            self._workers.send_signal(name, self._last)
 
     def cancel(self) -> None:
         """Send no more signals."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import os
 import signal
 import socket
@@ -11,18 +12,33 @@ import time
 from collections.abc import Callable
 
 from phalanx.contract import events
-from phalanx.launcher.forking import fork_servers
+from phalanx.forkserver import linux, signed_store
+from phalanx.launcher.forking import fork_servers, liveness
+from phalanx.launcher.forking.liveness import Liveness
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.workers import Workers
+from phalanx.recover.decision import store_delay
 
 NAME = "store"  # as the fork server knows it
-_MOST_LOST = 3  # replacements per attempt: a store that cannot start would be replaced for ever
+_LOG = "store.log"
+
+
+def leave_key(plan: Plan, folder: RunFolder) -> None:
+    """Leave the key with which ranks of this run sign what they set in the store (`forkserver/signed_store.py`).
+
+    On several nodes it follows from the token and the name of the run: all nodes know both, and nothing is sent.
+    """
+    if plan.rendezvous is None:
+        key = os.urandom(32)
+    else:
+        key = hmac.digest(plan.rendezvous.token.key, f"phalanx store key\0{folder.name}".encode(), "sha256")
+    signed_store.write_key(folder.path, key)
 
 
 class StoreProcess:
-    """Starts the store if this node hosts it, and replaces it if it ends."""
+    """Starts the store if this node hosts it, and replaces it if it ends or does not answer any more."""
 
     def __init__(
         self,
@@ -40,9 +56,23 @@ class StoreProcess:
         self._folder = folder
         self._note = note
         self._over = over  # of the attempt
-        self._started = False
-        self._stopped = False  # on purpose
-        self._lost = 0
+        self._pid = 0  # 0: it does not run
+        self._ordered = False  # from the fork server
+        self._heartbeat: int | None = None  # the pipe to which the store writes each time that it has answered
+        self._liveness = Liveness(plan.recovery.worker_timeout)
+        self._failed_starts = 0  # in a row: stores that ended before they had answered
+        self._watch: asyncio.Task[None] | None = None
+        self._restart: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int:
+        """Return the pid of the store that runs. 0: there is none."""
+        return self._pid
+
+    @property
+    def answers(self) -> bool:
+        """Return whether the current store has answered."""
+        return self._liveness.answered
 
     def prepare(self) -> None:
         """Start the store, or let the first connection start it.
@@ -50,7 +80,7 @@ class StoreProcess:
         Where torch is imported already, a store costs a fork. Elsewhere it costs an import, and many scripts never
         use it.
         """
-        if self._listener is None:
+        if self._listener is None or self._ordered:
             return
         if self._workers.fork_server.forks:
             self._start()
@@ -61,55 +91,112 @@ class StoreProcess:
         listener = self._listener
         if listener is None:
             return
-        asyncio.get_running_loop().remove_reader(listener.fileno())
-        if self._started or self._over.is_set():
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener.fileno())
+        if self._ordered or self._over.is_set():
             return
-        self._started, self._stopped = True, False
+        self._ordered = True
         fork_server = self._workers.fork_server
         order = fork_servers.store_order(fork_server, self._plan, self._plan.group.master_port)
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        log = self._folder.open_log(_LOG)
+        theirs = self._open_heartbeat()
         with contextlib.suppress(OSError):
-            fork_server.send(order, [nowhere, log, log, listener.fileno()])
-        os.close(nowhere)
-        os.close(log)
+            fork_server.send(order, [nowhere, log, log, listener.fileno(), theirs])
+        for fd in (nowhere, log, theirs):
+            os.close(fd)
+        if self._watch is None:
+            self._watch = loop.create_task(self._watch_liveness())
+
+    def _open_heartbeat(self) -> int:
+        """Return the store's end of a new heartbeat pipe."""
+        self._close_heartbeat()
+        self._liveness = Liveness(self._plan.recovery.worker_timeout)
+        self._heartbeat, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        asyncio.get_running_loop().add_reader(self._heartbeat, self._beat, self._heartbeat)
+        return theirs
+
+    def _beat(self, pipe: int) -> None:
+        if os.read(pipe, 4096):
+            self._liveness.heard()
+            self._failed_starts = 0
+        else:  # the store is gone: its exit is reported, too
+            self._close_heartbeat()
+
+    def _close_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            asyncio.get_running_loop().remove_reader(self._heartbeat)
+            os.close(self._heartbeat)
+            self._heartbeat = None
+
+    async def _watch_liveness(self) -> None:
+        while True:
+            await asyncio.sleep(liveness.INTERVAL)
+            if self._pid and (why := self._liveness.look(linux.state(self._pid))):
+                self._kill(why)
+
+    def kill_if_stopped(self) -> None:
+        """Replace a store that is stopped now rather than after a while: a group forms, or the workers end."""
+        if self._pid and linux.state(self._pid) == "stopped":
+            self._kill("stopped")
+
+    def _kill(self, why: str) -> None:
+        self._note(f"the store process does not answer ({why}): SIGKILL")
+        self._workers.send_signal(NAME, signal.SIGKILL)
 
     @property
     def _log(self) -> str:
-        return f"{self._folder.path}/store.log"
+        return f"{self._folder.path}/{_LOG}"
 
-    def exited(self, code: int) -> bool:
-        """Replace the store. Without it no group can form, but an existing group continues. False: not replaced."""
-        if self._stopped:
+    def started(self, pid: int) -> None:
+        """Record the pid of the store."""
+        self._pid = pid
+
+    def exited(self, pid: int, code: int) -> bool:
+        """Replace the store. Without it no group can form, but an existing group continues.
+
+        False: it is not the current store.
+        """
+        if pid != self._pid:
             return False
         self._folder.event(events.StoreLost(time=time.time(), code=code))
-        self._lost += 1
-        if self._lost > _MOST_LOST:
-            self._note(f"the store process ends again and again; see {self._log}")
-            return False
-        self._note(f"the store process ended ({root_cause.in_words(code)}); a new one takes its place, empty")
-        self._started = False
-        self._start()
+        self._failed_starts = 0 if self.answers else self._failed_starts + 1
+        self._pid, self._ordered = 0, False
+        delay, ended = store_delay(self._failed_starts), f"the store process ended ({root_cause.in_words(code)})"
+        if delay:
+            count = f"{self._failed_starts} in a row ended before they had answered"
+            self._note(f"{ended}; {count}; another is started in {delay:.0f} s; see {self._log}")
+            self._restart = asyncio.get_running_loop().call_later(delay, self._start)
+        else:
+            self._note(f"{ended}; a new one takes its place, empty")
+            self._start()
         return True
 
     def move(self, plan: Plan, listener: socket.socket | None) -> None:
         """Follow a new plan: stop or start the store if another node hosts it from now on or hosted it before."""
         before, self._plan, self._listener = self._listener, plan, listener
         if listener is before:
+            self.kill_if_stopped()
             return
         if before is not None:
             asyncio.get_running_loop().remove_reader(before.fileno())
-            if self._started:
-                self._stopped = True
-                self._workers.send_signal(NAME, signal.SIGTERM)
-        self._started = False
+            if self._ordered:
+                self._workers.send_signal(NAME, signal.SIGKILL)  # it ignores the others, and has nothing to clean up
+        self._pid, self._ordered = 0, False
         self.prepare()
 
-    def fork_server_lost(self) -> None:
-        """Record that the store has died with its fork server."""
-        self._started = False
+    def fork_server_lost(self, *, adopts: bool) -> None:
+        """Keep the store if it outlives its fork server, as a child of this process. Else it has died with it."""
+        if not adopts or not self._pid or not self._workers.adopted.adopt(NAME, self._pid):
+            self._pid, self._ordered = 0, False
 
     def close(self) -> None:
-        """Stop waiting for a connection that would start the store."""
+        """Kill a store that has outlived its fork server. Stop waiting for a connection that would start the store."""
+        self._workers.adopted.send_signal(NAME, signal.SIGKILL, alone=True)
+        self._pid = 0
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        self._close_heartbeat()
+        for task in (self._watch, self._restart):
+            if task is not None:
+                task.cancel()

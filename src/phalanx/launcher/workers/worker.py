@@ -12,6 +12,7 @@ from phalanx.contract import worker_messages
 from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import wire
 from phalanx.launcher.workers.probes import ProbeClient
+from phalanx.recover.decision import Hope
 
 
 class WorkerState(Enum):
@@ -44,9 +45,12 @@ class StepProgress:
     steps_match: bool = False  # each optimizer step is one committed step
     samples: int = -1  # training samples; -1: unknown
     sampled: float = 0.0  # when it reported them
+    stepped: float = 0.0  # when it last reported a newer step; 0: never
 
     def committed(self, step: int, slot_step: int) -> None:
         """Record a committed step, and the optimizer steps of the status slot at this time."""
+        if step > (self.step or 0):
+            self.stepped = time.monotonic()
         self.steps_match = abs(slot_step - self.slot_step - step + (self.step or 0)) <= 1
         self.step, self.slot_step = step, slot_step
 
@@ -65,12 +69,15 @@ class ExitContext:
     """What is known about the end of a worker beside its exit code. Most of it comes before the exit."""
 
     hung: bool = False  # it was killed because of a stall
+    with_fork_server: bool = False  # it died with the fork server
+    memory: str = ""  # what the kernel reports about memory, if it was killed for that
     counts_as: int | None = None  # the exit code of one that was killed after its script was over
     mismatch: wire.Message | None = None  # its collective, if the ranks called different ones
     raised: wire.Message | None = None  # the state of its groups when an exception about other ranks ended its script
     deadline: float = 0.0  # until when it should exit after that
     stop_sent: float = 0.0  # when it was told to stop
     blame: Sequence[str] = ()  # who caused its timeout
+    unsaved: bool = False  # its training is complete, but the last checkpoint could not be written
 
     @property
     def expected(self) -> bool:
@@ -85,11 +92,12 @@ class Worker:
     seat: Seat
     folder: str
     pid: int = 0
-    born: float = 0.0  # monotonic clock
+    started_at: float = 0.0  # monotonic clock
     code: int | None = None  # exit code, or minus the signal
     ended: float = 0.0  # wall clock, as in error files
     last_heartbeat: float = 0.0  # 0: it has never connected
     spare: bool = False  # it waits to replace another worker
+    outlives: bool = False  # its fork server: it can regroup, and this process would adopt it
     probe: ProbeClient | None = None
     progress: StepProgress = field(default_factory=StepProgress)
     membership: GroupMembership = field(default_factory=GroupMembership)
@@ -142,6 +150,9 @@ class WorkerFailure:
     step: int | None  # newest committed step of any worker here
     all_workers: bool = False  # no worker is left that has the state
     generation: int = -1  # of the worker; -1: it had not joined any
+    hope: Hope = "some"  # that another try succeeds
+    frames: tuple[str, ...] = ()  # lines about where the script failed
+    idle: float = 0.0  # seconds since a worker here last reported a newer step
 
 
 def cuda_device(before: worker_messages.Hello | None, environ: Mapping[str, str]) -> int | None:

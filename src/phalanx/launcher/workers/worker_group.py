@@ -10,8 +10,7 @@ import time
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events, worker_messages
 from phalanx.forkserver import wire
-from phalanx.launcher.coordination.actions import RegroupPlan
-from phalanx.launcher.coordination.coordinator import StartAttempt
+from phalanx.launcher.actions import RegroupPlan, StartAttempt
 from phalanx.launcher.forking.fork_servers import ForkServerClient
 from phalanx.launcher.forking.preload_hints import PreloadHints
 from phalanx.launcher.output.capture import OutputCapture
@@ -55,7 +54,7 @@ class WorkerGroup:
         self.number = start.attempt
         self.over = asyncio.Event()
         self.measured: worker_messages.MeasuredStep | None = None  # the latest of rank 0
-        self.workers = workers = Workers(fork_server)
+        self.workers = workers = Workers(fork_server, self.worker_exited)
         self.output = output = OutputCapture(
             asyncio.get_running_loop(), context.console, forwarder=context.log_forwarder, echo=context.echo
         )
@@ -74,7 +73,7 @@ class WorkerGroup:
             hints=preload_hints,
             on_probe_message=self._probe_message,
         )
-        self._store = StoreProcess(
+        self.store = StoreProcess(
             start.plan, start.listener, workers, folder=context.folder, note=context.note, over=self.over
         )
         self._stopper = stopper = Stopper(workers, channels, context.folder, context.note)
@@ -98,9 +97,12 @@ class WorkerGroup:
             observer=context.observer,
             measured=self._measured_step,
         )
+        context.folder.resized(start.plan.group.world_size)
         context.folder.event(events.AttemptStarted(time=time.time(), attempt=self.number))
-        _duplicate_lines(output, start.plan, context.folder.attempt_folder(self.number))
-        self._store.prepare()
+        if start.plan.output.stdout_filters or start.plan.output.stderr_filters:
+            _duplicate_lines(output, start.plan, context.folder.attempt_folder(self.number))
+        store_process.leave_key(start.plan, context.folder)
+        self.store.prepare()
 
     @property
     def living(self) -> list[tuple[str, Worker]]:
@@ -149,7 +151,8 @@ class WorkerGroup:
 
     def regroup(self, to: RegroupPlan) -> None:
         """Start a generation: replace dead workers, by spares if possible, and send all workers their assignment."""
-        self._store.move(to.plan, to.listener)
+        self._context.folder.resized(to.plan.group.world_size)
+        self.store.move(to.plan, to.listener)
         self._regrouper.regroup(to)
 
     def hold(self, why: str) -> None:
@@ -165,16 +168,17 @@ class WorkerGroup:
 
         `already_sent`: they have received the signal.
         """
+        self.store.kill_if_stopped()  # a worker that waits for it would handle no signal
         self._stopper.stop(number, reason, grace, already_sent=already_sent)
 
     def use_fork_server(self, fork_server: ForkServerClient) -> None:
-        """Use another fork server, in place of one that was killed with its store and workers."""
+        """Use another fork server, in place of one that was lost."""
         self.workers.fork_server = fork_server
-        self._store.prepare()
+        self.store.prepare()
 
     def close(self) -> None:
         """Close channels, probes and tasks after the attempt."""
-        self._store.close()
+        self.store.close()
         self._stopper.cancel()
         self._channels.close()
         self.workers.close()
@@ -185,7 +189,9 @@ class WorkerGroup:
     # -- messages of the fork server and of probes
 
     def worker_started(self, name: str, pid: int) -> None:
-        """Record the pid of a worker."""
+        """Record the pid of a worker or of the store."""
+        if name == store_process.NAME:
+            self.store.started(pid)
         if name not in self.workers:
             return
         worker = self.workers[name]
@@ -206,18 +212,20 @@ class WorkerGroup:
         """Handle a process that the kernel refused to start."""
         who = f"rank {self.workers[name].seat.rank}" if name in self.workers else "the store"
         self._context.console.say(f"{who} could not be started: {why}")
-        if name in self.workers:
+        if name in self.workers or name == store_process.NAME:
             self.worker_exited({"name": name, "pid": 0, "status": 1 << 8, "peak": 0})
 
     def worker_exited(self, message: wire.Message) -> None:
         """Handle the exit of a worker or of the store."""
         name, code = message["name"], os.waitstatus_to_exitcode(message["status"])
         if name == store_process.NAME:
-            self._store_exited(code)
+            self._store_exited(message["pid"], code)
             return
         worker = self.workers[name]
         if code == -signal.SIGKILL and worker.exit.counts_as is not None:
             code = worker.exit.counts_as
+        elif code == -signal.SIGKILL and not worker.stopped and self._context.memory_kill is not None:
+            worker.exit.memory = self._context.memory_kill()
         self._channels.drain(worker.pid)
         worker.exited(code)
         if worker.probe is not None:
@@ -235,8 +243,11 @@ class WorkerGroup:
             )
         )
         if worker.spare:
-            if not worker.stopped and not self.stopping:
-                self._regrouper.spare_exited(name, worker, code)
+            lost = not worker.stopped and not self.stopping
+            if lost and not self._regrouper.spare_exited(name, worker, code):
+                worker.spare = False  # it is not replaced, and counts as a failure of this node
+                self._context.worker_failed(self.failures.of_worker(worker))
+                return
         elif code == 0:
             self._regrouper.report_readiness()
         elif not worker.stopped:
@@ -246,10 +257,10 @@ class WorkerGroup:
                 return  # the decision follows: regroup, or stop the rest
         self._check_end()
 
-    def _store_exited(self, code: int) -> None:
+    def _store_exited(self, pid: int, code: int) -> None:
         if self.over.is_set() or not self.living:
             return
-        if self._store.exited(code) and self._regrouper.forming:  # ranks would wait for the old store
+        if self.store.exited(pid, code) and self._regrouper.forming:  # ranks would wait for the old store
             self._context.worker_failed(
                 self.failures.of_all("the store was ended while the group formed", place="store")
             )
@@ -273,13 +284,29 @@ class WorkerGroup:
                 worker.enter(WorkerState.STOPPING)
                 self.workers.send_signal(name, signal.SIGKILL)
 
-    def fork_server_lost(self) -> None:
-        """Mark all workers as exited: they die with the fork server."""
+    def fork_server_lost(self) -> bool:
+        """Adopt the workers that have outlived the fork server, and mark the others as exited: they died with it.
+
+        Return whether a rank has died with it.
+        """
+        adopts = self.workers.fork_server.is_child
         for name, worker in self.living:
+            if adopts and worker.outlives and self.workers.adopted.adopt(name, worker.pid):
+                continue
+            if not worker.stopped:
+                worker.exit.with_fork_server = True
             worker.enter(WorkerState.STOPPING)  # it is not the cause
             worker.exited(-signal.SIGKILL)
             self._probe_message(name, {"is": "gone"}, [])
-        self._store.fork_server_lost()
+        self.store.fork_server_lost(adopts=adopts)
+        if self.stopping:
+            self._stopper.repeat()
+        return self.lost_with_fork_server
+
+    @property
+    def lost_with_fork_server(self) -> bool:
+        """Return whether a rank has died with the fork server, and is not replaced yet."""
+        return any(worker.exit.with_fork_server for worker in self.workers.values() if not worker.spare)
 
     def _probe_message(self, name: str, message: wire.Message, fds: list[int]) -> None:
         """Handle a message of a probe that is no answer."""
@@ -306,9 +333,6 @@ class WorkerGroup:
 def _duplicate_lines(output: OutputCapture, plan: Plan, folder: str) -> None:
     """Copy selected lines of all ranks to one file: torchrun's --duplicate-stdout-filters."""
     options = plan.output
-    if not options.stdout_filters and not options.stderr_filters:
-        return
-    os.makedirs(folder, exist_ok=True)
     output.duplicate(
         folder,
         stdout=options.stdout_filters,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+from phalanx.forkserver import wire
 from phalanx.launcher.forking.fork_servers import ForkServerClient
+from phalanx.launcher.workers.adopted import AdoptedProcesses
 from phalanx.launcher.workers.worker import Worker
 
 
@@ -14,10 +16,12 @@ class Workers(Mapping[str, Worker]):
     """The workers of an attempt, and the fork server through which they get signals.
 
     A worker that has exited stays until another one replaces it. Names are used once, because ranks may change.
+    `exited` is called when one that has outlived its fork server exits.
     """
 
-    def __init__(self, fork_server: ForkServerClient) -> None:
-        self.fork_server = fork_server  # another one, after the first was killed
+    def __init__(self, fork_server: ForkServerClient, exited: Callable[[wire.Message], None] = lambda _: None) -> None:
+        self.fork_server = fork_server  # another one, after the first was lost
+        self.adopted = AdoptedProcesses(exited)
         self.debugged: frozenset[int] = frozenset()  # ranks in a debugger, on any node
         self._workers: dict[str, Worker] = {}
 
@@ -68,6 +72,8 @@ class Workers(Mapping[str, Worker]):
 
     def send_signal(self, name: str, number: int, *, alone: bool = False) -> None:
         """Send a signal to a worker and all its processes, or to it alone."""
+        if self.adopted.send_signal(name, number, alone=alone):
+            return
         with contextlib.suppress(OSError):
             self.fork_server.send({"do": "signal", "name": name, "signal": int(number), "alone": alone})
 
@@ -83,6 +89,7 @@ class Workers(Mapping[str, Worker]):
 
     def close(self) -> None:
         """Close the channels to all probes, after the attempt."""
+        self.adopted.close()
         for worker in self._workers.values():
             if worker.probe is not None:
                 worker.probe.close()

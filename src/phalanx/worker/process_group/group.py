@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from phalanx.errors import JoinError, UsageError
+from phalanx.forkserver.signed_store import SignedStore
 from phalanx.worker.process_group import ending, nccl, seeds
 from phalanx.worker.process_group.member import GroupMember
 from phalanx.worker.process_group.values import Number, ValueExchange
@@ -43,7 +44,7 @@ class WorkerProcessGroup(GroupMember):
         super().__init__(membership)
         self.pid = os.getpid()
         self.seed = seed
-        self.store = Store(_prefixed(membership.store, "run"), membership.timeout)
+        self.store = Store(_prefixed(membership.store.torch_store, "run"), membership.timeout)
         """`run.store`: keys and values that all ranks share."""
         self.closed = False
         self._values = ValueExchange(membership)
@@ -63,8 +64,12 @@ class WorkerProcessGroup(GroupMember):
         timeout: float | timedelta = 300.0,
         seed: int = 0,
         device: str | torch.device | None = None,
+        **more: Any,
     ) -> Self:
-        """Join the process group of this run, when all ranks are here. The arguments are those of `phalanx.init`."""
+        """Join the process group of this run, when all ranks are here. The arguments are those of `phalanx.init`.
+
+        `more` goes to the constructor of the class.
+        """
         membership = form(
             backend,
             method=method,
@@ -74,7 +79,7 @@ class WorkerProcessGroup(GroupMember):
             timeout=timeout,
             device=device,
         )
-        return cls(membership, seed=seed)
+        return cls(membership, seed=seed, **more)
 
     # -- groups
 
@@ -123,7 +128,7 @@ class WorkerProcessGroup(GroupMember):
         self._firsts += 1
         leader = self.topology.local_ranks[0] if per == "node" else 0
         # Through the store: a download may take longer than the timeout of any collective.
-        store, key = _prefixed(self.membership.store, "first"), f"{self._firsts}/{leader}"
+        store, key = self.membership.store.at("first"), f"{self._firsts}/{leader}"
         if self.rank != leader:
             outcome = _when_set(store, key)
             if outcome:
@@ -150,19 +155,27 @@ class WorkerProcessGroup(GroupMember):
         return self._values.reduce(x, "mean")
 
     @overload
+    def sum(self, x: Mapping[str, int]) -> dict[str, int]: ...
+    @overload
     def sum(self, x: Mapping[str, Number]) -> dict[str, float]: ...
+    @overload
+    def sum(self, x: int) -> int: ...
     @overload
     def sum(self, x: Number) -> float: ...
     def sum(self, x: Any) -> Any:
-        """`run.sum(x)`: return the sum over all ranks, of a number or of each number in a dict."""
+        """`run.sum(x)`: return the sum over all ranks, of a number or of each number in a dict. Of ints, an int."""
         return self._values.reduce(x, "sum")
 
     @overload
+    def max(self, x: Mapping[str, int]) -> dict[str, int]: ...
+    @overload
     def max(self, x: Mapping[str, Number]) -> dict[str, float]: ...
+    @overload
+    def max(self, x: int) -> int: ...
     @overload
     def max(self, x: Number) -> float: ...
     def max(self, x: Any) -> Any:
-        """`run.max(x)`: return the maximum over all ranks, of a number or of each number in a dict."""
+        """`run.max(x)`: return the maximum over all ranks, of a number or of each number in a dict. Of ints, an int."""
         return self._values.reduce(x, "max")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -213,8 +226,8 @@ class WorkerProcessGroup(GroupMember):
             _destroy(failed)
             _say_farewell(self.membership, failed)
 
-    def abandon(self) -> None:
-        """`run.abandon()`: leave a group whose connections are cut, without waiting, so that the next one can form."""
+    def _abandon(self) -> None:
+        """Leave a group whose connections are cut, without waiting, so that the next one can form."""
         if self.closed:
             return
         self._let_go()
@@ -260,17 +273,17 @@ def _new_group(membership: Membership, name: str, make: Callable[..., Any]) -> A
     """Return `make()`, when all ranks have asked for it. None: there is one process."""
     if not membership.backend:
         return None
-    store, me = _prefixed(membership.store, "groups"), membership.participants[membership.placement.rank]
+    store, me = membership.store.at("groups"), membership.participants[membership.placement.rank]
     roll_call.together(store, me, membership.timeout, name=name, say=tcp_store.notice)
     return make(timeout=timedelta(seconds=membership.timeout))
 
 
-def _when_set(store: Any, key: str) -> str:
+def _when_set(store: SignedStore, key: str) -> str:
     pause = 0.001
     while not store.check([key]):
         time.sleep(pause)
         pause = min(pause * 1.3, 0.1)
-    return str(bytes(store.get(key)).decode(errors="replace"))
+    return store.get(key).decode(errors="replace")
 
 
 def _destroy(failed: bool) -> None:
@@ -303,7 +316,7 @@ def _say_farewell(membership: Membership, failed: bool) -> None:
     """Keep the store for ranks that are a little behind, before this process ends and the store with it."""
     if not membership.store_on_a_rank or not (membership.hosts_store or tcp_store.answers(membership.place)):
         return
-    store = _prefixed(membership.store, "farewell")
+    store = membership.store.at("farewell")
     with contextlib.suppress(RuntimeError):  # torch's, when the store is gone
         gone = store.add("gone", 1)
         end = time.monotonic() + (FAREWELL if membership.hosts_store and not failed else 0)

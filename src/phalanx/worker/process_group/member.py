@@ -66,7 +66,7 @@ class GroupMember:
 
     @property
     def backend(self) -> str:
-        """`run.backend`: the backend of the process group; "" if there is no group, because there is one process."""
+        """`run.backend`: the backend of the process group."""
         return self.membership.backend
 
     @property

@@ -28,7 +28,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview, device: torch.device | None = None) -> Any:
-    """Return the object. `device`: for tensors that were on an accelerator."""
+    """Return the object. `device`: for tensors that were on an accelerator. Raises ValueError if it is not one."""
 
     def extended(code: int, body: memoryview) -> Any:
         if code == TUPLE:
@@ -37,7 +37,10 @@ def decode(data: bytes | memoryview, device: torch.device | None = None) -> Any:
             raise ValueError(f"an unknown kind of object: {code}")
         return _tensor(body, device)
 
-    return msgspec.msgpack.decode(data, ext_hook=extended)
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=extended)
+    except (TypeError, RuntimeError, RecursionError, struct.error) as error:
+        raise ValueError(f"what was received is not an object: {error}") from None
 
 
 def _plain(obj: Any, where: str) -> Any:
@@ -93,6 +96,8 @@ def _tensor(body: memoryview, device: torch.device | None) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"an unknown type of tensor: {name}")
     raw = bytearray(body[4 + size :])
+    if not raw and 0 not in shape:
+        raise ValueError(f"a tensor of shape {shape} without data")
     if raw:
         tensor = torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
     else:

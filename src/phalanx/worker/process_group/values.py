@@ -60,7 +60,7 @@ class ValueExchange:
                 )
         numbers = _stacked(values, self.wire, how)
         if not self._backend:
-            return [float(number) for number in numbers.tolist()]
+            return [_alike(value, number, how) for value, number in zip(values, numbers.tolist(), strict=True)]
         # Largest and smallest checksum at once: the maximum of it, and of its negative.
         whole = torch.zeros(_room(len(values)), dtype=torch.float64, device=self.wire)
         whole[: len(values)] = numbers
@@ -71,7 +71,9 @@ class ValueExchange:
         expected = check if how == "max" else check * self._world_size
         if (high, low) != (expected, -expected):
             raise UsageError(f"{how} of a dict: the ranks have different names in it; rank {self._rank} has {names}")
-        return [number / self._world_size for number in found] if how == "mean" else found
+        if how == "mean":
+            return [number / self._world_size for number in found]
+        return [_alike(value, number, how) for value, number in zip(values, found, strict=True)]
 
     def broadcast(self, obj: T, src: int) -> T:
         """Return the object of rank `src`."""
@@ -147,6 +149,20 @@ def _plain(value: Any, how: str) -> float:
         raise UsageError(
             f"{how} takes a number or a dict of them, not {value!r}", fix=f"run.{how}(float(x)), run.gather(x)"
         ) from None
+
+
+def _alike(value: Any, number: float, how: str) -> float:
+    """Return the result as an int if this rank gave one: a sum of counts is a count. Another rank may give a float."""
+    if how == "mean" or not number.is_integer():
+        return number
+    whole = isinstance(value, int) or not (getattr(value, "dtype", None) is None or _is_real(value.dtype))
+    return int(number) if whole else number
+
+
+def _is_real(dtype: Any) -> bool:
+    """Return whether a dtype of torch or numpy has fractions."""
+    real = getattr(dtype, "is_floating_point", None)
+    return bool(real) if real is not None else getattr(dtype, "kind", "f") not in "iub"
 
 
 def _stacked(values: list[Any], wire: torch.device, how: str) -> torch.Tensor:

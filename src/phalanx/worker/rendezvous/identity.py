@@ -11,7 +11,7 @@ import msgspec
 
 from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.task import SchedulerTask, Variables
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.placement import MAX_RANKS, PartialPlacement
 from phalanx.contract.variables import RUN, RUN_FOLDER, TOPOLOGY
 from phalanx.errors import UsageError
 
@@ -104,17 +104,17 @@ def _elastic(environ: Mapping[str, str]) -> Identity | None:
     if RUN in environ or run_id.startswith("spawn-"):
         launcher = PHALANX if RUN in environ else SPAWN
     said = Variables(launcher, environ, fix=f"start the script again with {launcher}, or by hand: {_by_hand()}")
-    size = said.number("WORLD_SIZE", least=1)
-    rank = said.number("RANK", below=size)
+    size = said.size("WORLD_SIZE")
+    rank = said.index("RANK", below=size)
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Identity(
         launcher,
         PartialPlacement(
             rank=rank,
             world_size=size,
-            local_rank=said.number("LOCAL_RANK"),
-            local_world_size=said.number("LOCAL_WORLD_SIZE", least=1, below=size + 1),
-            node_rank=said.number("GROUP_RANK") if said.text("GROUP_RANK") else None,
+            local_rank=said.index("LOCAL_RANK"),
+            local_world_size=said.size("LOCAL_WORLD_SIZE", below=size + 1),
+            node_rank=said.index("GROUP_RANK") if said.text("GROUP_RANK") else None,
         ),
         address=said.needed("MASTER_ADDR"),
         port=said.number("MASTER_PORT", least=1, below=1 << 16),
@@ -174,7 +174,7 @@ def _hand_set(environ: Mapping[str, str]) -> Identity | None:
     present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if said.text(name) is not None]
     if not present:
         return None
-    if said.text("WORLD_SIZE") is not None and said.number("WORLD_SIZE", least=1) == 1 and "RANK" not in present:
+    if said.text("WORLD_SIZE") is not None and said.size("WORLD_SIZE") == 1 and "RANK" not in present:
         return Identity(HAND, address=None)
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in present]
     if missing:
@@ -185,17 +185,17 @@ def _hand_set(environ: Mapping[str, str]) -> Identity | None:
             details=[f"set: {_listed(said.said)}", f"missing: {', '.join([*missing, *others])}"],
             fix=_by_hand(environ.get("RANK"), environ.get("WORLD_SIZE")) + OR_RUN,
         )
-    size = said.number("WORLD_SIZE", least=1)
-    rank = said.number("RANK", below=size)
-    local_size = said.number("LOCAL_WORLD_SIZE", least=1, below=size + 1) if said.text("LOCAL_WORLD_SIZE") else None
+    size = said.size("WORLD_SIZE")
+    rank = said.index("RANK", below=size)
+    local_size = said.size("LOCAL_WORLD_SIZE", below=size + 1) if said.text("LOCAL_WORLD_SIZE") else None
     return Identity(
         ACCELERATE if _accelerate(environ) else HAND,
         PartialPlacement(
             rank=rank,
             world_size=size,
-            local_rank=said.number("LOCAL_RANK") if "LOCAL_RANK" in present else None,
+            local_rank=said.index("LOCAL_RANK") if "LOCAL_RANK" in present else None,
             local_world_size=local_size,
-            node_rank=next((said.number(name) for name in ("GROUP_RANK", "NODE_RANK") if said.text(name)), None),
+            node_rank=next((said.index(name) for name in ("GROUP_RANK", "NODE_RANK") if said.text(name)), None),
         ),
         hosts_store=rank == 0,
         **_master(said),
@@ -251,6 +251,12 @@ def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | Non
 
 
 def _check(rank: int, world_size: int) -> None:
+    if world_size > MAX_RANKS:
+        raise UsageError(
+            f"a world of {world_size} ranks cannot be",
+            details=[f"expected 1 to {MAX_RANKS}"],
+            fix="phalanx.init(rank=0, world_size=2), with the number of processes",
+        )
     if not 0 <= rank < world_size:
         raise UsageError(
             f"rank {rank} of {world_size} cannot be",

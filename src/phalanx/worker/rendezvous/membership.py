@@ -16,6 +16,7 @@ from phalanx.contract.placement import RankPlacement
 from phalanx.contract.variables import rank_variables
 from phalanx.contract.worker_messages import Assignment
 from phalanx.errors import JoinError, UsageError
+from phalanx.forkserver.signed_store import SignedStore
 from phalanx.worker.process_group import ending
 from phalanx.worker.rendezvous import addresses, device, methods, roll_call, tcp_store
 from phalanx.worker.rendezvous.device import check_backend, kind
@@ -43,8 +44,8 @@ class Membership:
     topology: Topology
     placement: RankPlacement
     device: torch.device
-    backend: str  # "": no process group was made, because there is one process
-    store: Any  # torch's, with a prefix for this group
+    backend: str
+    store: SignedStore  # with a prefix for this group
     hosts_store: bool  # whether this process hosts the store, which ends with it
     place: MeetingPoint
     owned: bool  # whether the process group was made here, and must be destroyed here
@@ -117,7 +118,6 @@ def form(
     hosts_store = place.kind == "tcp" and _hosts_store(identity, place)
     bare = store if store is not None else _open(place, identity, hosts_store, timeout)
     where, participants = _meet(bare, identity, place, environ, timeout, offer=offer, kind=kind(device))
-    asked = not identity.nobody or backend is not None or rank is not None or world_size is not None
     return _found(
         backend,
         device,
@@ -127,7 +127,6 @@ def form(
         place=place,
         hosts_store=hosts_store,
         timeout=timeout,
-        group=asked,
         met=met,
     )
 
@@ -206,7 +205,7 @@ def _meet(
     *,
     offer: str = "",
     kind: str = "",
-) -> tuple[Any, tuple[Participant, ...]]:
+) -> tuple[SignedStore, tuple[Participant, ...]]:
     """Hold the roll call; return the store with a prefix for this group, and all participants."""
     global _formed
     from torch.distributed import PrefixStore
@@ -217,7 +216,8 @@ def _meet(
     if identity.generation is not None:
         _generations[identity.generation] += 1
         which = f"generation {identity.generation}.{_generations[identity.generation]}"
-    store = PrefixStore("/".join(["phalanx", *filter(None, [identity.attempt]), which]), bare)
+    prefix = "/".join(["phalanx", *filter(None, [identity.attempt]), which])
+    store = SignedStore(PrefixStore(prefix, bare), prefix)
     devices = environ.get("CUDA_VISIBLE_DEVICES")
     me = roll_call.here(identity, address=_address(place), devices=devices, offer=offer, kind=kind)
     words = f"{place}{', which no other host can reach' if _confined(place) else ''}"
@@ -248,11 +248,10 @@ def _found(
     identity: Identity,
     participants: tuple[Participant, ...],
     *,
-    store: Any,
+    store: SignedStore,
     place: MeetingPoint,
     hosts_store: bool,
     timeout: float,
-    group: bool,
     met: Callable[[Membership], None] | None,
 ) -> Membership:
     import torch.distributed as dist
@@ -261,8 +260,7 @@ def _found(
     placement = roll_call.placement(participants, where)
     own = device.wanted(asked, local_rank=_device_number(identity, placement))
     name = device.backend_for(backend, own, [one.kind for one in participants], [one.machine for one in participants])
-    if group:
-        device.refuse_sharing(own, name, [participants[rank].devices for rank in where.local_ranks])
+    device.refuse_sharing(own, name, [participants[rank].devices for rank in where.local_ranks])
     device.use(own)
     membership = Membership(
         identity,
@@ -270,27 +268,26 @@ def _found(
         where,
         placement,
         own,
-        name if group else "",
+        name,
         store,
         hosts_store,
         place,
-        owned=group,
+        owned=True,
         timeout=timeout,
     )
     if met is not None:
         met(membership)
-    if group:
-        choose_interface(identity, participants, place)
-        eager = own if own.type == "cuda" and "nccl" in name else None
-        dist.init_process_group(
-            name,
-            store=dist.PrefixStore("group", store),
-            rank=identity.rank,
-            world_size=identity.world_size,
-            timeout=timedelta(seconds=timeout),
-            device_id=eager,
-        )
-        _tell_ranks(dist.group.WORLD)
+    choose_interface(identity, participants, place)
+    eager = own if own.type == "cuda" and "nccl" in name else None
+    dist.init_process_group(
+        name,
+        store=dist.PrefixStore("group", store.torch_store),
+        rank=identity.rank,
+        world_size=identity.world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=eager,
+    )
+    _tell_ranks(dist.group.WORLD)
     return membership
 
 

@@ -7,13 +7,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
 from phalanx.contract.placement import PartialPlacement, RankPlacement
 from phalanx.contract.topology import decode
 from phalanx.errors import JoinError
+from phalanx.forkserver.signed_store import ForgedValueError, SignedStore
 from phalanx.worker.rendezvous.identity import Identity
 from phalanx.worker.rendezvous.topology import Topology
 
@@ -79,7 +79,7 @@ def _boot() -> str:
 
 
 def call(
-    store: Any, me: Participant, timeout: float, *, place: str, say: Callable[[str], None] = lambda _: None
+    store: SignedStore, me: Participant, timeout: float, *, place: str, say: Callable[[str], None] = lambda _: None
 ) -> tuple[Participant, ...]:
     """Wait for all ranks, and return their reports by rank. `place`: where the store is, for messages."""
     try:
@@ -87,6 +87,12 @@ def call(
         if me.world_size == 1:
             return (me,)
         return _count(store, me, timeout, place, say) if me.rank == 0 else _listen(store, me, timeout, place, say)
+    except ForgedValueError as error:
+        raise JoinError(
+            f"rank {me.rank} does not trust what it reads in the store: {error}",
+            details=[f"it is at {place}"],
+            fix="find out who connects to that port; every rank must be started by the same phalanx run",
+        ) from None
     except RuntimeError as error:  # torch's
         raise JoinError(
             f"the store is gone: the process that hosted it ended while rank {me.rank} waited for the others",
@@ -95,7 +101,7 @@ def call(
         ) from None
 
 
-def _come_in(store: Any, me: Participant, place: str) -> None:
+def _come_in(store: SignedStore, me: Participant, place: str) -> None:
     first = store.add(f"door/{me.rank}", 1) == 1
     if first:
         store.set(_key(me.rank), msgspec.msgpack.encode(me))
@@ -116,7 +122,7 @@ def _come_in(store: Any, me: Participant, place: str) -> None:
 
 
 def _count(
-    store: Any, me: Participant, timeout: float, place: str, say: Callable[[str], None]
+    store: SignedStore, me: Participant, timeout: float, place: str, say: Callable[[str], None]
 ) -> tuple[Participant, ...]:
     """Wait for all ranks on rank 0, and tell the others."""
     keys = [_key(rank) for rank in range(me.world_size)]
@@ -127,7 +133,7 @@ def _count(
     # A rank that comes at the last moment counts.
     if not _await(store, keys, timeout, waiting) and (missing := _missing(store, me.world_size)):
         raise _refused(store, me, _absent(store, me, missing, timeout, place))
-    participants = tuple(_participant.decode(value) for value in _values(store, keys))
+    participants = tuple(_participant.decode(value) for value in store.multi_get(keys))
     if odd := [participant for participant in participants if participant.world_size != me.world_size]:
         error = JoinError(
             "the ranks do not agree on how many they are",
@@ -143,7 +149,7 @@ def _count(
     return participants
 
 
-def _refused(store: Any, me: Participant, error: JoinError) -> JoinError:
+def _refused(store: SignedStore, me: Participant, error: JoinError) -> JoinError:
     """Send the error of rank 0 to all present ranks, and return it."""
     here = me.world_size - len(_missing(store, me.world_size))
     store.set("verdict", msgspec.msgpack.encode([error.what, list(error.details), error.fix, here]))
@@ -151,7 +157,7 @@ def _refused(store: Any, me: Participant, error: JoinError) -> JoinError:
     return error
 
 
-def _hear(store: Any, here: int) -> None:
+def _hear(store: SignedStore, here: int) -> None:
     """Wait until the other ranks have read the error: the store may end with this process."""
     end = time.monotonic() + HEARD
     with contextlib.suppress(RuntimeError):  # torch's, if the store is gone
@@ -162,7 +168,7 @@ def _hear(store: Any, here: int) -> None:
 
 
 def _listen(
-    store: Any, me: Participant, timeout: float, place: str, say: Callable[[str], None]
+    store: SignedStore, me: Participant, timeout: float, place: str, say: Callable[[str], None]
 ) -> tuple[Participant, ...]:
     def waiting() -> None:
         if not store.check([_key(0)]):
@@ -187,7 +193,7 @@ def _listen(
     return participants
 
 
-def together(store: Any, me: Participant, timeout: float, *, name: str, say: Callable[[str], None]) -> None:
+def together(store: SignedStore, me: Participant, timeout: float, *, name: str, say: Callable[[str], None]) -> None:
     """Wait until all ranks are about to make `name` together; raise with the missing ranks after the timeout."""
     store.set(f"{name}/{me.rank}", "")
     keys = [f"{name}/{rank}" for rank in range(me.world_size)]
@@ -206,7 +212,7 @@ def together(store: Any, me: Participant, timeout: float, *, name: str, say: Cal
         )
 
 
-def _absent(store: Any, me: Participant, missing: list[int], timeout: float, place: str) -> JoinError:
+def _absent(store: SignedStore, me: Participant, missing: list[int], timeout: float, place: str) -> JoinError:
     present = [rank for rank in range(me.world_size) if rank not in set(missing)]
     participants = [_participant.decode(store.get(_key(rank))) for rank in present[:SHOWN]]
     more = f"here: {len(present) - SHOWN} more" if len(present) > SHOWN else ""
@@ -222,7 +228,7 @@ def _absent(store: Any, me: Participant, missing: list[int], timeout: float, pla
     )
 
 
-def _missing(store: Any, world_size: int) -> list[int]:
+def _missing(store: SignedStore, world_size: int) -> list[int]:
     return [rank for rank in range(world_size) if not store.check([_key(rank)])]
 
 
@@ -242,13 +248,7 @@ def _key(rank: int) -> str:
     return f"here/{rank}"
 
 
-def _values(store: Any, keys: list[str]) -> list[bytes]:
-    if store.has_extended_api():
-        return list(store.multi_get(keys))
-    return [store.get(key) for key in keys]
-
-
-def _await(store: Any, keys: list[str], timeout: float, waiting: Callable[[], None] = lambda: None) -> bool:
+def _await(store: SignedStore, keys: list[str], timeout: float, waiting: Callable[[], None] = lambda: None) -> bool:
     """Wait until all keys are set. It polls: torch's `wait` blocks signals, and prints warnings at a timeout."""
     start, noticed = time.monotonic(), False
     while not store.check(keys):

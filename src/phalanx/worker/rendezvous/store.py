@@ -8,6 +8,7 @@ tickets = run.store.add("tickets", 1)
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import JoinError
@@ -33,12 +34,16 @@ class Store:
         """`run.store.add(key, 1)`: add to a number, which starts at 0, and return the sum."""
         return int(self.torch_store.add(key, amount))
 
-    def check(self, *keys: str) -> bool:
-        """`run.store.check(key)`: return whether all keys are set, without waiting."""
-        return bool(self.torch_store.check(list(keys)))
+    def check(self, *keys: str | Sequence[str]) -> bool:
+        """`run.store.check(key)`: return whether all keys are set, without waiting. A list is accepted, as in torch."""
+        return bool(self.torch_store.check(_flat(keys)))
 
-    def wait(self, *keys: str, timeout: float | None = None) -> None:
-        """`run.store.wait(key)`: wait until all keys are set. `timeout`: seconds. Default: that of the run."""
+    def wait(self, *given: str | Sequence[str], timeout: float | None = None) -> None:
+        """`run.store.wait(key)`: wait until all keys are set. `timeout`: seconds. Default: that of the run.
+
+        A list of keys is accepted, as in torch.
+        """
+        keys = _flat(given)
         limit = self.timeout if timeout is None else timeout
         start, pause = time.monotonic(), 0.0005
         # It polls: torch's `wait` blocks signals, and prints warnings at a timeout.
@@ -61,3 +66,7 @@ class Store:
     def delete(self, key: str) -> bool:
         """`run.store.delete(key)`: delete a key; return whether it existed."""
         return bool(self.torch_store.delete_key(key))
+
+
+def _flat(keys: Sequence[str | Sequence[str]]) -> list[str]:
+    return [key for given in keys for key in ([given] if isinstance(given, str) else given)]

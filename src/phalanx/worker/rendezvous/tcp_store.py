@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 PATIENCE = 3.0  # seconds for problems that may pass: a name, a route, a port that was just released
 CALL = 1.5  # seconds for one connection
-ANSWER = 10.0  # seconds for a store to answer
+ANSWER = 10.0  # seconds for a store to answer, if a rank hosts it
 NOTICE = 3.0
 NO_WAY = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.EADDRNOTAVAIL}
 
@@ -209,10 +209,18 @@ def _torch_store(
     # torch waits forever for the first answer of a server that is not a store.
     making = threading.Thread(target=make, name="store", daemon=True)
     making.start()
-    making.join(ANSWER)
+    # The launcher starts its store when a rank connects, and that may import torch on a machine under load.
+    patience = timeout if identity.hosted else ANSWER
+    making.join(patience)
     if made and not isinstance(made[0], Exception):
         return made[0]
-    reason = str(made[0]).splitlines()[0] if made else f"it did not answer in {ANSWER:g} s"
+    reason = str(made[0]).splitlines()[0] if made else f"it did not answer in {patience:g} s"
+    if identity.hosted:
+        raise JoinError(
+            f"the store of {identity.launcher} at {place} cannot be used: {reason}",
+            details=[f"rank {identity.rank} expects the other ranks there"],
+            fix=f"see the messages of {identity.launcher} about its store, and store.log in the folder of the run",
+        )
     raise JoinError(
         f"what listens on {address} port {place.port} is not the store of this job: {reason}",
         details=[f"rank {identity.rank} expects the other ranks at {place}"],

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from phalanx.launcher.agent.group_controller import GroupController
+from phalanx.launcher.agent.notices import Notices
 from phalanx.launcher.agent.run_hook import RunHook
 from phalanx.launcher.agent.stopping.end_request import EndRequest
 from phalanx.launcher.agent.stopping.linger import LingeringProcesses
@@ -19,7 +20,6 @@ from phalanx.launcher.agent.stopping.signals import SAME, Signals
 from phalanx.launcher.coordination.coordinator import Coordinator
 from phalanx.launcher.options import ShutdownOptions
 from phalanx.launcher.output.console import Console
-from phalanx.launcher.output.notices import Notices
 
 
 class Shutdown:
@@ -139,5 +139,5 @@ class Shutdown:
             self._workers.kill()
         elif not again:
             if number == signal.SIGINT and ours:
-                self._notices.note("stopping; Ctrl-C again ends at once")
+                self._notices.waiting("stopping; Ctrl-C again ends at once")
             self._signals.when_attributed(self._workers.stop_by_signal, number)

@@ -13,16 +13,16 @@ from phalanx.control import messages
 from phalanx.control.endpoint import Endpoint
 from phalanx.control.member.member import Member
 from phalanx.errors import LaunchError
-from phalanx.launcher.coordination.actions import Action
+from phalanx.launcher.actions import Action, StartAttempt
 from phalanx.launcher.coordination.context import NodeContext
-from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult, StartAttempt
+from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult
 from phalanx.launcher.coordination.follower.orders import FollowerState, LeaderOrders
 from phalanx.launcher.coordination.rank_assignment import assigned_plan, node_info
-from phalanx.launcher.coordination.readiness import Readiness
-from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.plan import Plan
+from phalanx.launcher.rendezvous_config import RendezvousConfig
 from phalanx.launcher.runs import root_cause
+from phalanx.launcher.workers.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 
 _LONGEST = 1 << 14  # characters of a text for the leader
@@ -100,6 +100,8 @@ class FollowerCoordinator:
             ) from error
         for text in welcome.notes:
             self._agent.note(text)
+        for text in self._context.plan.warnings:
+            self._send(messages.NoteMessage(text=text))
         self.state.member = welcome.member
         at = f"{welcome.leader} at {self.member.connection.leader_address}"
         self._agent.note(f"joined {at} as {rendezvous.noun} {welcome.member}, output in {folder.path}")
@@ -139,6 +141,14 @@ class FollowerCoordinator:
         if to is None:
             self._send(frame)
 
+    def backlog(self, to: int | None) -> int:
+        """Return the bytes that the leader has not received yet."""
+        return self.member.backlog if to is None else 0
+
+    def dismiss(self, ranks: Sequence[int], why: str) -> bool:  # noqa: ARG002
+        """Return False: the leader decides."""
+        return False
+
     def address(self, member: int) -> str:  # noqa: ARG002
         """Return an empty address: a follower knows only its leader."""
         return ""
@@ -166,6 +176,7 @@ class FollowerCoordinator:
                 attempt=report.attempt,
                 failed=len(report.deaths),
                 not_stopped=report.failed,
+                lost_peer=report.lost_peer,
                 first=_first(report),
                 trouble=report.trouble[:_LONGEST],
                 left=report.left[:_LONGEST],
@@ -183,6 +194,8 @@ class FollowerCoordinator:
                 reason=failure.reason,
                 time=failure.time,
                 place=failure.place[:1000],
+                hope=failure.hope,
+                idle=failure.idle,
                 lived=failure.lived,
                 step=failure.step,
                 generation=failure.generation,

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from phalanx.contract import worker_messages
 from phalanx.control.endpoint import CONNECT_TIMEOUT, STEADILY, Endpoint, answers
 from phalanx.control.messages import PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError
-from phalanx.launcher.coordination.actions import Action
+from phalanx.launcher.actions import Action, StartAttempt
 from phalanx.launcher.coordination.context import NodeContext
-from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult, StartAttempt
+from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult
 from phalanx.launcher.coordination.follower.coordinator import FollowerCoordinator
 from phalanx.launcher.coordination.leader.coordinator import LeaderCoordinator, TakeoverState
 from phalanx.launcher.output.log_forwarder import LogForwarder
@@ -141,6 +141,14 @@ class FailoverCoordinator:
     def send_rpc(self, frame: RpcFrame, to: int | None) -> None:
         """Send a frame in the current role."""
         self._role.send_rpc(frame, to)
+
+    def backlog(self, to: int | None) -> int:
+        """Return the bytes that another node has not received yet."""
+        return self._role.backlog(to)
+
+    def dismiss(self, ranks: Sequence[int], why: str) -> bool:
+        """Continue without a node, if this node leads."""
+        return self._role.dismiss(ranks, why)
 
     def address(self, member: int) -> str:
         """Return the address of a member. Empty until this node leads."""

@@ -9,18 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phalanx.control import messages
-from phalanx.launcher.coordination.actions import (
+from phalanx.launcher.actions import (
     EndRun,
     HaltWorkers,
     HoldWorkers,
     RegroupPlan,
     SignalWorkers,
+    StartAttempt,
     StopWorkers,
 )
 from phalanx.launcher.coordination.context import NodeContext
-from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult, StartAttempt
-from phalanx.launcher.coordination.readiness import Readiness
+from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
 from phalanx.launcher.plan import Plan
+from phalanx.launcher.workers.readiness import Readiness
 
 
 @dataclass
@@ -83,7 +84,9 @@ class LeaderOrders:
             return RunResult(order.code, order.text if self._context.rendezvous.echo or state.lost else "")
         if state.started and order.attempt > state.attempt:
             self._agent.note(f"starting all ranks again: restart {order.attempt}", repeats=True)
-        if order.place.spare:
+        if order.place.joins:
+            self._agent.note("the run has begun: this node gets its ranks once its workers have started")
+        elif order.place.spare:
             self._agent.note("all ranks are assigned: this node is a spare")
         state.started, state.attempt, state.readiness = True, order.attempt, Readiness()
         state.generation = max(state.generation, order.generation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from phalanx.control import messages
@@ -124,17 +124,19 @@ class AttemptResults:
         """Return the first failure of each node, by this node's clock, and the message about each rank."""
         own = root_cause.first_cause(report.deaths)
         failures = [own] if own is not None else []
-        others = report.failed + sum(each.not_stopped for each in self._reports.values()) - 1
-        blocks = {failure.rank: root_cause.counted(report.block, others) for failure in failures}
+        blocks = {failure.rank: _with_other_nodes(report.block, self._reports.values()) for failure in failures}
+        here = messages.AttemptEnded(attempt=report.attempt, not_stopped=report.failed, lost_peer=report.lost_peer)
         for member, each in self._reports.items():
             if each.first is not None:
-                failures.append(_process_failure(each.first, self._members.skew(member)))
-                block = root_cause.counted(each.first.block, others)
+                failures.append(process_failure(each.first, self._members.skew(member)))
+                others = [here, *(other for node, other in self._reports.items() if node != member)]
+                block = _with_other_nodes(each.first.block, others)
                 blocks[each.first.rank] = f"{block}\n  on {self._members.name(member)}"
         return failures, blocks
 
 
-def _process_failure(report: messages.FailureReport, skew: float) -> root_cause.ProcessFailure:
+def process_failure(report: messages.FailureReport, skew: float) -> root_cause.ProcessFailure:
+    """Return the first failure of a member, by this node's clock. `skew`: its clock minus ours."""
     return root_cause.ProcessFailure(
         rank=report.rank,
         code=report.code,
@@ -146,4 +148,13 @@ def _process_failure(report: messages.FailureReport, skew: float) -> root_cause.
         memory=report.memory,
         skew=skew,
         blame=report.blame,
+    )
+
+
+def _with_other_nodes(block: str, others: Iterable[messages.AttemptEnded]) -> str:
+    """Add what became of the ranks of other nodes to the message about a failure."""
+    others = tuple(others)
+    failed = sum(max(each.not_stopped - len(each.lost_peer), 0) for each in others)
+    return root_cause.with_other_nodes(
+        block, failed=failed, lost_peer=[rank for each in others for rank in each.lost_peer]
     )

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.contract import worker_messages
@@ -24,9 +25,9 @@ from phalanx.control.leader.leader import Leader
 from phalanx.control.leader.liveness import Timing
 from phalanx.control.leader.members import MemberNames, Members
 from phalanx.control.leader.roster import Roster
-from phalanx.launcher.coordination.actions import Action
+from phalanx.launcher.actions import Action, StartAttempt
 from phalanx.launcher.coordination.context import NodeContext
-from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult, StartAttempt
+from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
 from phalanx.launcher.coordination.leader.member_messages import MemberMessages
 from phalanx.launcher.coordination.leader.member_states import MemberStates
@@ -35,9 +36,9 @@ from phalanx.launcher.coordination.leader.node_commands import CurrentAttempt, N
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
 from phalanx.launcher.coordination.leader.remote_output import RemoteOutput
 from phalanx.launcher.coordination.rank_assignment import node_info
-from phalanx.launcher.coordination.readiness import Readiness
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.output.log_forwarder import LogForwarder
+from phalanx.launcher.workers.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 
 _LONGEST_TEXT = 1 << 15  # characters of the result
@@ -184,10 +185,19 @@ class LeaderCoordinator:
         if to is not None:
             self._members.send(to, frame)
 
+    def backlog(self, to: int | None) -> int:
+        """Return the bytes that a member has not received yet."""
+        connected = self._members.connected.get(to) if to is not None else None
+        return connected.outbox.size if connected is not None else 0
+
     def address(self, member: int) -> str:
         """Return the address of a member as seen from here. Empty if it is not connected."""
         connected = self._members.connected.get(member)
         return connected.address if connected is not None else ""
+
+    def dismiss(self, ranks: Sequence[int], why: str) -> bool:
+        """Continue without the member that has these ranks. False: the run is not elastic, or too few would be left."""
+        return self._changes.dismiss_ranks(ranks, why)
 
     # -- attempts
 
@@ -245,6 +255,9 @@ class LeaderCoordinator:
 
     def worker_failed(self, failure: WorkerFailure) -> Action | None:
         """Decide for all nodes about a failure on this node."""
+        if self._member_states.own not in self._member_states.ranks:  # of its spare workers: the ranks do not need them
+            self._agent.note(failure.reason)
+            return None
         return self._group.worker_failed(failure)
 
     def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:

@@ -8,7 +8,7 @@ import time
 from phalanx.contract import events, worker_messages
 from phalanx.control import messages
 from phalanx.control.leader.members import Members
-from phalanx.launcher.coordination.actions import EndRun
+from phalanx.launcher.actions import EndRun
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
@@ -17,7 +17,7 @@ from phalanx.launcher.coordination.leader.node_changes import NodeChanges
 from phalanx.launcher.coordination.leader.node_commands import NodeCommands
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
 from phalanx.launcher.coordination.leader.remote_output import RemoteOutput
-from phalanx.launcher.coordination.readiness import Readiness
+from phalanx.launcher.workers.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 
 _PROGRESS_INTERVAL = 0.5  # seconds between two events about who has joined
@@ -67,6 +67,7 @@ class MemberMessages:
             case messages.NodeHalted():
                 self._group.halt_message(0, worker_messages.HaltedAt(message.step))
             case messages.FirstStepCommitted():
+                self._changes.first_step(member, message.generation)
                 self._group.first_step(message.generation, message.step, message.before)
             case messages.SignalReceived():
                 self._signal_received(member, message)
@@ -86,8 +87,6 @@ class MemberMessages:
             self._output.show(member, log, filter_noise=self._member_states.readiness.connected)
 
     def _worker_failed(self, member: int, message: messages.NodeWorkerFailed) -> None:
-        if member not in self._member_states.ranks:  # a spare node, or one that leaves
-            return
         failure = WorkerFailure(
             message.rank,
             f"{message.reason} on {self._members.name(member)}",
@@ -96,8 +95,11 @@ class MemberMessages:
             message.lived,
             message.step,
             generation=message.generation,
+            hope=message.hope,
+            idle=message.idle,
         )
-        self._agent.perform(self._group.worker_failed(failure, sender=member))
+        if not self._changes.worker_failed(member, failure):
+            self._agent.perform(self._group.worker_failed(failure, sender=member))
 
     def _signal_received(self, member: int, message: messages.SignalReceived) -> None:
         """Preempt the run, remove the node, or end the run, because a member received a signal."""
@@ -122,6 +124,8 @@ class MemberMessages:
         return preempted or number not in self._context.plan.shutdown.signals
 
     def _attempt_ended(self, member: int, report: messages.AttemptEnded) -> None:
+        if self._changes.dismissed_ended(member, report):
+            return
         self._results.add(member, report)
         if member not in self._member_states.ranks:
             self._member_states.spare_ended(member)

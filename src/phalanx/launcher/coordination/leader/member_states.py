@@ -7,7 +7,7 @@ from collections.abc import Collection
 from phalanx.control.leader import roster
 from phalanx.control.leader.roster import RankTable, Roster
 from phalanx.control.messages import AttemptState, StartRanks
-from phalanx.launcher.coordination.readiness import Readiness, combine
+from phalanx.launcher.workers.readiness import Readiness, combine
 
 _NO_RANKS = RankTable()
 
@@ -23,6 +23,8 @@ class MemberStates:
         self.own = own  # the number of this node
         self.ranks: dict[int, RankTable] = {}  # of the members that have some
         self.leaving: set[int] = set()
+        self.joiners: set[int] = set()  # members that got ranks in a regroup of this attempt
+        self.on_trial: set[int] = set()  # those of them that have not committed a step yet
         self._roster = roster_
         self._readiness: dict[int, Readiness] = {}  # of the members with ranks
         self._idle: set[int] = set()
@@ -55,6 +57,15 @@ class MemberStates:
         """Return whether the workers of this member can regroup."""
         return self._readiness.get(member, Readiness()).can_regroup
 
+    def cannot_take_part(self, member: int, *, ends_run: bool) -> bool:
+        """Return whether a failure of workers shows that a node which has joined a healthy run cannot take part.
+
+        `ends_run`: the failure would end the run, because it repeats.
+        """
+        if member not in self.ranks:
+            return member not in self.leaving  # its spare workers do not start
+        return member in self.on_trial or (ends_run and member in self.joiners)
+
     def next_ready(self) -> list[int]:
         """Return the members that would get ranks in a regroup. Empty if there is no room, or too few."""
         return sorted(self._ready)[: self.room] if self.room > 0 and self.enough else []
@@ -69,22 +80,29 @@ class MemberStates:
         if spare := table is None:
             table = roster.spare_table(self._roster.members[member].slots, self.ranks)
         return StartRanks(
-            placements=table.placements, topology=roster.world(self.ranks), store_port=store_port, spare=spare
+            placements=table.placements,
+            topology=roster.world(self.ranks),
+            store_port=store_port,
+            spare=spare,
+            joins=spare and self.room > len(self._ready),
         )
 
     # -- changes
 
     def start_attempt(self, connected: Collection[int]) -> None:
         """Assign ranks for an attempt to all members that stay."""
-        self._starting.clear()
-        self._ready.clear()
+        for waiting in (self._starting, self._ready, self.joiners, self.on_trial):
+            waiting.clear()
         self._assign(self._roster.members.keys() - self.leaving)
         self._readiness = dict.fromkeys(self.ranks, Readiness())
         self._idle = set(connected) - self.ranks.keys() - self.leaving
 
     def regroup(self) -> None:
         """Assign ranks again, to the members that have some and those that are ready."""
+        before = self.ranks.keys()
         self._assign(self.ranks.keys() | self._ready)
+        self.joiners |= self.ranks.keys() - before
+        self.on_trial |= self.ranks.keys() - before
         for member in self.ranks.keys() - self._readiness.keys():
             self._readiness[member] = Readiness(connected=True)
         self._ready -= self.ranks.keys()
@@ -154,6 +172,6 @@ class MemberStates:
     def remove(self, member: int) -> RankTable | None:
         """Remove a member. Return the ranks that it had."""
         self._readiness.pop(member, None)
-        for waiting in (self._idle, self._starting, self._ready):
+        for waiting in (self._idle, self._starting, self._ready, self.joiners, self.on_trial):
             waiting.discard(member)
         return self.ranks.pop(member, None)

@@ -10,15 +10,16 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from phalanx.control import messages
 from phalanx.control.endpoint import STEADILY, Endpoint, answers
 from phalanx.control.leader.members import Members
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
-from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
+from phalanx.launcher.coordination.leader.attempt_results import AttemptResults, process_failure
 from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.node_commands import NodeCommands
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
-from phalanx.launcher.coordination.readiness import Readiness
 from phalanx.launcher.coordination.recoveries import Recoveries
+from phalanx.launcher.workers.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
 
@@ -51,6 +52,7 @@ class NodeChanges:
         self._recoveries = recoveries
         self._results = results
         self._elastic = elastic
+        self._dismissed: dict[int, str] = {}  # members that cannot take part and have not left yet, with the reason
         self._liveness_checks: set[asyncio.Task[None]] = set()  # of members whose connection has closed
 
     # -- nodes that join
@@ -58,6 +60,7 @@ class NodeChanges:
     def joined(self, member: int) -> None:
         """Handle a member that joined during the run."""
         self._member_states.leaving.discard(member)  # the member that had this number before
+        self._dismissed.pop(member, None)
         self._group.changed.set()
         self._agent.note(f"{self._members.name(member)} has come")
         self._commands.send_peer_list()
@@ -118,10 +121,63 @@ class NodeChanges:
     def _names(self, members: Sequence[int]) -> str:
         return ", ".join(self._members.name(member) for member in members)
 
+    # -- nodes that cannot take part
+
+    def worker_failed(self, member: int, failure: WorkerFailure) -> bool:
+        """Handle a failure on a node that has joined a healthy run. Return whether there is nothing left to decide.
+
+        A node that cannot take part is dismissed, and the others continue: their training was healthy without it.
+        """
+        states, ends = self._member_states, self._commands.attempt.stopping or self._group.preemption.begun
+        if self._elastic and not ends and states.cannot_take_part(member, ends_run=self._group.would_stop(failure)):
+            self.dismiss(member, failure.reason)
+        return member not in states.ranks
+
+    def first_step(self, member: int, generation: int) -> None:
+        """End the trial of a node whose workers have committed a step."""
+        if generation == self._recoveries.generation:
+            self._member_states.on_trial.discard(member)
+
+    def dismiss(self, member: int, why: str) -> None:
+        """Remove a node that cannot take part. It ends once its workers have ended, see `dismissed_ended`."""
+        self._member_states.leaving.add(member)
+        self._commands.stop_member(member, why)
+        self._dismissed[member] = why
+        self.remove(member, f"{self._members.name(member)} was dismissed", note=member in self._member_states.ranks)
+
+    def dismiss_ranks(self, ranks: Sequence[int], why: str) -> bool:
+        """Dismiss the node that has these ranks, if enough others are left. Return whether it was."""
+        states, ends = self._member_states, self._commands.attempt.stopping or self._group.preemption.begun
+        member = next((member for member, table in states.ranks.items() if set(ranks) & set(table.ranks)), None)
+        if member is None or member == states.own or ends or not self._elastic:
+            return False
+        if len(states.ranks) <= states.min_nodes:
+            return False
+        self.dismiss(member, why)
+        return True
+
+    def dismissed_ended(self, member: int, report: messages.AttemptEnded) -> bool:
+        """Handle the last report of a dismissed node: end it, and print why. False: it is not dismissed."""
+        if member not in self._dismissed:
+            return False
+        first, why = report.first, self._dismissed[member]
+        if first is not None and first.stopped:  # it was dismissed for another reason
+            first = None
+        text = first.block if first is not None else why
+        code = process_failure(first, self._members.skew(member)).exit_code if first is not None else 1
+        self._agent.note(f"{self._members.name(member)} was dismissed: {text}")
+        end = f"{text}\n  this node was dismissed, and the others continue without it"
+        self._members.send(member, messages.EndMessage(code=code, text=end))
+        return True
+
     # -- nodes that leave
 
     def left(self, member: int, code: int, text: str) -> None:
         """Handle a member that has disconnected and said why."""
+        if member in self._dismissed:
+            self._dismissed.pop(member, None)
+            self._member_states.leaving.discard(member)
+            return
         text = f"{self._members.name(member)}: {text or 'it has left the run'}"
         if self._elastic:
             self.remove(member, text)
@@ -138,6 +194,9 @@ class NodeChanges:
 
     def lost(self, member: int, why: str, *, silent: bool) -> None:
         """Handle the loss of a member: end the run or, if it is elastic, continue without it."""
+        if member in self._dismissed:
+            self.left(member, 1, why)
+            return
         text = f"{self._members.name(member)} is lost: {why}"
         self._member_states.leaving.discard(member)
         if not self._elastic:
@@ -170,8 +229,11 @@ class NodeChanges:
             self.remove(member, text)
         self._group.check_all_ended()
 
-    def remove(self, member: int, text: str) -> None:
-        """Remove a node. The others regroup or restart without it, or hold if they are too few."""
+    def remove(self, member: int, text: str, *, note: bool = True) -> None:
+        """Remove a node. The others regroup or restart without it, or hold if they are too few.
+
+        `note`: print `text`, if nothing else reports it.
+        """
         self._members.roster.remove(member)
         self._results.remove(member)
         ranks = self._member_states.remove(member)
@@ -182,7 +244,8 @@ class NodeChanges:
         ends = attempt.stopping or self._results.signal is not None or self._group.preemption.halted
         # Once some ranks have finished, the others end by themselves.
         if ranks is None or not attempt.running or ends or readiness.finished:
-            self._agent.note(text)
+            if note:
+                self._agent.note(text)
             return
         lived = time.monotonic() - attempt.began
         action = self._group.nodes_lost(WorkerFailure(ranks.ranks[0], text, "", time.time(), lived, None))

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from phalanx.control import messages
 from phalanx.control.leader.members import Members
 from phalanx.errors import LaunchError
+from phalanx.launcher.actions import HaltWorkers, HoldWorkers, RegroupPlan, StartAttempt, StopWorkers
 from phalanx.launcher.coordination import port
-from phalanx.launcher.coordination.actions import HaltWorkers, HoldWorkers, RegroupPlan, StopWorkers
 from phalanx.launcher.coordination.context import NodeContext
-from phalanx.launcher.coordination.coordinator import StartAttempt
 from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.remote_output import RemoteOutput
 from phalanx.launcher.coordination.rank_assignment import assigned_plan

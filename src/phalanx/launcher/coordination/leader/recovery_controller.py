@@ -8,7 +8,7 @@ import time
 
 from phalanx.contract import worker_messages
 from phalanx.control.leader.members import Members
-from phalanx.launcher.coordination.actions import AcceptLoss, Action, EndRun, HaltWorkers, StopWorkers
+from phalanx.launcher.actions import AcceptLoss, Action, EndRun, HaltWorkers, StopWorkers
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
@@ -71,6 +71,10 @@ class RecoveryController:
         if self._hold_timer is None:
             return self._regroup(failure.reason)
         return None  # it is replaced when enough nodes have joined
+
+    def would_stop(self, failure: WorkerFailure) -> bool:
+        """Return whether this failure would end the run."""
+        return self._recoveries.would_stop(failure, can_regroup=self._member_states.readiness.can_regroup)
 
     def nodes_lost(self, failure: WorkerFailure) -> Action | None:
         """Decide about nodes that are gone: the others regroup or restart without them, or hold if they are too few."""

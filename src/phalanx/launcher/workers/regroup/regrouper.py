@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection
 from dataclasses import replace
 
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events, worker_messages
-from phalanx.launcher.coordination.actions import RegroupPlan
-from phalanx.launcher.coordination.readiness import Readiness
+from phalanx.launcher.actions import RegroupPlan
 from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.workers.context import RegroupObserver, WorkerGroupContext
+from phalanx.launcher.workers.readiness import Readiness
+from phalanx.launcher.workers.regroup import leftovers
 from phalanx.launcher.workers.regroup.formation import Formation
 from phalanx.launcher.workers.regroup.spares import SparePool
 from phalanx.launcher.workers.regroup.unresponsive import UnresponsiveWatch
@@ -96,12 +98,19 @@ class Regrouper:
             dead = [name for name, worker in self._workers.items() if worker.code is not None]
             for gone in dead:
                 if self._workers[gone].seat.local_rank == seat.local_rank:
+                    self._end_leftovers(self._workers[gone])
                     self._workers.forget(gone)
             if name is None:
                 self._spawner.start(self.formation, seat, spare=self.formation.plan.group.spare)
                 return
             self._output.renumber(self._assign(self._workers[name], seat, spare=False))
         self._send_assignment(self._workers[name])
+
+    def _end_leftovers(self, dead: Worker) -> None:
+        """End the processes that a dead worker has left behind, before another worker needs what they hold."""
+        living = [worker.pid for _, worker in self._workers.living]
+        reapers = (os.getpid(), self._workers.fork_server.pid)
+        leftovers.kill(dead.pid, dead.seat.local_rank, run=self._folder.name, living=living, reapers=reapers)
 
     def _assign(self, worker: Worker, seat: Seat, *, spare: bool) -> dict[int, int]:
         """Give a worker a rank. Returns {old rank: new rank}."""
@@ -141,9 +150,9 @@ class Regrouper:
         self.report_readiness()
         self._keep_spares()
 
-    def spare_exited(self, name: str, worker: Worker, code: int) -> None:
-        """Replace a spare that has ended."""
-        self._spares.exited(self.formation, name, worker, code)
+    def spare_exited(self, name: str, worker: Worker, code: int) -> bool:
+        """Replace a spare that has ended. Return False if that is in vain, and the node cannot take part."""
+        return self._spares.exited(self.formation, name, worker, code)
 
     def _keep_spares(self) -> None:
         if self._readiness.current.connected and not self._stopper.stopping:

@@ -72,9 +72,14 @@ class SparePool:
         ready = {name: worker.seat.slot for name, worker in living if worker.spare and worker.connected}
         return pick(wanted, ready, self._slots(spare=False))
 
-    def exited(self, formation: Formation, name: str, worker: Worker, code: int) -> None:
-        """Replace a spare that has ended."""
+    def exited(self, formation: Formation, name: str, worker: Worker, code: int) -> bool:
+        """Replace a spare that has ended. Return False if that is in vain, on a node that has only spares.
+
+        There an exit code means that the script does not start: the node cannot take part.
+        """
         self._lost += 1
+        if formation.plan.group.spare and (code > 0 or self._lost >= _MOST_LOST):
+            return False
         self._workers.forget(name)
         text = f"a spare worker ended ({root_cause.in_words(code)}); see {worker.folder}"
         if self._lost >= _MOST_LOST:
@@ -82,6 +87,7 @@ class SparePool:
         else:
             self._note(text)
             self._spawner.start(formation, worker.seat, spare=True)
+        return True
 
     def _slots(self, *, spare: bool) -> list[Slot]:
         return [worker.seat.slot for _, worker in self._workers.living if worker.spare == spare]

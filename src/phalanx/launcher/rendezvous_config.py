@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from phalanx.cluster.sources.task import SchedulerTask
 
 if TYPE_CHECKING:  # a run on one node does not need these imports
     from phalanx.control.leader_file import LeaderFile
     from phalanx.control.tokens import Token
+
+
+AttachFrom = Literal["leader", "all", "none"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class RendezvousConfig:
     least: int = 0  # minimum number of nodes; 0: all of them
     spares: int = 0  # extra nodes that replace lost ones
     names: tuple[str, ...] = ()  # hosts of the members, by number, if known in advance
+    attach_from: AttachFrom = "leader"  # which nodes may attach a debugger to the ranks of this one
     echo: bool = True  # members print the output of their ranks; else only node 0 does
 
     @property

@@ -12,8 +12,8 @@ from phalanx.diagnose.evidence import Evidence, Rank
 from phalanx.diagnose.rules import desync
 from phalanx.diagnose.rules.divergence import divergences
 from phalanx.diagnose.waits import survey
-from phalanx.launcher.hangs import evidence_reply
-from phalanx.launcher.hangs.source_lines import Sources
+from phalanx.launcher.evidence import evidence_reply
+from phalanx.launcher.evidence.source_lines import Sources
 
 _LONG = 60.0  # seconds: long enough to count as stalled
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from phalanx.contract import encoding
 from phalanx.diagnose.evidence import Evidence, encode
 from phalanx.diagnose.verdict import Verdict
-from phalanx.launcher.hangs import stacks
+from phalanx.launcher.evidence import stacks
 
 
 def write(folder: str, number: int, evidence: Evidence, verdicts: Sequence[Verdict]) -> str:

@@ -1,4 +1,4 @@
-"""The actions that a coordinator returns: the coordinator decides, the agent executes.
+"""What a coordinator returns: it decides, and the agent executes. Plain data, which all packages of the launcher share.
 
 action = coordinator.worker_failed(failure)
 agent.perform(action)
@@ -11,6 +11,16 @@ import socket
 from dataclasses import dataclass
 
 from phalanx.launcher.plan import Plan
+
+
+@dataclass(frozen=True)
+class StartAttempt:
+    """Start an attempt."""
+
+    attempt: int
+    plan: Plan
+    listener: socket.socket | None  # of the store, if this node hosts it
+    generation: int = 0  # of the group that this node joins
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What ranks report about themselves: parsed, and put into words."""

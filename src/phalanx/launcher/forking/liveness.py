@@ -1,0 +1,41 @@
+"""Whether a process that serves the workers still answers: the fork server, or the store."""
+
+from __future__ import annotations
+
+INTERVAL = 1.0  # seconds between two looks
+STOPPED = 10.0  # seconds for which a process may be stopped (SIGSTOP)
+
+
+class Liveness:
+    """Counts the seconds without an answer of a process: `heard` at each answer, `look` once per `INTERVAL`.
+
+    It counts looks and reads no clock, so that a pause of the whole machine, or of all processes of a job, is no
+    silence.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._answered = False  # before its first answer, it imports, which may take any time
+        self._silent = 0.0
+        self._stopped = 0.0
+
+    @property
+    def answered(self) -> bool:
+        """Return whether it has ever answered."""
+        return self._answered
+
+    def heard(self) -> None:
+        """Record an answer."""
+        self._answered = True
+        self._silent = 0.0
+
+    def look(self, state: str) -> str:
+        """Return why the process should be replaced, given its state (`linux.state`). Empty: it should not."""
+        self._silent += INTERVAL
+        self._stopped = self._stopped + INTERVAL if state == "stopped" else 0.0
+        if self._stopped >= min(self._timeout, STOPPED):
+            return f"stopped for {self._stopped:.0f} s"
+        # One that runs may be slow: on a machine under load, or while it ends many processes.
+        if self._answered and self._silent > max(self._timeout, 2 * STOPPED):
+            return f"no answer for {self._silent:.0f} s ({state})"
+        return ""

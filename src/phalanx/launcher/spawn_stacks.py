@@ -1,0 +1,73 @@
+"""Where the ranks of a `phalanx.spawn` are when its time is over, and which of them the others wait for.
+
+Each rank has a file without a name, into which faulthandler writes its stack when the caller sends a signal. This works
+while the rank waits in native code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import re
+import time
+from collections.abc import Mapping
+
+from phalanx.contract.function_call import STACK_SIGNAL
+from phalanx.diagnose import frames, source, words
+from phalanx.diagnose.diagnosis import diagnose
+from phalanx.diagnose.evidence import Evidence, Frame, Rank, ThreadStack
+
+_TIMEOUT = 2.0  # seconds for the ranks to write their stacks
+_INTERVAL = 0.02
+_END = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_LARGEST = 1 << 16  # bytes of a stack
+
+
+def collect(ranks: Mapping[int, tuple[int, int]]) -> dict[int, tuple[Frame, ...]]:
+    """Return the stacks of ranks, the innermost frame first. `ranks`: rank -> its pid and the file for its stack."""
+    for pid, _ in ranks.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACK_SIGNAL)
+    until = time.monotonic() + _TIMEOUT
+    while time.monotonic() < until and not all(_is_whole(_read(fd)) for _, fd in ranks.values()):
+        time.sleep(_INTERVAL)
+    return {rank: stack for rank, (_, fd) in ranks.items() if (stack := parse(_read(fd)))}
+
+
+def _read(fd: int) -> str:
+    return os.pread(fd, _LARGEST, 0).decode(errors="replace")
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether a stack is complete: its outermost frames are those of multiprocessing, in which ranks run."""
+    return "_bootstrap" in text and text.endswith("\n")
+
+
+def parse(text: str) -> tuple[Frame, ...]:
+    """Parse what faulthandler has written. Source lines are those that this process knows, also those of a notebook."""
+    found = [Frame(each["file"], int(each["line"]), each["name"]) for each in _END.finditer(text)]
+    return tuple(_annotated(frame) for frame in found)
+
+
+def _annotated(frame: Frame) -> Frame:
+    text = "".join(linecache.getlines(frame.file)) if frames.mine(frame) else ""
+    return source.annotate(frame, text) if text else frame
+
+
+def verdict(stacks: Mapping[int, tuple[Frame, ...]], world: int, waited: float) -> list[str]:
+    """Return lines about who waits for whom, then where each rank is."""
+    ranks = tuple(
+        Rank(rank=rank, node=0, since=waited, threads=(ThreadStack(name="MainThread", frames=stack, main=True),))
+        for rank, stack in sorted(stacks.items())
+    )
+    found = diagnose(Evidence(time=time.time(), waited=waited, ranks=ranks, world_size=world)) if ranks else []
+    lines = [f"{'' if first.certain else 'probably: '}{first.text}" for first in found[:1]]
+    places: dict[Frame, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        own = frames.own(stack) or stack[0]
+        places.setdefault(own, []).append(rank)
+    for frame, at in places.items():
+        code = f": {frame.source.strip()}" if frame.source else ""
+        lines.append(f"{words.who(at)} {words.verb(at, 'is', 'are')} at {words.place(frame)}{code}")
+    return lines
