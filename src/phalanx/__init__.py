@@ -9,7 +9,8 @@ from phalanx.version import __version__
 
 if TYPE_CHECKING:
     from phalanx.errors import RankError
-    from phalanx.launcher.job import Job, launch
+    from phalanx.launcher.api import launch
+    from phalanx.launcher.job import Job
     from phalanx.launcher.spawn import spawn
     from phalanx.train.main import init, main
     from phalanx.train.run import Run
@@ -23,7 +24,7 @@ _WHERE = {
     "RankError": "phalanx.errors",
     "Run": "phalanx.train.run",
     "init": "phalanx.train.main",
-    "launch": "phalanx.launcher.job",
+    "launch": "phalanx.launcher.api",
     "main": "phalanx.train.main",
     "spawn": "phalanx.launcher.spawn",
 }

@@ -25,7 +25,7 @@ class PhalanxError(Exception):
 
     exit_code = 1
 
-    def __init__(self, what: str, *, details: tuple[str, ...] | list[str] = (), fix: str = "") -> None:
+    def __init__(self, what: str, *, details: Sequence[str] = (), fix: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.details = tuple(details)
@@ -84,14 +84,15 @@ class JoinError(LaunchError):
 
 
 class RankError(LaunchError):
-    """A rank failed: `rank`, its `traceback` as text; the exception itself, where it could be sent, is the cause."""
+    """A rank failed: `rank`, its whole `traceback` as text, and the `exception` itself if it could be sent."""
 
     def __init__(
         self, what: str, *, rank: int, traceback: str = "", details: Sequence[str] = (), fix: str = ""
     ) -> None:
-        super().__init__(what, details=[*traceback.rstrip().splitlines(), *details], fix=fix)
+        super().__init__(what, details=details, fix=fix)
         self.rank = rank
         self.traceback = traceback
+        self.exception: BaseException | None = None
 
 
 class CheckpointError(PhalanxError):

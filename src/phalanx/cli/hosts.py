@@ -26,14 +26,14 @@ from phalanx.contract.variables import HOME
 from phalanx.control import interfaces, tokens
 from phalanx.control.tokens import Token
 from phalanx.errors import UsageError
-from phalanx.launcher.coordination.rendezvous_config import (
+from phalanx.launcher.remote import node_spec
+from phalanx.launcher.remote.node_spec import Fail, Go, NodeSpec, Ready, Signal
+from phalanx.launcher.rendezvous_config import (
     JoinTerms,
     LeaderLocation,
     RendezvousConfig,
     RendezvousTimeouts,
 )
-from phalanx.launcher.remote import node_spec
-from phalanx.launcher.remote.node_spec import Fail, Go, NodeSpec, Ready, Signal
 from phalanx.launcher.runs import run_folder
 
 if TYPE_CHECKING:  # only once the fork server has been started
@@ -85,7 +85,7 @@ def _node_specs(
     options: RunOptions, hosts: Sequence[Host], near: Sequence[bool], environ: Mapping[str, str]
 ) -> list[NodeSpec]:
     token = tokens.new()  # one per run, sent over ssh: it is in no file
-    run_id = options.rendezvous.run_id or run_folder.make_run_id(options.script.target)
+    run_id = options.rendezvous.run_id or options.output.name or run_folder.make_run_id(options.script.target)
     promised = [host.workers for host in hosts]
     digest = ""
     if options.script.kind in ("script", "path") and os.path.isfile(options.script.target):
@@ -162,6 +162,7 @@ def rendezvous_config(spec: NodeSpec, options: RunOptions, go: Go | None) -> Ren
             node=options.rendezvous.node_timeout,
         ),
         names=spec.names,
+        attach_from=options.rendezvous.attach_from,
         echo=False,
     )
 

@@ -14,7 +14,7 @@ from phalanx.cli.options import RunOptions
 from phalanx.cluster.sources.task import Allocation, SchedulerTask
 from phalanx.contract.home import preferred
 from phalanx.errors import OptionError, UsageError
-from phalanx.launcher.coordination.rendezvous_config import (
+from phalanx.launcher.rendezvous_config import (
     JoinTerms,
     LeaderLocation,
     RendezvousConfig,
@@ -190,6 +190,7 @@ def _common(options: RunOptions, environ: Mapping[str, str], home: str, expected
             join_settings(options, expected, promised),
         ),
         promised=promised,
+        attach_from=meeting.attach_from,
     )
 
 

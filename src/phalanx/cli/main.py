@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from phalanx.contract.visible import visible
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.forkserver import log
 
@@ -31,6 +32,8 @@ GROUPS = {
     },
     "Observe": {
         "watch": "show a run, live or ended, in this terminal or in a browser",
+        "logs": "print what the ranks of a run have written, and follow a live run",
+        "ui": "show all runs of this machine in a browser: filter, compare, delete",
         "report": "write an HTML report of a run",
         "compare": "compare loss and throughput of runs",
     },
@@ -59,10 +62,13 @@ _OTHER_NAMES = {
     "ls": "ps",
     "list": "ps",
     "status": "ps",
+    "dashboard": "ui",
+    "web": "ui",
     "top": "watch",
     "show": "watch",
-    "tail": "watch",
-    "logs": "watch",
+    "tail": "logs",
+    "log": "logs",
+    "cat": "logs",
     "kill": "stop",
     "cancel": "stop",
     "check": "doctor",
@@ -104,7 +110,7 @@ def _main(args: list[str]) -> int:
             raise UsageError(wrong, fix="PHALANX_LOG=debug phalanx …")
         return _dispatch(args)
     except PhalanxError as error:
-        sys.stderr.write(f"phalanx: {error}\n")
+        sys.stderr.write(f"phalanx: {visible(str(error))}\n")
         _write_report(error)
         return error.exit_code
     except BrokenPipeError:

@@ -11,11 +11,13 @@ from dataclasses import replace
 from phalanx.cli.launch_context import LaunchContext
 from phalanx.cli.options import RunOptions
 from phalanx.cli.options.misplaced import misplaced
-from phalanx.cluster import nvidia, sharing, slots
+from phalanx.cluster import missing_devices, nvidia, sharing, slots
 from phalanx.cluster.cluster import Cluster, Node, Slot
+from phalanx.cluster.inventory import Inventory
 from phalanx.cluster.placement import place
 from phalanx.cluster.sources.surroundings import cores
-from phalanx.contract.variables import PAGE_KEY, THREADS, TOKEN
+from phalanx.contract.checkpoint_key import read_key
+from phalanx.contract.variables import CHECKPOINT_KEY, PAGE_KEY, THREADS, TOKEN
 from phalanx.errors import DeviceError, OptionError, ScriptError
 from phalanx.launcher.command import Command
 from phalanx.launcher.plan import DeviceVisibility, GroupLayout, Plan, SpareWorkers
@@ -34,9 +36,15 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
         script.kind, script.target, script.args, script.python or sys.executable, script.local_rank_option
     )
     command.check()
-    here, unused = _slots(options, environ, context.node)
+    key = {**environ, **options.script.env}.get(CHECKPOINT_KEY)
+    if key is not None:
+        read_key(key)  # raises now, not in every rank
+    inventory = nvidia.survey({**environ, **options.script.env})
+    here, unused = _slots(options, inventory, context.node)
     seats = place(Cluster((Node(0, os.uname().nodename, here),)))
-    tasks = rendezvous.task.local_tasks if rendezvous is not None and rendezvous.task is not None else 1
+    task = rendezvous.task if rendezvous is not None else None
+    tasks = task.local_tasks if task is not None else 1
+    follows = task is not None and bool(task.placement.local_rank)  # the first task on this host warns for all of them
     inherited = _inherited(options, environ, here, crowded=len(here) * tasks > 1)
     notes = list(options.notes)
     if rendezvous is None:
@@ -71,7 +79,8 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
         notes.append(f"{command.python} is a script, not an interpreter: every rank is started by it (as with --fresh)")
     fresh = options.start.fresh or script.kind == "program" or wrapped or measured
     return Plan(
-        run_id=options.rendezvous.run_id or make_run_id(script.target),
+        run_id=options.rendezvous.run_id or output.name or make_run_id(script.target),
+        name=output.name,
         command=command,
         environ=inherited,
         group=GroupLayout(
@@ -94,6 +103,8 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
         output=output,
         viewers=options.viewers,
         notes=tuple(notes),
+        warnings=() if workers.cpu or workers.count == "cpu" or follows else missing_devices.warnings(inventory),
+        hyperparameters=dict(script.hyperparameters),
         rendezvous=rendezvous,
     )
 
@@ -122,9 +133,8 @@ def _is_wrapper(python: str) -> bool:
         ) from error
 
 
-def _slots(options: RunOptions, environ: Mapping[str, str], node: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+def _slots(options: RunOptions, inventory: Inventory, node: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
     """Return the slots of the workers, and those that are left."""
-    inventory = nvidia.survey({**environ, **options.script.env})
     asked, cpu = options.workers.count, options.workers.cpu
     if asked is None and options.workers.slots is not None and node < len(options.workers.slots):
         asked = options.workers.slots[node]

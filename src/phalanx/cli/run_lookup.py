@@ -1,28 +1,36 @@
-"""Finds the run that a command is about: by name, by the start of its name, or the only one there is."""
+"""Finds the run that a command is about: by name, by the start of its name, or the only one there is.
+
+Several runs may have the same name: they are called NAME, NAME.2, NAME.3. NAME alone means the newest of them, and
+NAME.1 the first.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
 from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunRecord
 
+_LISTED = 10  # candidates in an error message
+
 
 def find_running(name: str | None, *, verb: str) -> RunRecord:
     """Return a run that is running on this machine; without a name, the only one."""
     running = [run for run in _all() if run.alive]
     if name is not None:
-        return _named(name, running, "is running")
+        same = [run for run in running if run.name == name]
+        if len(same) > 1:  # with other commands the newest is meant, but this one may end a run
+            raise _ambiguous(f"{len(same)} running runs are called {name}", same, verb)
+        return _chosen(name, running, verb=verb, how="is running")
     if len(running) == 1:
         return running[0]
-    names = [run.id for run in running]
-    raise UsageError(
-        "which run?" if running else "nothing is running",
-        details=names,
-        fix=f"phalanx {verb} {names[-1]}" if names else "phalanx ps --all shows runs that have ended",
-    )
+    if running:
+        raise _ambiguous(f"which run? {len(running)} are running", running, verb)
+    raise UsageError("nothing is running", fix="phalanx ps --all shows runs that have ended")
 
 
 def find(name: str | None, *, verb: str) -> RunRecord:
@@ -31,13 +39,21 @@ def find(name: str | None, *, verb: str) -> RunRecord:
         return _at(name)
     runs = list(_all())
     if name is not None:
-        return _named(name, runs, "is known here")
+        return _chosen(name, runs, verb=verb, how="is known here")
     running = [run for run in runs if run.alive]
     if len(running) > 1:
-        raise UsageError("which run?", details=[run.id for run in running], fix=f"phalanx {verb} {running[-1].id}")
+        raise _ambiguous(f"which run? {len(running)} are running", running, verb)
     if not runs:
         raise UsageError("no runs yet", fix="phalanx run train.py")
     return (running or runs)[-1]
+
+
+def find_newest() -> RunRecord:
+    """Return the run that was started last, running or ended."""
+    runs = _all()
+    if not runs:
+        raise UsageError("no runs yet", fix="phalanx run train.py")
+    return runs[-1]
 
 
 def find_by_pid(pid: int, folder: str | None = None) -> RunRecord:
@@ -64,13 +80,45 @@ def _at(folder: str) -> RunRecord:
     return found
 
 
-def _named(name: str, runs: list[RunRecord], how: str) -> RunRecord:
-    found = [run for run in runs if run.id == name] or [run for run in runs if run.id.startswith(name)]
+def matching(word: str, runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the runs that a word may mean, of `runs` with the oldest first. One run: it is that one.
+
+    A whole name comes first and means the newest run of that name; then a whole id; then the start of either.
+    """
+    same = [run for run in runs if run.name == word]
+    if same:
+        return same[-1:]
+    exact = [run for run in runs if word in (run.id, f"{run.id}.1")]
+    if exact:
+        return exact[-1:]
+    found = [run for run in runs if run.id.startswith(word) or run.name.startswith(word)]
+    return found[-1:] if len({run.name or run.id for run in found}) == 1 else found
+
+
+def _chosen(word: str, runs: Sequence[RunRecord], *, verb: str, how: str) -> RunRecord:
+    found = matching(word, runs)
     if len(found) == 1:
         return found[0]
+    if found:
+        raise _ambiguous(f"{len(found)} runs start with {word}", found, verb)
     names = ", ".join(run.id for run in runs[-5:])
     raise UsageError(
-        f"{len(found)} runs start with {name}" if found else f"no run called {name} {how}",
-        details=[run.id for run in found] or [f"known runs: {names or 'none'}"],
+        f"no run called {word} {how}",
+        details=[f"{'running' if how == 'is running' else 'known'} runs: {names}"] if names else [],
         fix="phalanx ps --all",
     )
+
+
+def _ambiguous(what: str, found: Sequence[RunRecord], verb: str) -> UsageError:
+    """Return an error that lists the candidates, newest first."""
+    newest = list(reversed(found))
+    again = {run.name for run in found if run.id != run.name}  # these names mean the newest run that has them
+    words = [f"{run.id}.1" if run.id in again else run.id for run in newest]
+    width = max(map(len, words[:_LISTED]))
+    lines = [
+        f"{word:<{width}}  {run.state}, started {time.strftime('%m-%d %H:%M:%S', time.localtime(run.started))}"
+        for word, run in zip(words[:_LISTED], newest, strict=False)
+    ]
+    if len(newest) > _LISTED:
+        lines.append(f"… {len(newest) - _LISTED} more")
+    return UsageError(what, details=lines, fix=f"phalanx {verb} {words[0]}")

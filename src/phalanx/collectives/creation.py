@@ -8,6 +8,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from phalanx.forkserver.signed_store import SignedStore
+
 from . import neighbours
 from .engines.engine import Engine
 from .process_group import monitored
@@ -22,19 +24,20 @@ def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequ
     """Create a group of the backend shm. `ranks`: the global ranks; empty: as in the group."""
     monitored.install(EngineProcessGroup)
     names = tuple(ranks) or tuple(range(size))
+    signed = SignedStore(store, f"shm group of {' '.join(map(str, names))}")
     problem = _shm_problem()
     if problem:
-        store.set(_PROBLEM_KEY, problem)  # before this rank becomes known: all ranks see it, or none
-    known = neighbours.find(store, rank, size, timeout.total_seconds())
-    problem = store.get(_PROBLEM_KEY).decode() if store.check([_PROBLEM_KEY]) else ""
+        signed.set(_PROBLEM_KEY, problem)  # before this rank becomes known: all ranks see it, or none
+    known = neighbours.find(signed, rank, size, timeout.total_seconds())
+    problem = signed.get(_PROBLEM_KEY).decode() if signed.check([_PROBLEM_KEY]) else ""
     if len(known.hosts) > 1:
         from .engines.hierarchical.engine import HierarchicalEngine
 
-        inner = _host_engine(store, rank, known.here, names, timeout, problem=problem)
-        engine: Engine = HierarchicalEngine(store, known, inner, timeout.total_seconds(), names)
+        inner = _host_engine(signed, rank, known.here, names, timeout, problem=problem)
+        engine: Engine = HierarchicalEngine(signed, known, inner, timeout.total_seconds(), names)
     else:
-        engine = _host_engine(store, rank, range(size), names, timeout, problem=problem)
-    return EngineProcessGroup("shm", engine, store, timeout, names)
+        engine = _host_engine(signed, rank, range(size), names, timeout, problem=problem)
+    return EngineProcessGroup("shm", engine, signed, timeout, names)
 
 
 def mpi(ranks: Sequence[int], timeout: timedelta) -> EngineProcessGroup | None:
@@ -44,7 +47,11 @@ def mpi(ranks: Sequence[int], timeout: timedelta) -> EngineProcessGroup | None:
     from .engines import mpi as engines
 
     engine = engines.create(ranks)
-    return EngineProcessGroup("mpi", engine, dist.HashStore(), timeout, ranks) if engine is not None else None
+    return (
+        EngineProcessGroup("mpi", engine, SignedStore(dist.HashStore(), "mpi"), timeout, ranks)
+        if engine is not None
+        else None
+    )
 
 
 def _shm_problem() -> str:
@@ -57,7 +64,7 @@ def _shm_problem() -> str:
 
 
 def _host_engine(
-    store: dist.Store, rank: int, here: Sequence[int], names: Sequence[int], timeout: timedelta, *, problem: str
+    store: SignedStore, rank: int, here: Sequence[int], names: Sequence[int], timeout: timedelta, *, problem: str
 ) -> Engine:
     """Create the engine for the ranks of the group on this host, `here`. `problem`: why a rank cannot use shared
     memory.
@@ -73,7 +80,7 @@ def _host_engine(
     from .engines.gloo import GlooEngine
 
     _warn_fallback(rank, problem)
-    return GlooEngine(dist.PrefixStore(f"host of {here[0]}", store), here.index(rank), len(here), timeout, names)
+    return GlooEngine(store.at(f"host of {here[0]}"), here.index(rank), len(here), timeout, names)
 
 
 def _warn_fallback(rank: int, why: str) -> None:

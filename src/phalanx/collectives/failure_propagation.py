@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 import torch.distributed as dist
 
+from phalanx.forkserver.signed_store import SignedStore
+
 from .engines.engine import CallKind, EngineCall
 from .engines.threaded import ENDED
 from .errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
@@ -41,7 +43,7 @@ class FailurePropagation:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: SignedStore,
         rank: int,
         neighbours: Neighbours,
         format_ranks: Callable[[Iterable[int]], str],

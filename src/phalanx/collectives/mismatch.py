@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from phalanx.collectives.errors import CollectiveMismatch
 from phalanx.forkserver import paths
+from phalanx.forkserver.signed_store import SignedStore
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _LIBRARIES = re.compile(
 _SourceLine = tuple[str, int, str]  # file, line number, source text
 
 
-def make_error(text: str, store: dist.Store, rank: int, names: Mapping[int, int]) -> CollectiveMismatch:
+def make_error(text: str, store: SignedStore, rank: int, names: Mapping[int, int]) -> CollectiveMismatch:
     """Return the error to raise. `text`: what each rank has called. `names`: rank -> global rank of those that
     report.
     """
@@ -74,7 +75,7 @@ def _user_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _exchange(own: _SourceLine | None, store: dist.Store, rank: int, ranks: list[int]) -> dict[int, _SourceLine]:
+def _exchange(own: _SourceLine | None, store: SignedStore, rank: int, ranks: list[int]) -> dict[int, _SourceLine]:
     with contextlib.suppress(RuntimeError):  # not all stores can be cloned; another thread may be waiting with this one
         store = store.clone()
     keys = {each: f"differs/{each}" for each in ranks}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
+from phalanx.forkserver.signed_store import SignedStore
 
 from .errors import CollectiveTimeout
 
@@ -27,7 +27,7 @@ class Neighbours:
         return self.hosts[self.mine]
 
 
-def find(store: dist.Store, rank: int, size: int, timeout: float) -> Neighbours:
+def find(store: SignedStore, rank: int, size: int, timeout: float) -> Neighbours:
     """Find the hosts of all ranks, through the group's store. `timeout` in seconds; 0: none."""
     store.set(_key(rank), host_id())
     keys = [_key(other) for other in range(size)]

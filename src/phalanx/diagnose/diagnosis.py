@@ -9,6 +9,7 @@ from phalanx.diagnose.rules.divergence import divergences
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field, survey
 
+_BETWEEN = ("network", "join", "stands")  # ranks wait for each other, and none is to blame
 _OUT_OF_STEP = ("uneven data", "skipped collective")
 
 
@@ -28,6 +29,9 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
         found += network.verdicts(field, {divergence.group for divergence in diverged})
     if not found:
         found += blame.everybody(field)
+    if found and all(verdict.kind in _BETWEEN for verdict in found):
+        parted = network.partition(evidence)
+        found = [parted] if parted is not None else found
     return gpu.supported(evidence, sorted(found, key=lambda verdict: not verdict.certain))
 
 

@@ -180,6 +180,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     available: int = 0
     swapping: float = 0.0  # pages in and out, per second
     finding: str = ""  # what the doctor found on the way to it
+    unreached: tuple[int, ...] = ()  # the first ranks of the nodes that it cannot reach
     out_of_memory: str = ""  # the kernel's message about a process that it killed
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from phalanx.cluster import nvidia
@@ -103,7 +102,7 @@ def read(environ: Mapping[str, str], root: str = "/") -> Gpus:
         bus=inventory.bus,
         gone=inventory.gone,
         silent=inventory.silent,
-        confined=_confined(environ, Path(root)),
+        confined=inventory.confined,
         hidden=len(inventory.hidden),
         trouble=inventory.trouble,
         driver=driver,
@@ -112,13 +111,6 @@ def read(environ: Mapping[str, str], root: str = "/") -> Gpus:
         xids=kernel_xids.read(),
         topology=topology,
     )
-
-
-def _confined(environ: Mapping[str, str], root: Path) -> bool:
-    marks = (root / ".dockerenv", root / "run/.containerenv")
-    jobs = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID")
-    chosen = environ.get("NVIDIA_VISIBLE_DEVICES", "all") != "all"
-    return chosen or any(name in environ for name in jobs) or any(mark.exists() for mark in marks)
 
 
 def _ask() -> tuple[tuple[GpuFacts, ...], str, str, str]:

@@ -26,6 +26,6 @@ def preflight(
 
 
 def _name() -> list[Finding]:
-    """A name that leads to loopback is no finding: phalanx gives the ranks an address that others reach."""
+    """A name that resolves to loopback is no finding: phalanx gives the ranks an address that others reach."""
     own = names.read(patience=_PATIENCE, backward=False)
     return names.judge(own) if own.answered and own.trouble else []

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from phalanx.contract.visible import visible
 from phalanx.doctor.finding import LEVELS, Finding, worst
 from phalanx.doctor.pairs import HostPair
 from phalanx.doctor.quantity import seconds, speed
@@ -48,7 +49,7 @@ def show(result: Result) -> None:
 
     def put(*head: tuple[str, str], text: str, hang: int) -> None:
         indent = sum(len(part) for part, _ in head)
-        lines = wrapped(text, width, indent, hang)
+        lines = wrapped(visible(text), width, indent, hang)
         console.print(Text.assemble(*head, "\n".join(lines)))
 
     for finding in ordered(result.findings):
@@ -56,7 +57,8 @@ def show(result: Result) -> None:
             break
         where = f" on {finding.node}" if finding.node and (finding.node,) != result.nodes else ""
         level = f"{finding.level:<{_LEVEL}}"
-        put((level, _STYLES[finding.level]), (f"{finding.check}{where}: ", "bold"), text=finding.fact, hang=_LEVEL)
+        title = f"{finding.check}{visible(where)}: "
+        put((level, _STYLES[finding.level]), (title, "bold"), text=finding.fact, hang=_LEVEL)
         for name, text in (("cause", finding.cause), ("fix", finding.fix)):
             if text:
                 put((f"          {name + ':':<7}", "dim"), text=text, hang=_DETAIL)
@@ -81,9 +83,9 @@ def _show_pairs(console: Console, result: Result, width: int) -> None:
         table = Table(box=None, pad_edge=False, header_style="bold")
         titles, *lines = rows
         for title in titles:
-            table.add_column(Text(title), no_wrap=True)
+            table.add_column(Text(visible(title)), no_wrap=True)
         for line in lines:
-            table.add_row(*(Text(cell) for cell in line))
+            table.add_row(*(Text(visible(cell)) for cell in line))
         if not width or console.measure(table, options=console.options.update(width=1000)).maximum <= width:
             break  # else the next, which is narrow
     console.print()

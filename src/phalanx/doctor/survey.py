@@ -44,7 +44,7 @@ _PINGS = 16
 _UNTRIED = Finding(
     "links",
     "yellow",
-    "nothing was measured, for not every node reaches every other",
+    "nothing was measured, because not every node reaches every other",
     "",
     "let them reach each other first, then phalanx doctor again",
 )
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the survey as one rank of a run."""
     parser = argparse.ArgumentParser(prog="python -m phalanx.doctor.survey")
     parser.add_argument("outfile", help="-: none")
-    parser.add_argument("--print", action="store_true", help="also print the result, for who cannot read the file")
+    parser.add_argument("--print", action="store_true", help="also print the result")
     parser.add_argument("--quick", action="store_true", help="measure nothing")
     options = parser.parse_args(argv)
     environ = environment()

@@ -22,6 +22,7 @@ from phalanx.lint.rules import (
     forward,
     group,
     loop,
+    nested_spawn,
     race,
     saving,
     sharding,
@@ -44,6 +45,7 @@ RULES = {
         batch,
         race,
         address,
+        nested_spawn,
         ending,
     )
 }

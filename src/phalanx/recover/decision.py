@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 REPEATS = 3  # of the same crash without progress: stop
 OUTSIDE = 10  # deaths by SIGKILL without progress: too little memory, or a rank that always hangs
+SOON = 300.0  # seconds after a start in which an error of the script is not retried
+TRIES = 10  # of a rank that raises the same exception at the same line each time, although others commit steps
+TRIES_WINDOW = 600.0  # seconds within which these tries count
+STORE_STARTS = 3  # of stores that end before they have answered; then there is a pause before the next
+STORE_PAUSE = 30.0  # seconds
 AT_ONCE = 30.0  # seconds after a start without progress, if the script does not report its steps
+
+
+# That another try succeeds. "over": the training is complete, and only its last checkpoint could not be written.
+# "none": an error in the script or its arguments. "little": it raised an exception by itself.
+Hope = Literal["over", "none", "little", "some"]
 
 
 class RecoveryAction(Enum):
@@ -24,10 +35,17 @@ class Fault:
     """A failure of one rank, or of several at once."""
 
     place: str  # what crashed, and where: equal for the same crash. Empty: killed from outside
-    time: float
+    time: float  # monotonic clock
     lived: float  # seconds since the rank was started
     step: int | None = None  # the newest committed step, if known
     together: bool = False  # of the same group as the previous fault
+    hope: Hope = "some"  # that another try succeeds
+    rank: int = -1  # of the first rank that failed
+
+    @property
+    def before_first_step(self) -> bool:
+        """Return whether no step is known to be committed."""
+        return not self.step
 
 
 @dataclass(frozen=True)
@@ -57,8 +75,21 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
     used = len(recent)
     if budget.most == 0 or (budget.most is None and not able):
         return RecoveryDecision(RecoveryAction.STOP)
+    if fault.hope == "over":
+        return RecoveryDecision(RecoveryAction.STOP, used, "not retrying: the training is complete")
+    if fault.hope == "none" and fault.before_first_step and fault.lived < SOON:
+        return RecoveryDecision(RecoveryAction.STOP, used, "not retrying: an error in the script or its arguments")
+    if able and fails_again(past, fault):
+        why = "not retrying: the same error twice, before the first step was committed"
+        return RecoveryDecision(RecoveryAction.STOP, used, why)
     if repeats(recent) >= REPEATS:
         why = f"not retrying: the same failure {REPEATS} times with no progress"
+        return RecoveryDecision(RecoveryAction.STOP, used, why)
+    if raises_each_time(recent):
+        why = (
+            f"not retrying: rank {fault.rank} failed {TRIES} times in a row at the same line within "
+            f"{TRIES_WINDOW / 60:.0f} minutes"
+        )
         return RecoveryDecision(RecoveryAction.STOP, used, why)
     # A kill may have reasons outside of the script, so more of them are allowed.
     if able and kills(recent) >= OUTSIDE:
@@ -68,6 +99,29 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
         were = "recovery was allowed, and is" if budget.most == 1 else "recoveries were allowed, and are"
         return RecoveryDecision(RecoveryAction.STOP, used, f"{budget.most} {were} used up")
     return RecoveryDecision(RecoveryAction.REGROUP if able else RecoveryAction.RESTART, used)
+
+
+def fails_again(past: Sequence[Fault], fault: Fault) -> bool:
+    """Return whether the script raised the same exception before, on any rank, and never committed a step."""
+    if fault.hope == "some" or not fault.before_first_step:
+        return False
+    return any(each.place == fault.place and each.before_first_step for each in past)
+
+
+def raises_each_time(faults: Sequence[Fault]) -> bool:
+    """Return whether the last faults are one rank that raises the same exception at the same line, again and again.
+
+    Other ranks may commit a step between two of them, so that there is progress, but at the cost of a recovery each.
+    """
+    last = faults[-TRIES:]
+    if len(last) < TRIES or last[-1].time - last[0].time > TRIES_WINDOW:
+        return False
+    return last[0].hope != "some" and len({(fault.rank, fault.place) for fault in last}) == 1
+
+
+def store_delay(failed_starts: int) -> float:
+    """Return the seconds before another store is started, after so many in a row that never answered."""
+    return STORE_PAUSE if failed_starts >= STORE_STARTS else 0.0
 
 
 def since_healthy(faults: Sequence[Fault], window: float) -> list[Fault]:

@@ -162,14 +162,14 @@ class BatchReader:
         if not isinstance(data, Loader):
             return loss if loss.dim() == 0 else loss.mean()
         if loss.dim() == 0 or loss.numel() == 1:
-            if data.last == "pad" and 0 < data.last_count < data.batch_size:
+            if data.tail == "pad" and 0 < data.last_count < data.batch_size:
                 self._warnings.warn(
                     "padding",
                     f"{data.batch_size - data.last_count} of this batch's {data.batch_size} samples are padding, and a "
                     'mean loss counts them: run.backward(losses) with one loss per sample (reduction="none")',
                 )
             return self._stepper.weights.weigh(loss, data.last_count, data.last_total)
-        size = len(data.sample_weights)
+        size = data.last_size
         if loss.shape != (size,):
             raise UsageError(
                 f"backward() was given a loss of shape {list(loss.shape)}, for a batch of {size}",
@@ -192,7 +192,7 @@ class BatchReader:
         """Commit what was read since the last step; return how many samples that are, of all ranks."""
         samples = 0
         for reading in self._readings:
-            if isinstance(reading.data, Loader):
+            if isinstance(reading.data, Loader) and reading.data.train is not False:
                 reading.data.commit()
                 self._counter.samples = max(self._counter.samples, 0) + reading.own
             samples += reading.samples
@@ -207,6 +207,11 @@ class BatchReader:
                 )
             current.stepped = opt
         return samples
+
+    @property
+    def data(self) -> Any:
+        """What the current batch was read from."""
+        return self._current.data if self._current is not None else None
 
     def loaders(self) -> list[Loader]:
         """Return the loaders that are being read."""
@@ -241,6 +246,6 @@ def _batches_left(data: Any) -> int | None:
         whole = len(data)
         if not isinstance(data, Loader):
             return whole
-        return count_steps(len(data.dataset) - data.position.consumed, data.batches, data.last)
+        return count_steps(len(data.dataset) - data.position.consumed, data.batches, data.tail)
     except TypeError:
         return None

@@ -1,14 +1,16 @@
-"""The state of a training: the objects that `run.keep` was given, and how far it is."""
+"""The state of a training: what `run.keep` was given, and how far it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from phalanx.errors import UsageError
 from phalanx.train.data.loader import Loader
+from phalanx.train.kept_values import KeptValues, is_value, refusal
 from phalanx.train.stepping import Stepper
 
 
@@ -24,17 +26,29 @@ class TrainingProgress:
 
 
 class KeptObjects:
-    """The objects that `run.keep` was given, by name. The state of the stepper is kept with them."""
+    """The objects and values that `run.keep` was given, by name. The state of the stepper is kept with them."""
 
     def __init__(self, stepper: Stepper) -> None:
         self.objects: dict[str, Any] = {}
+        self.values = KeptValues()
         self.ready = False  # restored: the objects hold the state of a committed step
         self._stepper = stepper
 
-    def add(self, objects: Mapping[str, object]) -> None:
-        """Keep these objects."""
-        self.objects = dict(objects)
+    def add(self, unnamed: Sequence[object], named: Mapping[str, object]) -> bool:
+        """Keep what `run.keep` was given. Return whether there were objects, which can only be given once."""
+        objects, values = divided(unnamed, named)
+        if objects and self.objects:
+            both = ", ".join((*self.objects, *objects))
+            raise UsageError(
+                f"keep() was called before, with {', '.join(self.objects)}",
+                fix=f"run.keep({both}), once; values can be set at any time: run.keep(best=0.93)",
+            )
+        if twice := (objects.keys() | self.objects.keys()) & values.keys():
+            raise UsageError(f'"{min(twice)}" is the name of an object that is kept', fix="choose another name")
+        self.values.update(values)
+        self.objects = objects or self.objects
         self.adopt()
+        return bool(objects)
 
     def adopt(self) -> None:
         """Give optimizers that were made before FSDP sharded the model the parameters that there are now."""
@@ -44,7 +58,11 @@ class KeptObjects:
 
     def everything(self) -> Mapping[str, object]:
         """Return all that a checkpoint contains, by name."""
-        return {**self.objects, "phalanx.stepper": self._stepper}
+        return {**self.objects, "phalanx.values": self.values, "phalanx.stepper": self._stepper}
+
+    def committed(self) -> Mapping[str, object]:
+        """Return the same, with the values of the last committed step. Objects are in that state already."""
+        return {**self.everything(), "phalanx.values": self.values.committed}
 
     def has(self, thing: object) -> bool:
         """Return whether this very object is kept."""
@@ -56,6 +74,11 @@ class KeptObjects:
 
         models = [unwrapped(kept) for kept in self.objects.values() if isinstance(kept, torch.nn.Module)]
         return any(kept is model for kept in models)
+
+    @property
+    def models(self) -> list[Any]:
+        """The models among the kept objects, and those that were wrapped."""
+        return [*(kept for kept in self.objects.values() if isinstance(kept, torch.nn.Module)), *self._stepper.models]
 
     @property
     def loaders(self) -> list[Loader]:
@@ -70,3 +93,46 @@ class KeptObjects:
                     part.reshard()
             if gradients and hasattr(kept, "zero_grad"):
                 kept.zero_grad(set_to_none=True)
+
+
+def divided(unnamed: Sequence[object], named: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the objects and the values among the arguments of `run.keep`, by name."""
+    for name in _OPTIONS & named.keys():
+        raise UsageError(
+            f"{name} is an option of checkpoints, and keep() takes only what is kept",
+            fix=f"run.checkpoints({name}={named[name]!r}), before run.keep(…)",
+        )
+    objects: dict[str, Any] = {}
+    for thing in unnamed:
+        if not _has_state(thing):
+            error = refusal(thing, _kind(thing))
+            raise UsageError(f"a value needs a name: run.keep(name={thing!r})") if is_value(thing) else error
+        name = _kind(thing)
+        number = 2
+        while name in objects or name in named:
+            name, number = f"{_kind(thing)}{number}", number + 1
+        objects[name] = thing
+    values: dict[str, Any] = {}
+    for name, thing in named.items():
+        if not _has_state(thing) and not is_value(thing):
+            raise refusal(thing, name)
+        (objects if _has_state(thing) else values)[name] = thing
+    return objects, values
+
+
+_OPTIONS = frozenset(("folder", "every"))  # kept as values, they would leave a training without checkpoints
+
+
+def _has_state(thing: object) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict") and not isinstance(thing, type)
+
+
+def _kind(thing: object) -> str:
+    """Return a name for an object that was given none. A checkpoint is found again by it."""
+    if isinstance(thing, torch.nn.Module):
+        return "model"
+    if isinstance(thing, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(thing, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return "scheduler"
+    return "loader" if isinstance(thing, Loader) else type(thing).__name__.lower()

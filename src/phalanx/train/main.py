@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,8 +11,9 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import LINE
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.train.elastic.halting import Halted
+from phalanx.train.reporting.trackers import LogTo, trackers
 from phalanx.train.run import Run
-from phalanx.worker import error_file
+from phalanx.worker import error_file, given_hyperparameters
 from phalanx.worker.process_group.ending import is_failure
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ def init(
     timeout: float | timedelta = 300.0,
     seed: int = 0,
     device: Any = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+    log_to: LogTo | Sequence[LogTo] | None = None,
 ) -> Run:
     """`run = phalanx.init()`: join the process group of this run, whatever launcher started the process.
 
@@ -38,11 +40,17 @@ def init(
     rank        with `world_size`: only if no launcher sets them
     store       a `torch.distributed` store to meet at, instead of `method`
     timeout     seconds to wait for all ranks, and for every operation of the group. Default: 300
-    seed        of all random numbers. Default: 0
+    seed        of all random numbers, the same on every rank. Default: 0
     device      Default: this rank's GPU, if there is one; "cpu" for none
+    hyperparameters  to record with the run, such as vars(args): `phalanx ps --json`, the page and the report show them.
+                Default: those in the arguments of the script
+    log_to      where metrics go beside `metrics.jsonl` and TensorBoard: "wandb", "mlflow", a function of a step and its
+                values, or a list of them
 
     It waits until all ranks are here. Every rank then draws the same random numbers until its model is wrapped.
     """
+    given_hyperparameters.record(hyperparameters, environment())
+    trackers(log_to)  # an unknown one is an error before the group forms
     run = Run.join(
         backend,
         method=method,
@@ -52,6 +60,7 @@ def init(
         timeout=timeout,
         seed=seed,
         device=device,
+        log_to=log_to,
     )
     run.seed_everything()
     return run
@@ -71,23 +80,33 @@ def main(train: Callable[[Run], Result], **options: Any) -> Result:
     try:
         if not callable(train):
             raise UsageError(f"main() takes a function, not {train!r}", fix="phalanx.main(train)")
+        given_hyperparameters.record(options.pop("hyperparameters", None), environment())
         line = environment().get(LINE)
         return _survive(train, line, options) if line else _run(train, options)
     except PhalanxError as error:
         error_file.write(error)
         notes: list[str] = getattr(error, "__notes__", [])
-        sys.stderr.write("\n  ".join([f"phalanx: {error}", *notes]) + "\n")
+        where = error_file.in_lines(error_file.script_frames(error))
+        error_file.print_once("\n  ".join([f"phalanx: {error}", *notes, *where]) + "\n")
         raise SystemExit(error.exit_code) from error
     except Exception as error:
         error_file.write(error)
         raise
 
 
+def call_with_run(train: Callable[[Run], Result]) -> Result:
+    """Call `train` with the run of a rank that `phalanx.spawn` or `phalanx.launch` has started.
+
+    They report its exceptions to their caller.
+    """
+    return main(train) if environment().get(LINE) else _run(train, {})
+
+
 def _run(train: Callable[[Run], Result], options: dict[str, Any]) -> Result:
     run = init(**options)
     try:
         result = train(run)
-        run.finish()
+        run._finish()
     except BaseException as error:
         _close_after(error, run)
         raise

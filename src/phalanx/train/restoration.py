@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS
+from phalanx.contract.checkpoint_key import read_key
+from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINT_KEY, CHECKPOINTS
 from phalanx.train import checkpoint_schedule
 from phalanx.train.batch_reader import BatchReader
+from phalanx.train.checkpoint_schedule import CheckpointOptions
 from phalanx.train.elastic.recovery_state import RecoveryState, RunParts
 from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.worker.process_group.group import WorkerProcessGroup
@@ -37,33 +38,30 @@ class Restoration:
         self._warnings = warnings
         self.resize_hook: Callable[[int, int], object] | None = None  # world size before and now
 
-    def restore(
-        self,
-        group: WorkerProcessGroup,
-        folder: str | os.PathLike[str] | None,
-        every: str | int | None,
-        retention: Mapping[str, Any],
-    ) -> Info | None:
+    def restore(self, group: WorkerProcessGroup) -> Info | None:
         """Restore from the newest state. Return the checkpoint, if it was one."""
         recovery, counter = self._recovery, self._parts.counter
         checkpoints, snapshots = self._parts.checkpoints, self._snapshots
         environ = environment()
-        folder = folder or environ.get(CHECKPOINTS)
+        options = checkpoints.options
+        folder, every = options.folder or environ.get(CHECKPOINTS), options.every
         recovery.take_over()
         snapshots.open(group, recovery, self._reader.generator)
         if folder is not None:
             if every is None:
                 every = environ.get(CHECKPOINT_EVERY, checkpoint_schedule.EVERY)
-            checkpoints.open(
-                group, folder, every, waited=recovery.waited, generator=self._reader.generator, retention=retention
-            )
-        elif every is not None and group.is_main:
+            key = read_key(environ[CHECKPOINT_KEY]) if CHECKPOINT_KEY in environ else b""
+            begins = not recovery.generation.number and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+            generator = self._reader.generator
+            checkpoints.open(group, folder, every, waited=recovery.waited, generator=generator, key=key, begins=begins)
+        elif options != CheckpointOptions() and group.is_main:
             self._warnings.warn(
                 "folder",
-                f"checkpoints every {every}, but there is no folder for them, so none are saved: "
-                'run.keep(folder="checkpoints", …), or phalanx run --checkpoints DIR',
+                "there is no folder for checkpoints, so none are saved: "
+                'run.checkpoints("FOLDER", …), or phalanx run --checkpoints DIR',
             )
         if recovery.from_peers:
+            self._make_values_equal(group)
             return None
         snapshot = snapshots.load(group, recovery, checkpoints)
         if snapshot is not None:
@@ -90,6 +88,13 @@ class Restoration:
         folder, report = self._parts.checkpoints.folder, self._recovery.generation.hooks.checkpoint_folder
         if folder is not None and report is not None:
             report(folder)
+
+    def _make_values_equal(self, group: WorkerProcessGroup) -> None:
+        """Give all ranks the values of rank 0. A script may have set them on some ranks only."""
+        from phalanx.train.checkpoint.format.plain import packed, unpacked
+
+        values = self._parts.kept.values
+        values.replace(unpacked(group.broadcast(packed(values.state_dict(), "run.state", {})), {}))
 
     def _continue_at(self, step: int, epoch: object) -> None:
         self._parts.counter.steps, self._parts.counter.epoch = step, epoch if isinstance(epoch, int) else 0

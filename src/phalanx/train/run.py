@@ -5,51 +5,61 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.train import evaluation
+from phalanx.train.agreement import Agreement
+from phalanx.train.arguments import check_loss, check_model, check_step
 from phalanx.train.batch_reader import BatchReader
 from phalanx.train.checkpoint_schedule import CheckpointSchedule
 from phalanx.train.data.loader import Loader
-from phalanx.train.elastic.halting import Halted
 from phalanx.train.elastic.recovery_state import RecoveryState, RunParts
 from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.misuse.checks import MisuseChecks
+from phalanx.train.model.compression import Compress
+from phalanx.train.model.sharding import Policy
 from phalanx.train.model.wrap import wrap
 from phalanx.train.model.wrapped import Wrapped
 from phalanx.train.reporting.metrics import held
+from phalanx.train.reporting.rank_log import RankLog
 from phalanx.train.reporting.reporter import RunReporter
+from phalanx.train.reporting.trackers import trackers as named_trackers
 from phalanx.train.restoration import Restoration
 from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.train.snapshot_schedule import SnapshotSchedule
+from phalanx.train.stateful_run import StatefulRun
 from phalanx.train.stepping import OptimizerUpdate, Stepper
 from phalanx.worker.process_group import ending
-from phalanx.worker.process_group.group import WorkerProcessGroup
+from phalanx.worker.rendezvous.store import Store
 
 if TYPE_CHECKING:
-    from phalanx.train.checkpoint.format.folder import Info
     from phalanx.worker.rendezvous.membership import Membership
 
 T = TypeVar("T")
 _SNAPSHOT_PATIENCE = 1.0  # seconds for a snapshot that is nearly complete when the group is lost: it may be the newest
 
 
-class Run(WorkerProcessGroup):
+class Run(StatefulRun):
     """A training run, as one rank sees it. `phalanx.main(train)` calls `train` with it; `phalanx.init()` returns one.
 
         def train(run: phalanx.Run) -> None:
             model = Net()
             opt = torch.optim.AdamW(model.parameters())
             data = run.loader(dataset, batch_size=64, shuffle=True)
-            run.keep(model=model, opt=opt, data=data)        # restores the newest state, if there is one
+            run.keep(model, opt, data, best=0.0)             # restores the newest state, if there is one
             ddp = run.wrap(model)
             for epoch in run.epochs(10):
                 for x, y in run.batches(data):
                     loss = loss_fn(ddp(x), y)
                     run.backward(loss)
                     run.step(opt, loss=loss)                 # update and commit
+                accuracy = evaluate(ddp)
+                run.log(accuracy=accuracy)
+                run.state["best"] = max(accuracy, run.state["best"])
 
         phalanx.main(train)
 
@@ -60,10 +70,10 @@ class Run(WorkerProcessGroup):
     others are inherited from it. It works the same with one process, where nothing is sent.
     """
 
-    resumed: Info | None = None
-    """`run.resumed`: the checkpoint that the run was restored from, or None."""
-
-    def __init__(self, membership: Membership, *, seed: int = 0, recovery: RecoveryState | None = None) -> None:
+    def __init__(
+        self, membership: Membership, *, seed: int = 0, recovery: RecoveryState | None = None, log_to: Any = None
+    ) -> None:
+        trackers = named_trackers(log_to)
         super().__init__(membership, seed=seed)
         self._recovery = recovery if recovery is not None else RecoveryState()
         self._warnings = ScriptWarnings()
@@ -79,13 +89,25 @@ class Run(WorkerProcessGroup):
             stepper=self._stepper,
             warnings=self._warnings,
         )
-        self._reporter = RunReporter(self._counter, self._recovery.generation.hooks.measured)
+        self._reporter = RunReporter(
+            self._counter,
+            self._recovery.generation.hooks.measured,
+            folder=lambda: self._checkpoints.folder or self.folder,
+            rank_log=RankLog(Store(membership.store.at("metrics"), membership.timeout), self.rank, self.world_size)
+            if self.world_size > 1
+            else None,
+            rank=self.rank,
+            trackers=trackers,
+        )
         self._checkpoints = CheckpointSchedule(self._kept, self._counter, self._reporter.flush)
         self._snapshots = SnapshotSchedule(self._kept, self._counter, self._stepper)
         parts = RunParts(membership, self._kept, self._counter, self._stepper, self._checkpoints, self._snapshots)
         self._recovery.attach(parts)
+        self._agreement = Agreement(self._kept, self._recovery.reference)
         self._restoration = Restoration(parts, self._snapshots, self._recovery, self._reader, self._warnings)
         self._uncommitted: dict[str, Any] = {}  # metrics of steps with commit=False
+        survives = self._recovery.generation.regroups and not self.generation
+        self._misuse = MisuseChecks(membership, self._kept, self._warnings, survives=survives)
 
     # -- where the training is
 
@@ -134,14 +156,36 @@ class Run(WorkerProcessGroup):
         made = self._recovery.generation.once
         return make() if made is None else made.get(make, self.device)
 
-    def wrap(self, model: Any, how: str = "ddp", **options: Any) -> Wrapped:
+    def wrap(
+        self,
+        model: Any,
+        how: str = "ddp",
+        *,
+        precision: str | None = None,
+        accumulate: int = 1,
+        compile: bool = False,  # noqa: A002
+        compress: Compress = None,
+        static_graph: bool = False,
+        find_unused: bool = False,
+        sync_batchnorm: bool = False,
+        shard: Policy = None,
+        shards: int | None = None,
+    ) -> Wrapped:
         """`ddp = run.wrap(model)`: return the module to call instead of `model`; it averages gradients over all ranks.
 
-        how      "ddp"
-                 "fsdp": each rank holds a shard
-                 "hsdp": replicas of a sharded model; a lost shard is restored from its replica
-                 "dp": one process with several devices
-        options  precision, accumulate, compress, compile, ...: see `phalanx.train.model.wrap.wrap`
+        how             "ddp"
+                        "fsdp": each rank holds a shard
+                        "hsdp": replicas of a sharded model; a lost shard is restored from its replica
+                        "dp": one process with several devices
+        precision       "bf16", or "fp16" with a scaled loss: run.backward(loss). Default: that of the model
+        accumulate      micro-batches per step; gradients are averaged once per step. Default: 1
+        compile         compile the model with torch.compile
+        compress        compress gradients of DDP: "fp16", "bf16", "powersgd" or PowerSGD(rank=2, start=1000)
+        static_graph    every step uses the same parameters, so that DDP can plan ahead
+        find_unused     not every step uses all parameters: DDP finds out which
+        sync_batchnorm  batch statistics over all ranks, not per rank
+        shard           which parts FSDP gathers together: a class, or a function of a module. Default: the children
+        shards          "hsdp": ranks per replica. Default: the ranks of a node; with one node, half of them
 
         The model is moved to this rank's device. Optimizers can be made before or after, from the parameters of the
         model or of the returned module.
@@ -149,9 +193,27 @@ class Run(WorkerProcessGroup):
         Under `torch.no_grad()` a rank can call the module alone. With "fsdp" and "hsdp" all ranks must call it, because
         each holds only a part of the model.
         """
+        check_model(model)
+        self._agreement.compare_model(self, model)
         equal = self._recovery.layout_for(model, how)
         elastic = self.generation > 0
-        wrapped = wrap(model, how, group=self, stepper=self._stepper, equal=equal, elastic=elastic, **options)
+        wrapped = wrap(
+            model,
+            how,
+            group=self,
+            stepper=self._stepper,
+            accumulate=accumulate,
+            precision=precision,
+            compile=compile,
+            compress=compress,
+            static_graph=static_graph,
+            find_unused=find_unused,
+            sync_batchnorm=sync_batchnorm,
+            shard=shard,
+            shards=shards,
+            equal=equal,
+            elastic=elastic,
+        )
         self._kept.adopt()
         if how == "hsdp":
             self._recovery.commit_in_two_phases(self._reader.loaders)
@@ -159,38 +221,96 @@ class Run(WorkerProcessGroup):
             self.seed_apart()
         return wrapped
 
-    def backward(self, loss: Any, **options: Any) -> None:
+    def backward(self, loss: Any, *, retain_graph: bool | None = None, create_graph: bool = False) -> None:
         """`run.backward(loss)`: call `loss.backward()`, weighted by this rank's samples and scaled for fp16.
 
             run.backward(loss)                                           # the mean over the batch
             run.backward(cross_entropy(net(x), y, reduction="none"))     # one loss per sample
 
-        With `last="pad"` only the second is exact: it leaves out the padding of the last batch. The options are those
-        of torch: retain_graph, create_graph.
+        With `pad_last=True` only the second is exact: it leaves out the padding of the last batch. `retain_graph`
+        and `create_graph` are torch's.
         """
-        self._stepper.backward(self._reader.weighted(loss), **options)
+        check_loss(loss)
+        self._stepper.backward(self._reader.weighted(loss), retain_graph=retain_graph, create_graph=create_graph)
 
     # -- data
 
     def loader(
-        self, dataset: Any, *, batch_size: int | None = None, global_batch: int | None = None, **options: Any
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        global_batch: int | None = None,
+        train: bool | None = None,
+        shuffle: bool = False,
+        drop_last: bool | None = None,
+        pad_last: bool = False,
+        weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool | None = None,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        sampler: None = None,
+        batch_sampler: None = None,
     ) -> Loader:
         """`run.loader(dataset, batch_size=64, shuffle=True)`: return a loader for this rank's part of every batch.
 
+            train = run.loader(train_set, batch_size=64, shuffle=True)
+            test = run.loader(test_set, batch_size=64, train=False)      # every sample exactly once
+
         batch_size    samples per rank
         global_batch  samples of all ranks together, whatever their number; give one of the two
-        options       shuffle, last, weights, num_workers, ...: see `phalanx.train.data.loader.Loader`
+        train         False for evaluation: in order, nothing dropped, no padding. Default: True with shuffle, drop_last
+                      or pad_last; without them, False when it is read under `torch.no_grad()`
+        shuffle       shuffle every epoch. Default: False
+        drop_last     drop the last samples, which do not fill a global batch. Default: True with shuffle=True or
+                      train=True, else False: the last batches are smaller
+        pad_last      pad the last batches with samples that must not count, see `backward`. Default: False
+        weights       one number per rank: a rank with 0.5 takes half as many samples as one with 1
+        seed          of the order. Default: that of the run
 
-        The order of the samples does not depend on the number of ranks.
+        The others are those of torch's DataLoader. A sampler is refused: the loader divides the samples itself. Their
+        order does not depend on the number of ranks.
         """
-        return Loader(dataset, self, batch_size=batch_size, global_batch=global_batch, **options)
+        return Loader(
+            dataset,
+            self,
+            batch_size=batch_size,
+            global_batch=global_batch,
+            train=train,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            pad_last=pad_last,
+            weights=weights,
+            seed=seed,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            generator=generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+        )
 
     def epochs(self, count: int) -> Iterator[int]:
         """`for epoch in run.epochs(10)`: iterate from the current epoch, which a resumed run was in, to the last.
 
         If all batches of that epoch are done, it is entered once more, for what the script does at its end.
         """
-        return self._reader.epochs(count, begun=self._reporter.epoch_begun)
+        for epoch in self._reader.epochs(count, begun=self._epoch_begun):
+            yield epoch
+            self._checkpoints.epoch_ended(self, epoch)
+        self._kept.values.commit()
 
     def batches(self, data: Any) -> Iterator[Any]:
         """`for x, y in run.batches(data)`: iterate over the rest of the epoch, on this rank's device.
@@ -198,12 +318,44 @@ class Run(WorkerProcessGroup):
             for x, y in run.batches(train):     # run.step commits what was read
                 ...
             for x, y in run.batches(test):      # without a step nothing is committed: the next loop starts again
-                correct += (net(x).argmax(1) == y)[: test.last_count].sum()
+                correct += int((net(x).argmax(1) == y).sum())
+            accuracy = run.sum(correct) / len(test_set)
 
-        A loop can be inside another one, to evaluate in the middle of an epoch. `last_count` leaves out padding. `data`
-        comes from `run.loader`; any other iterable is read as it is.
+        A loop can be inside another one, to evaluate in the middle of an epoch. With `pad_last` and `drop_last=False`
+        the first `data.last_count` samples count, and the rest is padding. `data` comes from `run.loader`; any other
+        iterable is read as it is.
         """
-        return self._reader.read(data, pause=self._halt_if_asked, epoch_ended=self._recovery.epoch_ended)
+        self._misuse.reading()
+        return self._reader.read(data, pause=self._batch_done, epoch_ended=self._recovery.epoch_ended)
+
+    def _epoch_begun(self) -> None:
+        self._kept.values.commit()  # what the script has set at the end of the last epoch is not repeated any more
+        self._reporter.epoch_begun()
+
+    def _batch_done(self) -> None:
+        self._kept.values.commit_after_step()
+        self._halt_if_asked()
+
+    def evaluate(self, data: Loader, measure: Callable[..., Mapping[str, Any]]) -> dict[str, Any]:
+        """`run.evaluate(test, measure)`: return the means of all that `measure` returns, over the samples of all ranks.
+
+            def measure(x, y):
+                output = ddp(x)
+                return {"loss": loss_fn(output, y), "accuracy": output.argmax(1) == y}
+
+            test = run.loader(test_set, batch_size=64, train=False)
+            run.print(run.evaluate(test, measure))       # {"samples": 301, "loss": 0.21, "accuracy": 0.94}
+
+        `measure` gets a batch and returns a dict: numbers, which are means of the batch, and tensors with one value per
+        sample. Models that are wrapped or kept are in evaluation mode meanwhile, without gradients. All ranks must call
+        it; they wait for each other only at its end, and get the same result, at any number of ranks.
+        """
+        data = evaluation.check(data, measure, kept=self._kept.has(data))
+        means = evaluation.MeanOverSamples()
+        with evaluation.evaluating(self._kept.models):
+            for batch in self.batches(data):
+                means.add(evaluation.measure_batch(measure, batch), data.last_count, data.last_size)
+        return evaluation.merge(self.gather(means.totals(), all=True) or [])
 
     # -- steps
 
@@ -224,7 +376,7 @@ class Run(WorkerProcessGroup):
         scheduler   a learning rate scheduler, stepped after every update
         commit      False if more steps follow for the same batch, with any optimizer; only the last one commits.
                     A checkpoint in between would count the batch without its other updates.
-        metrics     numbers or tensors, written as rank 0 has them; `loss=run.mean(loss)` is the mean over all ranks
+        metrics     numbers or tensors of one number, written as rank 0 has them; `loss=run.mean(loss)`: over all ranks
 
             run.step(opt_d, commit=False, loss_d=loss_d)
             ...
@@ -232,8 +384,13 @@ class Run(WorkerProcessGroup):
 
         Gradients that one loss leaves in the parameters of another optimizer are yours to clear: opt_d.zero_grad().
         """
+        check_step(opt, clip, scheduler)
         self._halt_if_asked()  # for a script that does not use run.batches
         self._reader.check_weights()
+        if not self._misuse.done:
+            self._misuse.stepping(opt)
+        if not self._agreement.complete and self._stepper.models:
+            self._agreement.compare_data(self, self._reader.data)
         update = self._stepper.step(opt, clip=clip, accumulate=accumulate, scheduler=scheduler, commit=commit)
         if not update.done and not update.skipped:
             return update
@@ -248,122 +405,40 @@ class Run(WorkerProcessGroup):
     def _commit(self, opt: Any, values: dict[str, Any]) -> None:
         counter = self._counter
         samples = self._reader.commit(opt)
+        if not self._misuse.done:
+            self._misuse.committed(self._reader.data, idle=self._stepper.idle)
         first = counter.steps == counter.start
         if first:
             self._stepper.fresh.settle()
+        self._kept.values.commit(stepped=True)
         counter.steps += 1
         self._stepper.torn = False
         if first:
             self._recovery.first_step_committed()
         if self.is_main:
             if self._reporter.bar is None:
-                self._reporter.begin(self._reader.total_steps(), self._checkpoints.folder or self.folder, values)
+                self._reporter.begin(self._reader.total_steps(), values)
             else:
                 self._reporter.committed(samples, values)
+        else:
+            self._reporter.post()
         self._checkpoints.committed(self, values)
         self._snapshots.committed(self)
 
-    # -- state
-
-    def keep(
-        self,
-        *,
-        folder: str | os.PathLike[str] | None = None,
-        every: str | int | None = None,
-        last: int = 2,
-        best: int = 0,
-        metric: str = "loss",
-        mode: str = "min",
-        **objects: object,
-    ) -> Info | None:
-        """`run.keep(model=model, opt=opt, data=data)`: name the objects that must survive, and restore them.
-
-        folder   where checkpoints are saved. Default: `phalanx run --checkpoints`; without it, there are none
-        every    100: steps; "10m": a time. Default: `phalanx run --checkpoint-every`, or 10m
-        last     how many of the newest checkpoints are kept
-        best     how many of the best ones by `metric` are kept; `mode` is "min" or "max"
-
-        The state is restored from a living rank, a snapshot in memory or the newest checkpoint. Returns the checkpoint,
-        if it was that. Call it once, with all models, optimizers, schedulers and loaders, before or after
-        `run.wrap`; a model and its wrapped module count as the same object.
-        """
-        if not objects:
-            raise UsageError("keep() was given nothing to keep", fix="run.keep(model=model, opt=opt, data=data)")
-        if self._kept.objects:
-            raise UsageError(
-                f"keep() was called before, with {', '.join(self._kept.objects)}",
-                fix=f"run.keep({', '.join(f'{name}={name}' for name in (*self._kept.objects, *objects))}), once",
-            )
-        self._kept.add(objects)
-        retention = {"keep_last": last, "keep_best": best, "best": metric, "mode": mode}
-        self.resumed = info = self._restoration.restore(self, folder, every, retention)
-        self._restoration.conclude(self)
-        if self._recovery.generation.halt:
-            self._checkpoints.find_newest(self)
-            self._halt()
-        return info
-
-    def on_resize(self, hook: Callable[[int, int], object]) -> None:
-        """`run.on_resize(hook)`: let `run.keep` call `hook(before, now)` if the number of ranks has changed.
-
-            run.on_resize(lambda before, now: scale(opt, now / before))     # the learning rate, for example
-
-        It changes when nodes join or leave, or when a checkpoint of a run of another size is resumed. Call this before
-        `run.keep`. With `run.loader(global_batch=...)` the global batch stays the same and there is nothing to do; with
-        `batch_size=...` the batch of each rank does.
-        """
-        if self._kept.objects:
-            raise UsageError(
-                "on_resize() was called after keep(), which calls the hook", fix="run.on_resize(…) before run.keep(…)"
-            )
-        if not callable(hook):
-            raise UsageError(
-                f"on_resize() was given a {type(hook).__name__}, expected a function of two numbers of ranks",
-                fix="run.on_resize(lambda before, now: …)",
-            )
-        self._restoration.resize_hook = hook
-
-    def checkpoint(self, **metrics: Any) -> bool:
-        """`run.checkpoint()`: save a checkpoint now, in the background.
-
-        Returns False if it was skipped because earlier ones are still being written. Within a window of micro-batches,
-        the state after the last update is saved; a run that resumes from it repeats the window.
-        """
-        return self._checkpoints.save(metrics)
-
-    def export(self, model: Any, path: str | os.PathLike[str]) -> None:
-        """`run.export(model, "model.safetensors")`: write the whole model to one file, .safetensors or .pt.
-
-        All ranks must call it. Names are those of your own module.
-        """
-        from phalanx.train.checkpoint.export import export
-
-        export(model.module if isinstance(model, Wrapped) else model, path, self)
-
-    # -- output
-
-    def print(self, *args: object, **options: Any) -> None:
-        """`run.print("text")`: print on rank 0 only, above the progress bar."""
-        with self._reporter.aside():
-            super().print(*args, **options)
-
     # -- the end
 
-    def finish(self) -> None:
-        """`run.finish()`: save a checkpoint of the last steps. `phalanx.main` calls it when `train` returns."""
+    def _finish(self) -> bool:
+        """Save a checkpoint of the last steps. `phalanx.main` calls it when `train` returns.
+
+        Return False if it could not be written: the training is complete, and `close` raises the error.
+        """
         self._reporter.finish()
-        self._checkpoints.finish()
+        return self._checkpoints.finish(self)
 
     def _halt_if_asked(self) -> None:
         should_halt = self._recovery.generation.hooks.should_halt
         if should_halt is not None and should_halt(self.steps):
             self._halt()
-
-    def _halt(self) -> None:
-        """End the training when a checkpoint of the last committed step is on the disk. Without a folder, continue."""
-        if self._checkpoints.save_and_wait():
-            self._reporter.finish()
-            raise Halted(self.steps)
 
     def close(self, *, failed: bool = False) -> None:
         """`run.close()`: wait until everything is saved, and end the process group. Raises if a save has failed.
@@ -377,23 +452,25 @@ class Run(WorkerProcessGroup):
         with contextlib.ExitStack() as stack:  # each of them is closed, even if another one raises
             stack.callback(super().close, failed=failed)
             stack.callback(self._checkpoints.close, broken=failed)
+            stack.callback(self._misuse.unhook if failed else self._misuse.close)
             stack.callback(self._snapshots.close)
             stack.callback(self._reporter.close)
 
-    def abandon(self, left: Callable[[], None] | None = None, *, held: bool = False) -> None:
-        """`run.abandon()`: leave a group that was lost, without waiting for other ranks. Called by `phalanx.main`.
+    def _abandon(self, left: Callable[[], None] | None = None, *, has_state: bool = False) -> None:
+        """Leave a group that was lost, without waiting for other ranks. Called by `phalanx.main`.
 
-        left  called when the group is gone; writing what was to be saved may take longer
-        held  living ranks hold the state, so that no save has to be completed
+        left       called when the group is gone; writing what was to be saved may take longer
+        has_state  living ranks have the state, so that no save has to be completed
         """
         handover = self._recovery.generation.handover
         with contextlib.ExitStack() as stack:
             stack.callback(self._recovery.release)
             if handover is not None:
                 stack.callback(handover.close)
-            stack.callback(self._checkpoints.close, broken=True, patience=0.0, needless=held)
+            stack.callback(self._checkpoints.close, broken=True, patience=0.0, needless=has_state)
             if left is not None:
                 stack.callback(left)
-            stack.callback(super().abandon)
+            stack.callback(super()._abandon)
+            stack.callback(self._misuse.unhook)
             stack.callback(self._snapshots.close, _SNAPSHOT_PATIENCE)
             stack.callback(self._reporter.close)

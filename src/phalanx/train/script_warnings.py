@@ -6,7 +6,10 @@ import os
 import sys
 import warnings
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+import torch
+
+# torch is between the script and a hook of phalanx that it calls.
+_NOT_THE_SCRIPT = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
 
 
 class ScriptWarnings:
@@ -21,6 +24,6 @@ class ScriptWarnings:
             return
         self._given.add(subject)
         frame, level = sys._getframe(1), 2
-        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        while frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT) and frame.f_back is not None:
             frame, level = frame.f_back, level + 1
         warnings.warn(text, stacklevel=level)

@@ -76,6 +76,7 @@ class MicroBatchWindow:
     batches: int = 0
     divisor: float = 0.0  # how many full micro-batches they amount to
     seen: int = 0  # the number of the last one
+    updated: bool = False
 
 
 @dataclass(slots=True)
@@ -103,6 +104,7 @@ class Stepper:
         self.stepped = True  # since the last forward: the next one begins a micro-batch
         self.ends = False  # set by the reader of batches: this micro-batch is the last one of its epoch
         self.accumulate = 1  # of the latest window
+        self.idle = False  # the first update of an optimizer found no gradient
         self.torn = False  # an update has begun and its step is not committed; reset by the commit
         self.ranks_before: int | None = None  # the world size of the state that was loaded
         self.hooks = StepHooks()
@@ -129,6 +131,11 @@ class Stepper:
         """Remove a wrapped model."""
         self._models = [model for model in self._models if model is not wrapped]
         self._forget()
+
+    @property
+    def models(self) -> list[SteppedModel]:
+        """The wrapped models."""
+        return list(self._models)
 
     @property
     def layouts(self) -> list[list[list[int]]]:
@@ -222,6 +229,9 @@ class Stepper:
         hooks = self.hooks
         for call in hooks.before_update:
             call()
+        if not window.updated:
+            window.updated = True
+            self.idle |= all(parameter.grad is None for parameter in window.parameters)
         norm = None
         if self.scaling.scaler is not None or clip is not None or window.divisor != 1.0:
             norm = self._adjust_gradients(opt, window, clip)
@@ -290,7 +300,7 @@ class Stepper:
             fresh = MicroBatchWindow(models, parameters, len(opt.param_groups), accumulate)
             if window is not None:
                 fresh.accumulate, fresh.seen = window.accumulate, window.seen
-                fresh.batches, fresh.divisor = window.batches, window.divisor
+                fresh.batches, fresh.divisor, fresh.updated = window.batches, window.divisor, window.updated
             window = fresh
             self._windows[id(opt)] = opt, window
         self._latest = opt, window

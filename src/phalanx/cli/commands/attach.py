@@ -13,10 +13,11 @@ import sys
 from collections.abc import Iterator
 
 from phalanx.cli import run_lookup
+from phalanx.contract.visible import visible, visible_line
 from phalanx.errors import LaunchError, UsageError
-from phalanx.forkserver import wire
 from phalanx.forkserver.debug.terminal import LEAVE
 from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.ipc.control_messages import AttachedReply, AttachQuery, QueryRefused
 from phalanx.launcher.runs.run_folder import RunRecord
 
 _PORT = 5678  # the default of IDEs
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
     """Run `phalanx attach`. Return the exit code."""
     parser = argparse.ArgumentParser(prog="phalanx attach", description=_TEXT)
     parser.add_argument("rank", type=int, metavar="RANK")
-    parser.add_argument("run", nargs="?", help="id from `phalanx ps`, or a prefix of it")
+    parser.add_argument("run", nargs="?", help="name from `phalanx ps`, or a prefix of it")
     parser.add_argument(
         "-c",
         "--command",
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
     run = _find(options.run, options.rank)
     with _asked(run, options.rank, options.debugpy) as (caller, answer, stream):
         if stream is None:
-            where = f"127.0.0.1:{answer['port']} on {answer['host']}"
+            where = f"127.0.0.1:{answer.port} on {visible_line(answer.host)}"
             sys.stdout.write(
                 f"rank {options.rank} waits for an IDE at {where}; the run continues, without time limits\n"
                 "debugpy has no password: every user of that machine can connect, and run code as you\n"
@@ -65,23 +66,25 @@ def main(argv: list[str]) -> int:
             return 0
         if options.command:
             return _type(stream, options.command)
-        said = _WORDS[answer["how"]].format(rank=options.rank, place=answer.get("place", ""))
-        sys.stderr.write(f"phalanx: {said}\n")
-        return _talk(caller, stream, leaves=answer["how"] == "breakpoint")
+        said = _WORDS[answer.how].format(rank=options.rank, place=answer.place)
+        sys.stderr.write(f"phalanx: {visible(said)}\n")
+        return _talk(caller, stream, leaves=answer.how == "breakpoint")
 
 
 @contextlib.contextmanager
 def _asked(
     run: RunRecord, rank: int, port: int | None
-) -> Iterator[tuple[socket.socket, wire.Message, socket.socket | None]]:
+) -> Iterator[tuple[socket.socket, AttachedReply, socket.socket | None]]:
     """Yield the connection to the agent, its answer, and the terminal of the debugger."""
-    with control_socket.call(run, {"ask": "attach", "rank": rank, "port": port, "pid": os.getpid()}) as caller:
-        received = wire.receive(caller)
-        if received is None:
-            raise LaunchError(f"{run.id} has ended", fix="phalanx ps --all")
-        answer, fds = received
-        if answer["is"] != "attached":
-            raise LaunchError(str(answer.get("why")), fix=str(answer.get("fix", "")))
+    with control_socket.call(run, AttachQuery(rank=rank, port=port, pid=os.getpid())) as caller:
+        try:
+            answer, fds = control_socket.receive(caller)
+        except ConnectionResetError:
+            raise LaunchError(f"{run.id} has ended", fix="phalanx ps --all") from None
+        if isinstance(answer, QueryRefused):
+            raise LaunchError(answer.why, fix=answer.fix)
+        if not isinstance(answer, AttachedReply):
+            raise LaunchError(f"unexpected reply of {run.id}: {type(answer).__name__}")
         if not fds:
             yield caller, answer, None
             return

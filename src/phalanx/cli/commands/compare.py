@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx.cli import output_file, run_lookup
 from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.visible import visible_line
 from phalanx.errors import UsageError
 from phalanx.launcher.runs import history
 from phalanx.launcher.runs.run_folder import RunRecord
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
         prog="phalanx compare",
         description="Compare loss and throughput of runs, as charts and a table. Runs may be running or ended.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="id from `phalanx ps --all`, or a run folder")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="name from `phalanx ps --all`, or a run folder")
     parser.add_argument("--metric", default="loss", metavar="NAME", help="metric to compare (default: loss)")
     parser.add_argument("--over", choices=("step", "time"), default="step", help="x axis (default: step)")
     parser.add_argument("--log", action="store_true", help="use a logarithmic scale for the metric")
@@ -123,7 +124,7 @@ def _show(compared: Sequence[ComparedRun], *, over: comparison.Over, log: bool) 
             if run.final is not None or run.metric not in comparison.shown(compared)
             else (f"   (no {run.metric} was measured)")
         )
-        out.write(paint(f"{sign} {letters[index]}", index) + f"  {run.run}{missing}\n")
+        out.write(paint(f"{sign} {letters[index]}", index) + f"  {visible_line(f'{run.run}{missing}')}\n")
     names = comparison.shown(compared)
     if compared[0].metric not in names:
         out.write(f"\nno {compared[0].metric} was measured in {'either' if len(compared) == 2 else 'any'} of them\n")
@@ -140,17 +141,19 @@ def _show(compared: Sequence[ComparedRun], *, over: comparison.Over, log: bool) 
             zero=chart.zero,
             over=chart.over,
         )
-        out.write(f"\n{name} over {'steps' if over == 'step' else 'time'}\n")
+        out.write(f"\n{visible_line(name)} over {'steps' if over == 'step' else 'time'}\n")
         for row in rows:
             out.write("".join(paint(text, style) for text, style in row).rstrip() + "\n")
     out.write("\n" + "\n".join(_table(compared, letters)) + "\n")
 
 
 def _table(compared: Sequence[ComparedRun], letters: Sequence[str]) -> list[str]:
-    rows = [("", *letters), *((name, *map(_cell_text, cells)) for name, cells in comparison.table(compared))]
+    found = comparison.table(compared)
+    rows = [("", *letters), *((visible_line(name), *map(_cell_text, cells)) for name, cells in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(compared) + 1)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _cell_text(cell: ComparisonCell) -> str:
-    return cell.text if cell.ratio is None else f"{cell.text} ({cell.ratio:.2f}x)"
+    text = visible_line(cell.text)
+    return text if cell.ratio is None else f"{text} ({cell.ratio:.2f}x)"

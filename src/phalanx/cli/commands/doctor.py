@@ -25,6 +25,7 @@ from phalanx.cluster.sources.task import Allocation, SchedulerTask
 from phalanx.contract import error_report
 from phalanx.contract.events import LinkMeasured
 from phalanx.contract.variables import ERROR_FORMAT
+from phalanx.contract.visible import visible
 from phalanx.doctor import machine, refusal, report, result
 from phalanx.doctor.finding import Finding, worst
 from phalanx.doctor.gpu_facts import Gpus
@@ -215,11 +216,11 @@ class DoctorRun:
         text = err.decode(errors="replace").strip()
         if code is not None and (told := refusal.findings(error_report.find(err))):
             return Result(nodes=(), between=tuple(told))
-        sys.stderr.write(f"{text}\n" if text else "")
+        sys.stderr.write(f"{visible(text)}\n" if text else "")
         ended = f"did not end in {limit:.0f} s" if code is None else f"ended with code {code}"
         fact = f"phalanx run could not start the test: it {ended}"
         cause = text.splitlines()[0] if text else ""
-        fix = shlex.join(["phalanx", *launch[3:-2], "--no-python", "hostname"])
+        fix = shlex.join([*launch[3:-2], "--no-python", "hostname"])
         return Result(nodes=(), between=(Finding(refusal.CHECK, "red", fact, cause, fix),))
 
 

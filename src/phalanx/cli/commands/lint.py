@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from phalanx.contract.visible import visible
 from phalanx.lint.inspection import LintReport, inspect_all
 
 
@@ -45,9 +46,10 @@ def _as_json(report: LintReport) -> dict[str, object]:
 
 def _show(report: LintReport) -> None:
     for one in report.findings:
-        sys.stdout.write(f"{one.file}:{one.line}: {one.level} [{one.rule}]\n  {one.reason}\n  fix: {one.fix}\n")
+        text = f"{one.file}:{one.line}: {one.level} [{one.rule}]\n  {one.reason}\n  fix: {one.fix}\n"
+        sys.stdout.write(visible(text))
     for file, why in report.unreadable:
-        sys.stderr.write(f"phalanx: {file} cannot be checked: {why}\n")
+        sys.stderr.write(f"phalanx: {visible(f'{file} cannot be checked: {why}')}\n")
     where = "1 file" if report.files == 1 else f"{report.files} files"
     if not report.findings:
         sys.stdout.write(f"nothing found in {where}\n" if report.files else "")

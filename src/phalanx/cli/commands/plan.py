@@ -20,6 +20,7 @@ from phalanx.cluster.placement import Seat
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract import topology
 from phalanx.contract.variables import INTERFACES
+from phalanx.contract.visible import visible
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import run_folder
 
@@ -91,7 +92,7 @@ def describe(
             for seat in seats
         ],
         "torchrun": shlex.join(equivalent(plan)) if seen is None else None,
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *plan.warnings],
     }
 
 
@@ -204,7 +205,7 @@ def _show(facts: Mapping[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
 
     def line(name: str, value: str) -> None:
-        console.print(Text.assemble((f"{name:<12}", "bold"), value))
+        console.print(Text.assemble((f"{name:<12}", "bold"), visible(value)))
 
     line("run", facts["run"])
     line("command", shlex.join(facts["command"]))
@@ -235,7 +236,7 @@ def _show(facts: Mapping[str, Any]) -> None:
         device = "cpu" if rank["device"] is None else f"{rank['device']} {rank['device_name'] or ''}"
         own = " ".join(f"{k}={v}" for k, v in rank["environment"].items())
         cells = (rank["rank"], rank["node"], rank["local_rank"], device, rank["cores"], own)
-        table.add_row(*(Text(str(cell)) for cell in cells))
+        table.add_row(*(Text(visible(str(cell))) for cell in cells))
     if not facts["ranks"]:
         return
     console.print()
@@ -243,4 +244,4 @@ def _show(facts: Mapping[str, Any]) -> None:
     console.print()
     console.print(Text("environment of every rank", style="bold"))
     for name, value in facts["environment"].items():
-        console.print(Text(f"  {name}={value}"))
+        console.print(Text(f"  {visible(f'{name}={value}')}"))

@@ -13,9 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import msgspec
+
 from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.visible import visible_line
 from phalanx.errors import OptionError, UsageError
-from phalanx.launcher.runs import deletion, run_folder, summary
+from phalanx.launcher.runs import deletion, history, metadata, run_folder, summary
 from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.launcher.runs.summary import RunSummary
 from phalanx.watch.charts.formatting import number
@@ -28,7 +31,7 @@ def main(argv: list[str]) -> int:
     """Run `phalanx ps`. Return the exit code."""
     parser = argparse.ArgumentParser(prog="phalanx ps", description="List running runs, or all.")
     parser.add_argument("-a", "--all", action="store_true", help="also runs that have ended")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with metadata")
     parser.add_argument(
         "--forget",
         nargs="*",
@@ -44,6 +47,8 @@ def main(argv: list[str]) -> int:
     if options.json:
         for run in runs:
             facts = asdict(summary.of(run))
+            found = metadata.read(history.leading(run).folder)
+            facts["metadata"] = msgspec.to_builtins(metadata.without_diff(found)) if found is not None else None
             if facts["loss"] is not None and not math.isfinite(facts["loss"]):
                 facts["loss"] = str(facts["loss"])  # not a JSON number
             sys.stdout.write(json.dumps({**asdict(run), "state": run.state, **facts}) + "\n")
@@ -63,25 +68,28 @@ def table(runs: Sequence[tuple[RunRecord, RunSummary]], width: int | None, *, no
     In a terminal no line is wider than it: folders are left out, long cells are cut, and the reason of a failure gets
     its own line.
     """
-    rows = [["RUN", "STATE", "RANKS", "FOR", "STEP", "LOSS", "FAULTS", "WHAT", "FOLDER"]]
+    rows = [["RUN", "STATE", "RANKS", "STARTED", "FOR", "STEP", "LOSS", "FAULTS", "COMMAND", "REASON", "FOLDER"]]
     for run, facts in runs:
         lasted = "?" if run.state == "killed" else _duration((run.ended or now) - run.started)
         step = "-" if facts.step is None else str(facts.step)
         loss = "-" if facts.loss is None else number(facts.loss)
         faults = str(facts.faults) if facts.faults else "-"
-        what = facts.why or _cut(_command(run.command), _WHAT)
-        rows.append([run.id, run.state, str(run.world_size), lasted, step, loss, faults, what, run.folder])
+        command = _command(run.command)
+        command = command if len(command) <= _WHAT else _cut(_command(_without_folders(run.command)), _WHAT)
+        ranks, began = str(run.world_size), _clock(run.started, now)
+        row = [run.id, run.state, ranks, began, lasted, step, loss, faults, command, facts.why or "-", run.folder]
+        rows.append([visible_line(cell) for cell in row])
     if width is None or max(map(len, _aligned(rows))) <= width:
         return _aligned(rows)
     for row, (run, _) in zip(rows[1:], runs, strict=True):
-        row[7] = _command([os.path.basename(word) if os.sep in word else word for word in run.command])
-    rows = [row[:8] for row in rows]
+        row[8] = _command(_without_folders(run.command))
+    rows = [row[:9] for row in rows]
     reasons = ["", *(facts.why for _, facts in runs)]
     lines = []
     for line, why in zip(_aligned(rows), reasons, strict=True):
         lines.append(_cut(line, width))
         if why:
-            lines.append(_cut(f"    {why}", width))
+            lines.append(_cut(f"    {visible_line(why)}", width))
     return lines
 
 
@@ -107,7 +115,7 @@ def _forget(base: str, names: list[str] | None, older: str | None) -> int:
     for run in chosen:
         try:
             deletion.delete(base, run)
-            sys.stdout.write(f"forgot {run.id}\n")
+            sys.stdout.write(f"forgot {visible_line(run.id)}\n")
         except UsageError as error:
             refused = refused or error
     if refused is not None:
@@ -118,8 +126,12 @@ def _forget(base: str, names: list[str] | None, older: str | None) -> int:
 
 
 def _named(name: str, runs: Sequence[RunRecord]) -> RunRecord:
-    """Find a run by its full name: what is deleted is not guessed."""
-    found = [run for run in runs if run.id == name]
+    """Find a run by its full name: what is deleted is not guessed, so a name that several runs have is refused."""
+    found = [run for run in runs if name in (run.id, f"{run.id}.1")]
+    same = [run.id for run in runs if run.name == name]
+    if len(same) > 1:
+        first = [f"{name}.1" if one == name else one for one in same]
+        raise UsageError(f"{len(same)} runs are called {name}", details=first, fix=f"phalanx ps --forget {first[0]}")
     found = found if len(found) < 2 else [run for run in runs if os.path.basename(run.folder) == name]
     if len(found) == 1:
         return found[0]
@@ -143,11 +155,22 @@ def _command(words: Sequence[str]) -> str:
     shown = list(words)
     if shown and os.path.basename(shown[0]).startswith("python"):
         shown = shown[2:] if shown[1:2] == ["-u"] else shown[1:]
-    return "".join(char if char.isprintable() else " " for char in shlex.join(shown or words))
+    return visible_line(shlex.join(shown or words))
+
+
+def _without_folders(words: Sequence[str]) -> list[str]:
+    """Return a command with the last part of each path only: arguments say more than folders."""
+    return [os.path.basename(word.rstrip(os.sep)) if os.sep in word else word for word in words]
 
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _clock(when: float, now: float) -> str:
+    """Return the time of day, with the date if it was not within the last 12 hours."""
+    moment = time.localtime(when)
+    return time.strftime("%H:%M:%S" if 0 <= now - when < 12 * 3600 else "%Y-%m-%d %H:%M", moment)
 
 
 def _duration(seconds: float) -> str:

@@ -16,7 +16,8 @@ import msgspec
 
 from phalanx.cli import output_file, run_lookup
 from phalanx.contract import encoding, events
-from phalanx.launcher.runs import history, postmortem, views
+from phalanx.launcher.runs import history, postmortem
+from phalanx.launcher.runs.finished_run import FinishedRun
 from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.version import __version__
 from phalanx.watch.html import masking, report
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
         description="Write one HTML file about a run, running or ended: what ran, how fast, what failed and what that "
         "cost. It needs no network. Passwords and tokens are masked.",
     )
-    parser.add_argument("run", nargs="?", help="id from `phalanx ps --all`, or its folder (default: the last run)")
+    parser.add_argument("run", nargs="?", help="name from `phalanx ps --all`, or its folder (default: the last run)")
     parser.add_argument("-o", "--output", metavar="FILE", help="output file (default: RUN.html); - is standard output")
     parser.add_argument("-f", "--force", action="store_true", help="overwrite a FILE that is not a report")
     parser.add_argument("--no-logs", action="store_true", help="leave out the output of the ranks")
@@ -95,7 +96,7 @@ async def _page(record: RunRecord, model: RunModel, context: ReportContext) -> s
     logs: dict[str, dict[str, str]] = {}
     for tail in context.tails:
         logs.setdefault(str(tail.rank), {})[tail.stream] = report.plain(tail.text)
-    why = await views.FinishedRun(record).why()
+    why = await FinishedRun(record).why()
     stacks = {rank: text[:_STACK] for rank, text in itertools.islice(why.stacks.items(), _STACKS)}
     whole = Updates(model, seconds=letters * TICK).whole()
     every = math.ceil(sum(map(len, whole.curves.values())) / _POINTS) or 1
@@ -114,7 +115,12 @@ def _masked(data: Any) -> Any:
         case str():
             return masking.hidden(data)
         case dict():
-            return {name: _masked(value) for name, value in data.items()}
+            return {
+                name: masking.value_of(name, value) if isinstance(value, str) else _masked(value)
+                for name, value in data.items()
+            }
+        case list() | tuple() if data and all(isinstance(word, str) for word in data):  # may be a command
+            return masking.command(data)
         case list() | tuple() if any(isinstance(value, str | dict | list | tuple) for value in data):
             return [_masked(value) for value in data]
     return data
@@ -136,7 +142,7 @@ class Blamed:
 
 
 async def _tails(record: RunRecord, ranks: Sequence[int]) -> tuple[ReportTail, ...]:
-    source, found = views.FinishedRun(record), []
+    source, found = FinishedRun(record), []
     for rank in ranks:
         for stream in _STREAMS:
             part = await source.log(rank, stream, size=_TAIL)

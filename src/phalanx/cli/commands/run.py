@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.cli.launch_context import LaunchContext, detect_context
@@ -12,9 +11,7 @@ from phalanx.cli.options import HelpRequested, RunOptions, parse_run
 from phalanx.cli.planning import make_plan
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
-from phalanx.launcher.coordination import port
-from phalanx.launcher.coordination.rendezvous_config import RendezvousConfig
-from phalanx.launcher.node_run import run_node
+from phalanx.launcher.api import decline_to_join, run_plan
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunFolder
@@ -50,34 +47,13 @@ def main(argv: list[str]) -> int:
 
 def begin(options: RunOptions, environ: Mapping[str, str], context: LaunchContext, hook: RunHook | None = None) -> int:
     """Start the run on this node and return its exit code. `context` says how it joins other nodes."""
-    rendezvous = context.rendezvous
-    if rendezvous is None:
-        plan = make_plan(options, environ, context)
-        sockets = [port.listen(plan.group.master_addr, plan.group.master_port)]
-        return run_node(plan, environ, sockets, hook=hook, findings=_findings)
     try:
         plan = make_plan(options, environ, context)
     except UsageError as error:
-        _report_absence(rendezvous, str(error))
+        if context.rendezvous is not None:
+            decline_to_join(context.rendezvous, str(error))
         raise
-    from phalanx.launcher.coordination.hosting import open_failover_sockets, open_leader_sockets
-
-    leads, sockets = open_leader_sockets(rendezvous)
-    if rendezvous.elastic and not leads:
-        sockets = open_failover_sockets(rendezvous)
-    plan = replace(plan, rendezvous=replace(rendezvous, leads=leads))
-    return run_node(plan, environ, sockets, hook=hook, findings=_findings)
-
-
-def _report_absence(rendezvous: RendezvousConfig, why: str) -> None:
-    """Tell node 0 why this node cannot take part."""
-    if rendezvous.leads is not False:
-        return
-    import asyncio
-
-    from phalanx.launcher.coordination.follower.coordinator import decline
-
-    asyncio.run(decline(rendezvous, why))
+    return run_plan(plan, environ, hook=hook, findings=_findings)
 
 
 def _findings(plan: Plan, folder: RunFolder) -> list[str]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 from phalanx.cli import run_lookup
+from phalanx.contract.visible import visible_line
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.runs.run_folder import RunRecord
 
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="phalanx stop", description="End a run: let workers shut down after SIGTERM, or end them at once."
     )
-    parser.add_argument("run", nargs="?", help="id from `phalanx ps`, or a prefix of it")
+    parser.add_argument("run", nargs="?", help="name from `phalanx ps`, or a prefix of it")
     parser.add_argument("--now", action="store_true", help="do not wait for workers to shut down")
     parser.add_argument("--timeout", type=float, default=60, metavar="S", help="how long to wait (default: 60)")
     options = parser.parse_args(argv)
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
         ready, _, _ = select.select([process], [], [], options.timeout)
     if not ready:
         raise LaunchError(f"{run.id} has not ended after {options.timeout:.0f} s", fix=f"phalanx stop --now {run.id}")
-    sys.stdout.write(f"{run.id} ended\n")
+    sys.stdout.write(f"{visible_line(run.id)} ended\n")
     return 0
 
 

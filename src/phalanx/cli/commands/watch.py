@@ -9,8 +9,7 @@ from phalanx.cli import run_lookup
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import PAGE_KEY
 from phalanx.forkserver import linux
-from phalanx.launcher.runs import views
-from phalanx.launcher.viewers import dashboard
+from phalanx.launcher.viewers import dashboard, views
 from phalanx.watch.page import keys
 
 
@@ -19,7 +18,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="phalanx watch", description="Show a run, live or ended. Watching does not affect the run."
     )
-    parser.add_argument("run", nargs="?", help="id from `phalanx ps`, or a prefix of it (default: the last run)")
+    parser.add_argument("run", nargs="?", help="name from `phalanx ps`, or a prefix of it (default: the last run)")
     parser.add_argument("--page", action="store_true", help="serve a browser page until Ctrl-C, and print its link")
     parser.add_argument(
         "--page-at", metavar="HOST[:PORT]", help="address of the page (default: 127.0.0.1, a free port)"

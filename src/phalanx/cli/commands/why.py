@@ -5,20 +5,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from phalanx.cli import run_lookup
-from phalanx.contract import events
-from phalanx.diagnose.evidence import Evidence
+from phalanx.contract import encoding, events
+from phalanx.contract.visible import visible
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.hangs import stall_dump
+from phalanx.launcher.evidence import stall_dump
 from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.ipc.control_messages import (
+    AnyQuery,
+    AnyReply,
+    QueryRefused,
+    TimingsQuery,
+    TimingsReply,
+    WhyQuery,
+    WhyReply,
+)
 from phalanx.launcher.runs import postmortem
 from phalanx.launcher.runs.run_folder import RunRecord
 
 _TIMEOUT = 20.0  # seconds for all nodes to answer
+
+R = TypeVar("R", bound=AnyReply)
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +40,7 @@ def main(argv: list[str]) -> int:
         description="Say which rank is wrong, at which line and why: of a running job, or of one that has ended.",
         epilog="exit code: 0 if nothing is wrong, 1 if something is",
     )
-    parser.add_argument("run", nargs="?", help="id from `phalanx ps`, or a prefix of it (default: the last run)")
+    parser.add_argument("run", nargs="?", help="name from `phalanx ps`, or a prefix of it (default: the last run)")
     outside = parser.add_mutually_exclusive_group()
     outside.add_argument(
         "--pid",
@@ -39,7 +51,8 @@ def main(argv: list[str]) -> int:
     )
     outside.add_argument("--slurm", metavar="JOB", help="the same, by Slurm job id")
     parser.add_argument("--here", action="store_true", help="with --slurm: only this node")
-    parser.add_argument("--parcel", action="store_true", help=argparse.SUPPRESS)  # how nodes answer each other
+    # How the nodes of a Slurm job answer each other.
+    parser.add_argument("--encoded-evidence", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--stacks", action="store_true", help="also print all stacks of all ranks")
     parser.add_argument("--timings", action="store_true", help="also print how long each rank has computed and waited")
     parser.add_argument("--json", action="store_true", help="print verdicts and evidence as one JSON object")
@@ -49,42 +62,46 @@ def main(argv: list[str]) -> int:
             raise UsageError(f"{options.run} and --pid or --slurm are two different jobs", fix="leave one of them out")
         from phalanx.launcher.remote import foreign_job
 
-        here = options.here or options.parcel
+        here = options.here or options.encoded_evidence
         looked = foreign_job.of_job(options.slurm, here=here) if options.slurm else foreign_job.below(options.pid)
-        if options.parcel:
-            sys.stdout.write(foreign_job.parcel(looked))
+        if options.encoded_evidence:
+            sys.stdout.write(foreign_job.encode_lines(looked))
             return 0
         answer = foreign_job.answer(looked)
     else:
         run = run_lookup.find(options.run, verb="why")
         if not run.alive:
             return _ended(run, as_json=options.json)
-        answer = _ask(run, "why")
+        answer = _ask(run, WhyQuery(), WhyReply)
         if options.timings:
-            timings = _ask(run, "timings")
-            answer["report"] += "\n\n" + "\n".join([*timings["late"], *(timings["table"] or ["no steps so far"])])
+            timings = _ask(run, TimingsQuery(), TimingsReply)
+            lines = [*timings.late, *(timings.table or ["no steps so far"])]
+            answer = replace(answer, report="\n".join([answer.report, "", *lines]))
     if options.json:
-        sys.stdout.write(json.dumps({name: answer[name] for name in ("verdicts", "evidence")}) + "\n")
+        found = {"verdicts": answer.verdicts, "evidence": answer.evidence}
+        sys.stdout.write(json.dumps(encoding.valid(msgspec.to_builtins(found, str_keys=True))) + "\n")
     else:
-        sys.stdout.write(answer["report"] + "\n")
+        sys.stdout.write(visible(answer.report) + "\n")
         if options.stacks:
-            sys.stdout.write("\n" + stall_dump.text(msgspec.convert(answer["evidence"], Evidence)))
-    return 1 if answer["verdicts"] else 0
+            sys.stdout.write("\n" + visible(stall_dump.text(answer.evidence)))
+    return 1 if answer.verdicts else 0
 
 
-def _ask(run: RunRecord, what: str) -> dict[str, Any]:
+def _ask(run: RunRecord, query: AnyQuery, kind: type[R]) -> R:
     try:
-        reply = control_socket.request(run, {"ask": what}, timeout=_TIMEOUT)
+        reply = control_socket.request(run, query, kind, timeout=_TIMEOUT)
     except TimeoutError:
-        reply = {"is": "refused", "why": "its agent does not answer"}
+        reply = QueryRefused(why="its agent does not answer")
     except ConnectionResetError:
         raise LaunchError(f"{run.id} ended before it answered", fix=f"phalanx why {run.id}") from None
-    if reply.get("is") != what:
+    if isinstance(reply, QueryRefused):
         notes = [event.text for event in postmortem.read(run).history if isinstance(event, events.NoteEvent)]
         raise LaunchError(
-            f"{run.id} cannot be asked: {reply.get('why', '')}",
+            f"{run.id} cannot be asked: {reply.why}",
             details=[f"its last message: {note}" for note in notes[-1:]],
-            fix=f"phalanx why --pid {run.pid}",
+            fix=f"phalanx why {run.id}, in a moment"
+            if reply.why == control_socket.NOT_STARTED
+            else f"phalanx why --pid {run.pid}",
         )
     return reply
 
@@ -102,5 +119,5 @@ def _ended(run: RunRecord, *, as_json: bool) -> int:
         }
         sys.stdout.write(json.dumps(found) + "\n")
     else:
-        sys.stdout.write(postmortem.report(remains) + "\n")
+        sys.stdout.write(visible(postmortem.report(remains)) + "\n")
     return 0 if run.code == 0 else 1

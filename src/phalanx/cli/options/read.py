@@ -55,6 +55,10 @@ def _value(option: Option, given: Given | None, environ: Mapping[str, str], verb
         return _flag(option, given)
     if given is None:
         return None if option.default is None else option.kind.read(option.default)
+    if not given.values:  # `--grace=--`: argparse drops a value of two dashes
+        expected = [f"expected {option.kind.expected}"]
+        fix = f"phalanx {verb} {given.name} {option.kind.example} …"
+        raise OptionError(f"{given.name} needs a value", details=expected, fix=fix)
     # As in torchrun, the last value counts.
     texts = given.values if option.kind.repeated else given.values[-1:]
     found = [read(option.kind, given.name, text, environ, verb) for text in texts]

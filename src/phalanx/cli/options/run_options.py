@@ -12,6 +12,7 @@ from phalanx.cli.options.rendezvous import resolve_rendezvous
 from phalanx.cli.options.scan import Given, HelpRequested, Scan, scan
 from phalanx.cli.options.table import options_of
 from phalanx.cluster.sources.hosts import Host
+from phalanx.contract.run_metadata import Hyperparameter
 from phalanx.errors import OptionError
 from phalanx.launcher.options import (
     HangOptions,
@@ -35,6 +36,7 @@ class ScriptOptions:
     python: str | None  # PYTHON_EXEC
     local_rank_option: str  # "--local-rank" or "--local_rank" if the script expects it as an argument, else empty
     env: Mapping[str, str]
+    hyperparameters: tuple[tuple[str, Hyperparameter], ...]
     stdin_rank: int | None  # the global rank that reads the terminal
 
 
@@ -78,6 +80,7 @@ class RendezvousOptions:
     node_timeout: float
     token_file: str | None
     no_auth: bool
+    attach_from: Literal["leader", "all", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,9 +49,9 @@ def scan(argv: Sequence[str], verb: str) -> Scan:
         # Only the script can be missing. With a placeholder the rest of the line can be checked.
         found, unknown = parser.parse_known_args([*argv, ""])
     if unknown:
-        raise _unknown(unknown[0], verb)
+        raise _unknown(unknown[0], verb, argv)
     if any(given.name == "-n" and "p" in given.values for given in found.given.values()):
-        raise _unknown("-np", verb)  # mpirun's; argparse takes it for -n p
+        raise _unknown("-np", verb, argv)  # mpirun's; argparse takes it for -n p
     return Scan(found.given, found.script, tuple(found.args))
 
 
@@ -156,10 +156,11 @@ _OTHER_LAUNCHERS = {
 }
 
 
-def _unknown(token: str, verb: str) -> OptionError:
+def _unknown(token: str, verb: str, argv: Sequence[str]) -> OptionError:
     import difflib
 
-    typed = token.partition("=")[0]
+    typed, _, value = token.partition("=")
+    value = value or _value_after(token, argv)
     for option in OPTIONS:
         if option.only not in ("", verb) and typed in option.spellings:
             return OptionError(
@@ -167,7 +168,7 @@ def _unknown(token: str, verb: str) -> OptionError:
                 fix=f"phalanx {option.only} {typed} …",
             )
     if typed in _OTHER_LAUNCHERS:
-        return _meant(typed, _OTHER_LAUNCHERS[typed], verb)
+        return _meant(typed, _OTHER_LAUNCHERS[typed], verb, value)
     # Compared without the leading dashes: --lr is not close to --color.
     known = {name[2:]: name for option in options_of(verb) for name in option.spellings if name[1] == "-"}
     known |= {name[2:]: ours for name, ours in _OTHER_LAUNCHERS.items()}
@@ -178,7 +179,7 @@ def _unknown(token: str, verb: str) -> OptionError:
     ]
     near = [known[name] for name in close]
     if near:
-        return _meant(typed, near[0], verb)
+        return _meant(typed, near[0], verb, value)
     return OptionError(
         f"{typed} is not an option of phalanx {verb}",
         details=[_SCRIPT_OPTIONS],
@@ -186,9 +187,15 @@ def _unknown(token: str, verb: str) -> OptionError:
     )
 
 
-def _meant(typed: str, option: str, verb: str) -> OptionError:
+def _value_after(token: str, argv: Sequence[str]) -> str:
+    """Return the number after an option, as in `-np 2`. Another word may be the script."""
+    after = argv[argv.index(token) + 1 :] if token in argv else []
+    return after[0] if after and after[0].isdecimal() else ""
+
+
+def _meant(typed: str, option: str, verb: str, value: str) -> OptionError:
     return OptionError(
         f"{typed} is not an option of phalanx {verb}; did you mean {option}?",
         details=[_SCRIPT_OPTIONS],
-        fix=f"phalanx {verb} {option} …",
+        fix=f"phalanx {verb} {option}{f' {value}' if value else ''} …",
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 import operator
 import os
 from functools import partial
+from typing import Any
 
 from phalanx.cli.options import values as kinds
 from phalanx.cli.options.option import Option
 from phalanx.cli.options.values import one_of
-from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINTS, SNAPSHOT_EVERY
+from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINT_KEY, CHECKPOINTS, SNAPSHOT_EVERY
 
 OFTEN = "Used most"
 PLAN = "Only phalanx plan"
@@ -35,7 +36,7 @@ def _absolute(path: str | None) -> str | None:
     return path and os.path.abspath(path)
 
 
-def _or_empty(value: tuple[str, ...] | None) -> tuple[str, ...]:
+def _or_empty(value: tuple[Any, ...] | None) -> tuple[Any, ...]:
     return value or ()
 
 
@@ -91,6 +92,14 @@ OPTIONS = (
         kinds.INTERVAL,
         exports=CHECKPOINT_EVERY,
     ),
+    _ours(
+        START,
+        "--checkpoint-key",
+        "File with a key that signs checkpoints; only signed ones are loaded. All nodes need it, with mode 600.",
+        kinds.KEY_FILE,
+        exports=CHECKPOINT_KEY,
+        convert=_absolute,
+    ),
     Option(
         OFTEN,
         "--nnodes",
@@ -100,6 +109,14 @@ OPTIONS = (
         aliases=("-n", "--nodes"),
     ),
     _ours(OFTEN, "--hosts", "Start all nodes over ssh: a:8,b:2 (workers) or a:0-7,b:1,3 (devices).", kinds.HOSTS),
+    _ours(
+        OFTEN,
+        "--name",
+        "Name of the run, for phalanx ps, logs, why and all other commands. If it is taken, the run is called NAME.2. "
+        "Default: script, date and time.",
+        kinds.RUN_NAME,
+        field="output.name",
+    ),
     Option(OFTEN, "--log-dir", "Folder for the workers' log files.", kinds.FOLDER, field="output.log_dir"),
     _ours(OFTEN, "--show-ranks", "Show the output of these global ranks only.", kinds.RANKS, field="output.ranks"),
     _ours(
@@ -121,7 +138,8 @@ OPTIONS = (
     _ours(
         CHAOS,
         "--faults",
-        "Fault kinds: kill, segv, abrt, bus, term, stop (a signal to a rank), store, forkserver.",
+        "Fault kinds: kill, segv, abrt, bus, term, stop (a signal to a rank); store, forkserver (SIGKILL to it), "
+        "store-stop, forkserver-stop (SIGSTOP).",
         kinds.FAULTS,
         "kill",
         only="chaos",
@@ -160,6 +178,14 @@ OPTIONS = (
         attached=("dash", "underscore"),
         field="script.local_rank_option",
         convert=_LOCAL_RANK_OPTIONS.get,
+    ),
+    _ours(
+        SCRIPT,
+        "--param",
+        "Record a hyperparameter of the run, besides those in the arguments of the script. Repeatable.",
+        kinds.PARAMETER,
+        field="script.hyperparameters",
+        convert=_or_empty,
     ),
     _ours(SCRIPT, "--stdin", "The rank that reads this terminal's input.", kinds.STDIN, "0", field="script.stdin_rank"),
     Option(
@@ -231,6 +257,12 @@ OPTIONS = (
         field="output.timings",
     ),
     _ours(OUTPUT, "--quiet", "Print only errors of phalanx itself.", field="output.quiet"),
+    _ours(
+        OUTPUT,
+        "--verbose",
+        "Show the traceback of every failed rank at once, not only the cause of the failure at the end.",
+        field="output.verbose",
+    ),
     Option(
         OUTPUT,
         "--event-log-handler",
@@ -276,7 +308,7 @@ OPTIONS = (
     _ours(
         START,
         "--worker-timeout",
-        "Replace a worker that sends no heartbeat for this long.",
+        "Replace a worker, store or fork server that sends no heartbeat for this long.",
         kinds.DURATION,
         "60s",
         field="recovery.worker_timeout",
@@ -403,6 +435,14 @@ OPTIONS = (
         "--no-auth",
         "Accept nodes without a token: whoever reaches the port can join.",
         field="rendezvous.no_auth",
+    ),
+    _ours(
+        NODES,
+        "--attach-from",
+        "Which nodes may attach a debugger to a rank of another node: node 0 (leader), all, or none.",
+        kinds.one_of("leader", "all", "none"),
+        "leader",
+        field="rendezvous.attach_from",
     ),
     Option(NODES, "--master-addr", "Address of node 0. Default: 127.0.0.1 with one node.", kinds.ADDRESS),
     Option(

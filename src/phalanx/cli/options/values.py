@@ -8,13 +8,17 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from phalanx.contract import hyperparameters
+from phalanx.contract.placement import MAX_NODES, MAX_RANKS, MAX_WORKERS
+from phalanx.contract.run_metadata import Hyperparameter
 from phalanx.contract.variables import OFF
 from phalanx.launcher.output.filters import Std, Streams
 
 if TYPE_CHECKING:
     from phalanx.cluster.sources.hosts import Host
 
-_HIGHEST_RANK = 1 << 20  # bounds the memory that a mistyped range takes
+_LONGEST = 366 * 86400.0  # seconds: timers of the system overflow far above it
+_HIGHEST = 1 << 31  # of numbers that have no other limit
 
 
 class ValueKind(NamedTuple):
@@ -29,6 +33,13 @@ class ValueKind(NamedTuple):
 
 def text(value: str) -> str:
     """Return the text as it is."""
+    return value
+
+
+def file_name(value: str) -> str:
+    """Return the name of a file, which is not empty."""
+    if not value:
+        raise ValueError("it is empty")
     return value
 
 
@@ -50,9 +61,9 @@ def number(value: str, least: int, most: int | None = None) -> int:
     return found
 
 
-def numbers(value: str, least: int) -> tuple[int, ...]:
+def numbers(value: str, least: int, most: int) -> tuple[int, ...]:
     """Parse whole numbers, separated by commas."""
-    return tuple(number(part, least) for part in value.split(","))
+    return tuple(number(part, least, most) for part in value.split(","))
 
 
 def seconds(value: str) -> float:
@@ -63,7 +74,7 @@ def seconds(value: str) -> float:
         raise ValueError("it is not a number") from None
     if not math.isfinite(found) or found < 0:
         raise ValueError("it is negative or not finite")
-    return found
+    return _at_most_a_year(found)
 
 
 def duration(value: str) -> float:
@@ -74,6 +85,12 @@ def duration(value: str) -> float:
     found = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
     if found <= 0:
         raise ValueError("it must be more than 0")
+    return _at_most_a_year(found)
+
+
+def _at_most_a_year(found: float) -> float:
+    if found > _LONGEST:
+        raise ValueError("it is more than a year")
     return found
 
 
@@ -106,7 +123,7 @@ def nodes(value: str) -> tuple[int, int]:
     parts = value.split(":")
     if len(parts) > 2:
         raise ValueError("it has more than one colon")
-    least, most = number(parts[0], 1), number(parts[-1], 1)
+    least, most = number(parts[0], 1, MAX_NODES), number(parts[-1], 1, MAX_NODES)
     if least > most:
         raise ValueError(f"the minimum, {least}, is more than the maximum, {most}")
     return least, most
@@ -116,7 +133,7 @@ def workers(value: str) -> int | str:
     """Parse a number of workers, or one of torchrun's words for it."""
     if value in ("auto", "gpu", "cpu", "xpu"):
         return value
-    return number(value, 1)
+    return number(value, 1, MAX_WORKERS)
 
 
 def streams(value: str) -> Streams:
@@ -134,15 +151,15 @@ def ranks(value: str) -> frozenset[int] | None:
     found: set[int] = set()
     for part in value.split(",") if value else ():
         first, dash, last = part.partition("-")
-        start = number(first, 0)
-        stop = number(last, start, _HIGHEST_RANK) if dash else start
+        start = number(first, 0, MAX_RANKS)
+        stop = number(last, start, MAX_RANKS) if dash else start
         found.update(range(start, stop + 1))
     return frozenset(found) or None
 
 
 def stdin_rank(value: str) -> int | None:
     """Parse a rank, or `none` into None."""
-    return None if value == "none" else number(value, 0)
+    return None if value == "none" else number(value, 0, MAX_RANKS)
 
 
 def filters(value: str) -> tuple[str, ...]:
@@ -198,6 +215,22 @@ def faults(value: str) -> tuple[str, ...]:
     return found
 
 
+def run_name(value: str) -> str:
+    """Parse the name of a run, which is also that of its folder."""
+    if not value:
+        raise ValueError("it is empty")
+    wrong = re.search(r"[^\w.-]", value)
+    if wrong:
+        raise ValueError(f'"{wrong[0]}" is not allowed')
+    if value[0] in "._-":
+        raise ValueError(f"it starts with {value[0]}")
+    if len(value) > 64:
+        raise ValueError(f"it has {len(value)} characters")
+    if value.startswith("node_"):
+        raise ValueError("names that start with node_ are reserved")
+    return value
+
+
 def variable(value: str) -> tuple[str, str]:
     """Parse NAME=VALUE."""
     name, equals, content = value.partition("=")
@@ -206,6 +239,12 @@ def variable(value: str) -> tuple[str, str]:
     if not name:
         raise ValueError("the name is missing")
     return name, content
+
+
+def parameter(value: str) -> tuple[str, Hyperparameter]:
+    """Parse NAME=VALUE, where the value is a number, true, false, null or a text."""
+    name, content = variable(value)
+    return name, hyperparameters.value(content)
 
 
 def pairs(value: str) -> dict[str, str]:
@@ -252,11 +291,16 @@ def one_of(*choices: str) -> ValueKind:
 
 NODES = ValueKind("N|MIN:MAX", nodes, "a number of nodes, or the minimum and maximum: 2 or 1:4", "2")
 SLOTS = ValueKind(
-    "N[,N…]", lambda value: numbers(value, 1), "the number of workers per node: 8, or 8,2 for two nodes", "8"
+    "N[,N…]",
+    lambda value: numbers(value, 1, MAX_WORKERS),
+    f"the number of workers per node, 1 to {MAX_WORKERS}: 8, or 8,2 for two nodes",
+    "8",
 )
-WORKERS = ValueKind("N|auto|gpu|cpu|xpu", workers, "a number of workers (1 or more), or auto, gpu, cpu, xpu", "4")
-ID = ValueKind("ID", lambda value: number(value, 0), "a whole number, 0 or more", "0")
-TIMES = ValueKind("N", lambda value: number(value, 0), "a whole number, 0 or more", "3")
+WORKERS = ValueKind(
+    "N|auto|gpu|cpu|xpu", workers, f"a number of workers, 1 to {MAX_WORKERS}, or auto, gpu, cpu, xpu", "4"
+)
+ID = ValueKind("ID", lambda value: number(value, 0, _HIGHEST), "a whole number, 0 or more", "0")
+TIMES = ValueKind("N", lambda value: number(value, 0, _HIGHEST), "a whole number, 0 or more", "3")
 PORT = ValueKind("PORT", lambda value: number(value, 0, 65535), "a port from 0 to 65535; 0 is a free port", "29500")
 SECONDS = ValueKind("SECONDS", seconds, "seconds", "30")
 DURATION = ValueKind("TIME", duration, "seconds, or a number with s, m or h: 90, 90s, 15m, 2h", "15m")
@@ -272,6 +316,7 @@ DEVICES = ValueKind("ID,…", devices, "device indices or UUIDs, separated by co
 FAULTS = ValueKind("KIND,…", faults, "kinds of faults, separated by commas", "kill,segv,stop")
 MODULES = ValueKind("MODULE,…", modules, "modules, separated by commas", "transformers,datasets")
 VARIABLE = ValueKind("NAME=VALUE", variable, "NAME=VALUE", "NAME=VALUE", repeated=True)
+PARAMETER = ValueKind("NAME=VALUE", parameter, "NAME=VALUE", "lr=0.1", repeated=True)
 PAIRS = ValueKind("KEY=VALUE,…", pairs, "key=value pairs, separated by commas", "timeout=900")
 ENDPOINT = ValueKind("HOST[:PORT]", text, "host:port", "localhost:29500")
 ADDRESS = ValueKind("ADDRESS", text, "a name or an address", "127.0.0.1")
@@ -281,6 +326,10 @@ HOSTS = ValueKind(
 INTERVAL = ValueKind("N|TIME", interval, "a number of steps, or a time: 100, 30s, 10m, 2h", "10m")
 SNAPSHOTS = ValueKind("N|TIME|off", interval_or_off, "a number of steps, a time, or off: 100, 30s, 10m, off", "30s")
 FILE = ValueKind("FILE", text, "a file", "hostfile")
+KEY_FILE = ValueKind("FILE", file_name, "a file with a key", "checkpoint.key")
 FOLDER = ValueKind("DIR", text, "a folder", "logs")
 NAME = ValueKind("NAME", text, "a name", "trainer")
+RUN_NAME = ValueKind(
+    "NAME", run_name, "up to 64 letters, digits and . _ -, starting with a letter or digit", "resnet-lr0.1"
+)
 TEMPLATE = ValueKind("TEXT", text_or_none, "a text", "'[${rank}]: '")

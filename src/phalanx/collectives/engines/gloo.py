@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx.collectives import mismatch
 from phalanx.collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
+from phalanx.forkserver.signed_store import SignedStore
 
 from .engine import ANY_SOURCE, CallKind, EngineCall, Op, Reduction, as_bytes, spread
 from .threaded import Threaded, ThreadedTask
@@ -28,11 +29,11 @@ _DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.d
 class GlooEngine(Threaded):
     """`store`: of this group only. `ranks`: the global ranks, for messages."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> None:
+    def __init__(self, store: SignedStore, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> None:
         super().__init__(rank, size)
         self._ranks = tuple(ranks) or tuple(range(size))
         self._store = store
-        self._gloo: Any = c10d.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+        self._gloo: Any = c10d.ProcessGroupGloo(store.torch_prefix("gloo"), rank, size, timeout=timeout)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, timeout: float) -> ThreadedTask:
         """Send a message."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.collectives.errors import GroupAborted
+from phalanx.forkserver.signed_store import SignedStore
 
 from .engine import ANY_SOURCE, as_bytes
 from .gloo import GlooMessage
@@ -33,7 +34,7 @@ class GlooTransport:
     the connections. It finds them by the ports on which the ranks listen.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: SignedStore, rank: int, size: int, timeout: float) -> None:
         self.rank = rank
         options = dist.ProcessGroupGloo._Options()
         options._threads = 1  # only for gloo's own collectives, which are not used
@@ -43,7 +44,7 @@ class GlooTransport:
             options._devices = [_device(size >= LAZY_SIZE)]
             addresses = [end for name, end in _listening().items() if name not in before]
         store.set(f"address of {rank}", " ".join(f"{host}|{port}" for host, port in addresses))
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+        self._gloo: Any = dist.ProcessGroupGloo(store.torch_prefix("gloo"), rank, size, options)
         keys = [f"address of {other}" for other in range(size)]
         store.wait(keys, within(timeout))
         published = [address for addresses in store.multi_get(keys) for address in addresses.decode().split()]

@@ -7,7 +7,6 @@ through /proc of the process that made it, as they do with the memory of the gro
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -16,8 +15,10 @@ from typing import Any, Protocol
 import torch
 
 from phalanx.collectives.engines.engine import CallKind, EngineCall, Op, Reduction
+from phalanx.contract import shared_memory
 
 MIN_BYTES = 1 << 20  # bytes: smaller tensors are as fast through the group's slots. The same number as in native/phx.h
+_NAME = "phalanx-region"  # as the kernel shows it
 _FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 
@@ -33,10 +34,8 @@ class Region(mmap.mmap):
     @classmethod
     def create(cls, size: int) -> Region:
         """Create a region of `size` bytes."""
-        fd = os.memfd_create("phalanx-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = shared_memory.create(_NAME, size)
         try:
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             made = cls(fd, size, flags=_FLAGS)
         except BaseException:  # also KeyboardInterrupt: the descriptor must not leak
             os.close(fd)
@@ -121,10 +120,8 @@ def share(engine: RegionEngine, made: Sequence[Region | None], timeout: float) -
 def _open(pid: int, descriptor: int, size: int, _: int, *, of: Region) -> torch.Tensor:
     if size != len(of):
         raise OSError("another rank's is of another size")
-    fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    fd = shared_memory.open_of(pid, descriptor, _NAME, size=size)
     try:
-        if os.fstat(fd).st_size != size:
-            raise OSError("it is not what the other rank has published of")
         # Not mmap.mmap, which keeps a descriptor: there is one of these per bucket and rank.
         return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
     finally:

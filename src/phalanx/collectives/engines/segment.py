@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from phalanx.collectives import _native
 from phalanx.collectives.errors import CollectiveTimeout, PeerLost
+from phalanx.contract import shared_memory
+from phalanx.forkserver.signed_store import SignedStore
 
 SLOT = 1 << 20  # bytes; two per rank
 MAX_RANKS = 256  # ranks; the same number as in native/phx.h
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NAME = "phalanx"  # of the memory, as the kernel shows it
 
 
 def problem() -> str:
@@ -28,7 +27,7 @@ def problem() -> str:
 
 
 def create(
-    store: dist.Store, rank: int, ranks: Sequence[int], timeout: float, slot: int = SLOT
+    store: SignedStore, rank: int, ranks: Sequence[int], timeout: float, slot: int = SLOT
 ) -> tuple[int, list[int]]:
     """Return the shared memory, as a descriptor, and the pids of `ranks`, the group's ranks on this host.
 
@@ -41,7 +40,7 @@ def create(
         pids = _pids(store, ranks, timeout)
         _wait(store, [f"shm/memory/{leader}"], [leader], timeout)
         return _open(store.get(f"shm/memory/{leader}").decode(), leader, size), pids
-    fd = _create(size)
+    fd = shared_memory.create(_NAME, size)
     try:
         store.set(f"shm/memory/{leader}", f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}")
         return fd, _pids(store, ranks, timeout)
@@ -50,37 +49,24 @@ def create(
         raise
 
 
-def _pids(store: dist.Store, ranks: Sequence[int], timeout: float) -> list[int]:
+def _pids(store: SignedStore, ranks: Sequence[int], timeout: float) -> list[int]:
     keys = [f"shm/pid/{rank}" for rank in ranks]
     _wait(store, keys, ranks, timeout)
     return [int(store.get(key)) for key in keys]
 
 
-def _create(size: int) -> int:
-    fd = os.memfd_create("phalanx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    return fd
-
-
 def _open(where: str, leader: int, size: int) -> int:
     """Open the memory, and nothing else, whatever the store says."""
     pid, number, inode = (int(part) for part in where.split(":"))
-    path = f"/proc/{pid}/fd/{number}"
     try:
-        is_ours = os.readlink(path).startswith("/memfd:phalanx")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if is_ours else -1
+        return shared_memory.open_of(pid, number, _NAME, size=size, inode=inode)
     except FileNotFoundError:
         raise PeerLost(f"joining: peer lost, rank {leader} has ended") from None
-    if fd >= 0:
-        found = os.fstat(fd)
-        if (found.st_size, found.st_ino) == (size, inode):
-            return fd
-        os.close(fd)  # the leader has closed it, and reused its number
-    raise PeerLost(f"joining: what rank {leader} shares is not the memory of this group")
+    except shared_memory.ForeignMemoryError as error:  # or the leader has closed it, and reused its number
+        raise PeerLost(f"joining: what rank {leader} shares is not the memory of this group: {error}") from None
 
 
-def _wait(store: dist.Store, keys: list[str], ranks: Sequence[int], timeout: float) -> None:
+def _wait(store: SignedStore, keys: list[str], ranks: Sequence[int], timeout: float) -> None:
     try:
         store.wait(keys, timedelta(seconds=timeout or 365 * 24 * 3600))
     except RuntimeError:  # some stores raise no subclass

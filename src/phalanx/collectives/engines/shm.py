@@ -21,6 +21,7 @@ from phalanx.collectives.engines import segment
 from phalanx.collectives.engines.engine import ANY_SOURCE, CallKind, EngineCall, Op, Reduction
 from phalanx.collectives.errors import CallRefused, CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
 from phalanx.collectives.neighbours import format_ranks
+from phalanx.forkserver.signed_store import SignedStore
 
 # The numbers of native/kernels.h. Copies take other types too: one number for all of them.
 DTYPES = {
@@ -49,7 +50,7 @@ _TO_ROOT = {CallKind.REDUCE, CallKind.GATHER}
 _REDUCTIONS = {CallKind.ALL_REDUCE, CallKind.REDUCE, CallKind.REDUCE_SCATTER}
 
 
-def join(store: dist.Store, rank: int, here: Sequence[int], ranks: Sequence[int], timeout: float) -> ShmEngine:
+def join(store: SignedStore, rank: int, here: Sequence[int], ranks: Sequence[int], timeout: float) -> ShmEngine:
     """Create the engine of `rank`. `here`: the group's ranks on this host. `ranks`: their global ranks."""
     fd, pids = segment.create(store, rank, here, timeout)
     try:

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.collectives import registry
 from phalanx.collectives.engines.engine import ANY_SOURCE, CallKind, Engine, Reduction
 from phalanx.collectives.flight_recorder import FlightRecorder
+from phalanx.forkserver.signed_store import SignedStore
 
 from . import arguments, monitored, reductions
 from .engine_calls import DONE, EngineCalls, Tensors
@@ -40,10 +41,10 @@ class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(
-        self, name: str, engine: Engine, store: dist.Store, timeout: timedelta, ranks: Sequence[int] = ()
+        self, name: str, engine: Engine, store: SignedStore, timeout: timedelta, ranks: Sequence[int] = ()
     ) -> None:
         super().__init__(engine.rank, engine.size)
-        self._store = store
+        self._store = store.torch_store
         self._name = self._desc = ""
         self._backend = name
         self._engine = engine

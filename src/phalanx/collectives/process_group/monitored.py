@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.collectives.errors import CollectiveTimeout
+from phalanx.forkserver.signed_store import SignedStore
 
 _installed = False
 
@@ -18,7 +19,7 @@ _installed = False
 class MonitoredBarrier:
     """The monitored barriers of one group. `names`: the global ranks."""
 
-    def __init__(self, store: dist.Store, rank: int, names: Sequence[int]) -> None:
+    def __init__(self, store: SignedStore, rank: int, names: Sequence[int]) -> None:
         self._store = store
         self._rank = rank
         self._names = names
@@ -27,11 +28,11 @@ class MonitoredBarrier:
     def wait(self, timeout: float, wait_all_ranks: bool) -> None:
         """Wait for all ranks."""
         self._count += 1
-        store = dist.PrefixStore(f"monitored/{self._count}", self._store)
+        store = self._store.at(f"monitored/{self._count}")
         _wait(store, self._rank, self._names, timeout, wait_all_ranks)
 
 
-def _wait(store: dist.Store, rank: int, names: Sequence[int], timeout: float, wait_all_ranks: bool) -> None:
+def _wait(store: SignedStore, rank: int, names: Sequence[int], timeout: float, wait_all_ranks: bool) -> None:
     """Wait for all ranks. Rank 0 waits for the others and tells them the outcome. `names`: the global ranks."""
     if rank:
         store.set(str(rank), "here")
@@ -56,7 +57,7 @@ def _wait(store: dist.Store, rank: int, names: Sequence[int], timeout: float, wa
         raise CollectiveTimeout(f"{who} failed to pass monitoredBarrier in {timeout * 1000:.0f} ms (timed out)")
 
 
-def _arrived(store: dist.Store, key: str, seconds: float) -> bool:
+def _arrived(store: SignedStore, key: str, seconds: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=max(seconds, 0.001)))
     except RuntimeError:  # stores raise different subclasses

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator
 
 from phalanx.diagnose import words
 from phalanx.diagnose.description import described
+from phalanx.diagnose.evidence import Evidence
 from phalanx.diagnose.rank_state import RankState, backend
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field, members_of, newest
@@ -22,6 +24,32 @@ def verdicts(field: Field, diverged: Container[str]) -> Iterator[Verdict]:
     yield from _collectives(field, diverged)
     yield from _messages(field)
     yield from _joining(field)
+
+
+def partition(evidence: Evidence) -> Verdict | None:
+    """Return a verdict about nodes that do not reach each other, though node 0 reaches them. Its ranks are those of the
+    node without which the others are connected: of two nodes, the one with the higher number."""
+    nodes = {rank.rank: rank.node for rank in evidence.ranks}
+    pairs = {
+        (min(facts.node, other), max(facts.node, other))
+        for facts in evidence.nodes
+        for other in (nodes.get(rank) for rank in facts.unreached)
+        if other is not None and other != facts.node
+    }
+    if not pairs:
+        return None
+    cut = Counter(node for pair in pairs for node in pair)
+    worst = max(cut, key=lambda node: (cut[node], node))
+    hosts = {facts.node: facts.host for facts in evidence.nodes}
+    names = {node: f"node {node} ({hosts[node]})" if hosts.get(node) else f"node {node}" for node in cut}
+    text = "; ".join(f"{names[a]} and {names[b]} do not reach each other" for a, b in sorted(pairs)[:4])
+    return Verdict(
+        kind="partition",
+        ranks=tuple(sorted(rank for rank, node in nodes.items() if node == worst)),
+        text=f"{text}, though node 0 reaches both" if len(pairs) == 1 else f"{text}, though node 0 reaches them",
+        fix=_DOCTOR,
+        certain=True,
+    )
 
 
 def _collectives(field: Field, diverged: Container[str]) -> Iterator[Verdict]:

@@ -47,8 +47,8 @@ def judge(offsets: Mapping[str, Offset]) -> list[Finding]:
                 CHECK,
                 "red" if certain > _FAR_OFF else "yellow",
                 f"the clock is {seconds(abs(off))} {'ahead of' if off > 0 else 'behind'} the others",
-                "it is not kept by a time server; logs of different nodes do not fit together, and files seem to "
-                "come from the future",
+                "it is not synchronized; times in logs of different nodes do not match, and files appear to be from "
+                "the future",
                 "timedatectl set-ntp true   (or: chronyc makestep)",
                 node,
             )

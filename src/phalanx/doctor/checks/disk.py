@@ -51,7 +51,7 @@ def read(folder: str) -> Disk:
 def _write(folder: str) -> str:
     """Write to an unnamed file: only that shows a quota. Returns why it failed, or nothing."""
     if not os.path.isdir(folder):
-        return "it is no folder"
+        return "it is not a folder"
     try:
         file = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -79,7 +79,7 @@ def judge(disk: Disk) -> list[Finding]:
             Finding(
                 CHECK,
                 "red",
-                f"the disk of {where} takes no more files: all {disk.inodes} are used (but {size(disk.free)} free)",
+                f"the disk of {where} has no free inodes: all {disk.inodes} are in use (but {size(disk.free)} free)",
                 "many small files",
                 f"remove some, or {elsewhere}",
             )
@@ -102,7 +102,7 @@ def judge(disk: Disk) -> list[Finding]:
             Finding(
                 CHECK,
                 "yellow",
-                f"the disk of {where} takes only {disk.free_inodes} more files, of {disk.inodes}",
+                f"the disk of {where} has only {disk.free_inodes} free inodes of {disk.inodes}",
                 "many small files",
                 f"remove some, or {elsewhere}",
             )

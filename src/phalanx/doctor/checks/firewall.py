@@ -80,7 +80,7 @@ def _holds(path: str, word: str) -> bool:
 def judge(firewall: Firewall) -> list[Finding]:
     """Return findings about the firewall."""
     if not firewall.readable:
-        return [Finding(CHECK, "green", "rules are for root to read; the test between nodes shows what passes")]
+        return [Finding(CHECK, "green", "only root can read the rules; the test between nodes shows what passes")]
     if firewall.refusing:
         return [
             Finding(
@@ -91,4 +91,4 @@ def judge(firewall: Firewall) -> list[Finding]:
                 "nft insert rule … ip saddr NETWORK accept   (`phalanx doctor --hosts …` proves what passes)",
             )
         ]
-    return [Finding(CHECK, "green", "no rule refuses incoming connections as such")]
+    return [Finding(CHECK, "green", "no rule refuses incoming connections in general")]

@@ -34,7 +34,7 @@ def describe(facts: Gpus) -> str:
     if facts.hidden:
         words.append(f"{facts.hidden} hidden by CUDA_VISIBLE_DEVICES")
     if facts.gone:
-        words.append(f"{len(facts.gone)} more on the bus are not for us")
+        words.append(f"{len(facts.gone)} more on the PCI bus are not available to this process")
     if facts.driver:
         words.append(f"driver {facts.driver}" + (f" (CUDA {facts.driver_cuda})" if facts.driver_cuda else ""))
     if facts.topology:
@@ -86,7 +86,7 @@ def _judge_memory(facts: Gpus) -> Iterator[Finding]:
             yield _red(
                 f"{who} could not replace a broken row of its memory",
                 "no spare rows are left",
-                "have the card exchanged",
+                "have the card replaced",
             )
         if gpu.memory.pending:
             yield _yellow(
@@ -99,7 +99,7 @@ def _judge_memory(facts: Gpus) -> Iterator[Finding]:
                 f"{who} had {several(gpu.memory.errors_now, 'memory error')} that could not be corrected since the "
                 "driver was loaded",
                 "results may be wrong, and processes that meet one are killed",
-                f"nvidia-smi --gpu-reset -i {gpu.index}; if they come back, have the card exchanged",
+                f"nvidia-smi --gpu-reset -i {gpu.index}; if they come back, have the card replaced",
             )
         elif gpu.memory.errors_ever and not gpu.memory.pending:
             yield _yellow(
@@ -120,7 +120,7 @@ def _judge_use(facts: Gpus) -> Iterator[Finding]:
             ]
             yield _yellow(
                 f"GPU {gpu.index} is in use by {listed(who)}",
-                "another run, or processes that an earlier run has left",
+                "another run, or processes left by an earlier run",
                 "phalanx ps, nvidia-smi; or choose others: phalanx run --devices …",
             )
         elif gpu.memory.used > _UNEXPLAINED and not gpu.sliced:

@@ -82,7 +82,7 @@ def judge(limits: Limits, *, ranks: int = 0) -> list[Finding]:
             Finding(
                 CHECK,
                 "red" if hopeless else "yellow",
-                f"a process may open {limits.files} files; {needed} are wanted"
+                f"a process may open {limits.files} files; {needed} are needed"
                 + (f" for {ranks} ranks" if ranks and needed > _FILES else ""),
                 "the limit of this shell (ulimit -n)" if enough else f"the hard limit of this login is {hard}",
                 f"ulimit -n {needed}" if enough else "raise nofile in /etc/security/limits.conf, and log in again",

@@ -76,8 +76,8 @@ def judge(names: Names) -> list[Finding]:
             Finding(
                 CHECK,
                 "yellow",
-                f"the resolver did not say within {names.seconds:.0f} s where this machine's name {names.name} leads",
-                "a name server that is configured cannot be reached",
+                f"this machine's name {names.name} was not resolved within {names.seconds:.0f} s",
+                "the configured name server cannot be reached",
                 f"correct /etc/resolv.conf, or add {names.name} with this machine's address to /etc/hosts",
             )
         ]
@@ -86,9 +86,9 @@ def judge(names: Names) -> list[Finding]:
             Finding(
                 CHECK,
                 "yellow",
-                f"this machine's name {names.name} leads nowhere: {names.trouble}",
-                "neither /etc/hosts nor the name server knows it; gloo then falls back to loopback, which no other "
-                "node can reach",
+                f"this machine's name {names.name} does not resolve: {names.trouble}",
+                "it is neither in /etc/hosts nor known to the name server; gloo then falls back to loopback, which no "
+                "other node can reach",
                 f"add {names.name} with this machine's address to /etc/hosts",
             )
         ]
@@ -98,7 +98,7 @@ def judge(names: Names) -> list[Finding]:
             Finding(
                 CHECK,
                 "yellow",
-                f"this machine's name {names.name} leads to loopback ({', '.join(names.addresses)})",
+                f"this machine's name {names.name} resolves to loopback ({', '.join(names.addresses)})",
                 "/etc/hosts says so, as Debian sets it up; across nodes phalanx works around it, but gloo under plain "
                 "torchrun would give other nodes an address that they cannot reach",
                 f"give {names.name} its real address in /etc/hosts, or set GLOO_SOCKET_IFNAME where phalanx does not",
@@ -118,7 +118,7 @@ def judge(names: Names) -> list[Finding]:
         return found
     back = dict(names.backward)
     known = [f"{address} ({back.get(address, 'no name')})" for address in names.addresses]
-    return [Finding(CHECK, "green", f"{names.name} leads to {', '.join(known)}")]
+    return [Finding(CHECK, "green", f"{names.name} resolves to {', '.join(known)}")]
 
 
 @dataclass(frozen=True)
@@ -142,25 +142,25 @@ def _judge_sight(sight: NameLookup, addresses: Mapping[str, Sequence[str]]) -> l
     names, peer = sight.names, sight.peer
     theirs = set(addresses.get(peer, ()))
     mine = set(addresses.get(sight.node, ()))
-    cause = "phalanx itself goes by addresses, but a script that is given this name is led astray"
+    cause = "phalanx uses addresses, but a script that uses this name connects to the wrong machine"
     fix = f"name {peer} with {next(iter(addresses.get(peer, ())), 'its address')} in /etc/hosts of {sight.node}"
 
     def yellow(fact: str) -> list[Finding]:
         return [Finding(CHECK, "yellow", fact, cause, fix, sight.node)]
 
     if not names.answered:
-        return yellow(f"the resolver did not say within {names.seconds:.0f} s where {names.name} leads")
+        return yellow(f"the name {names.name} was not resolved within {names.seconds:.0f} s")
     if names.trouble:
-        return yellow(f"the name {names.name} of {peer} leads nowhere: {names.trouble}")
+        return yellow(f"the name {names.name} of {peer} does not resolve: {names.trouble}")
     if not theirs or theirs & set(names.addresses):
         others = {other for other in addresses if other != peer}
         wrong = [(address, name) for address, name in names.backward if name in others and address in theirs]
         return [
             finding
             for address, name in wrong
-            for finding in yellow(f"the address {address} of {peer} leads back to the name of another node, {name}")
+            for finding in yellow(f"the address {address} of {peer} resolves back to the name of another node, {name}")
         ]
     where = ", ".join(names.addresses)
     if all(map(loopback, names.addresses)) or mine & set(names.addresses):
-        return yellow(f"the name {names.name} of {peer} leads to {where}, which is {sight.node} itself")
-    return yellow(f"the name {names.name} of {peer} leads to {where}, but {peer} has {', '.join(sorted(theirs))}")
+        return yellow(f"the name {names.name} of {peer} resolves to {where}, which is {sight.node} itself")
+    return yellow(f"the name {names.name} of {peer} resolves to {where}, but {peer} has {', '.join(sorted(theirs))}")

@@ -173,8 +173,8 @@ def judge(network: Network) -> list[Finding]:
                 Finding(
                     CHECK,
                     "yellow",
-                    f"{way.name} has addresses ({', '.join(way.addresses)}), but nothing is at the other end",
-                    "a cable or a port of the switch is out",
+                    f"{way.name} has addresses ({', '.join(way.addresses)}), but no link",
+                    "a cable is unplugged, or a port of the switch is down",
                     f"plug it in, or ip link set {way.name} down",
                 )
             )

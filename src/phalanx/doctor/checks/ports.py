@@ -107,8 +107,8 @@ def judge(ports: Ports) -> list[Finding]:
             Finding(
                 CHECK,
                 "yellow",
-                f"port {ports.port} lies among those for outgoing connections ({ports.first} to {ports.last})",
-                "any program may hold it for a while by chance; only runs that are given this port can fail",
+                f"port {ports.port} is in the range of ephemeral ports ({ports.first} to {ports.last})",
+                "any program may use it for a while; a run with a fixed port can fail",
                 f"sysctl -w net.ipv4.ip_local_reserved_ports={ports.port}",
             )
         )

@@ -38,15 +38,42 @@ def _why(name: str) -> str:
 
 
 def _set(model: Model) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    for node, name, value in _written(model):
+        if name in _VARIABLES and _fixed(model, value) and _always(model, node):
+            yield node, str(name)
+
+
+def _written(model: Model) -> Iterator[tuple[ast.stmt | ast.expr, object, ast.expr]]:
+    """Yield where the environment is changed, the name of the variable, and its value."""
+    name = model.script.name
     for node in model.script.nodes:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
-            continue
-        for target in node.targets:
-            if not isinstance(target, ast.Subscript) or model.script.name(target.value) != "os.environ":
-                continue
-            key = target.slice
-            if isinstance(key, ast.Constant) and key.value in _VARIABLES and _always(model, node):
-                yield node, str(key.value)
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    if isinstance(target, ast.Subscript) and name(target.value) == "os.environ":
+                        yield node, getattr(target.slice, "value", None), value
+            case ast.Call(func=func, args=[ast.Constant(value=key), value]) if name(func) == "os.putenv":
+                yield node, key, value
+            case ast.Call(func=func, args=args, keywords=words) if name(func) == "os.environ.update":
+                for given in args:
+                    if isinstance(given, ast.Dict):
+                        for entry, value in zip(given.keys, given.values, strict=True):
+                            yield node, getattr(entry, "value", None), value
+                for word in words:
+                    yield node, word.arg, word.value
+
+
+def _fixed(model: Model, value: ast.expr) -> bool:
+    """Return whether a value stands in the script: itself, as `str(29500)`, or by a name."""
+    match value:
+        case ast.Constant():
+            return True
+        case ast.Call(func=ast.Name(id="str"), args=[inner]):
+            return _fixed(model, inner)
+        case ast.Name():
+            found = model.script.lookup(value)
+            return bool(found) and all(one.kind == "value" and isinstance(one.value, ast.Constant) for one in found)
+    return False
 
 
 def _given(model: Model) -> Iterator[tuple[ast.stmt | ast.expr, str]]:

@@ -10,6 +10,7 @@ Every rank makes the same calls in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,8 @@ class Checkpoints:
 
     busy      what a save does while `buffers` earlier ones are still being written: "wait" or "skip"
     patience  seconds for the slowest rank to write its share
+    key       signs checkpoints; those without its signature are refused. The same on all ranks
+    required  a folder that cannot be written is an error, and not only reported
     """
 
     def __init__(
@@ -53,17 +56,21 @@ class Checkpoints:
         buffers: int = 2,
         patience: float = 600.0,
         generators: Sequence[torch.Generator] = (),
+        required: bool = True,
         say: Callable[[str], None] | None = None,
+        key: bytes = b"",
     ) -> None:
         if busy not in ("wait", "skip"):
             raise OptionError(f'busy="{busy}": expected "wait" or "skip"', fix='busy="wait"')
         if buffers < 1:
             raise OptionError(f"buffers={buffers}: at least one is needed", fix="buffers=2")
-        self._folder = Folder(os.fspath(folder))
+        self._folder = Folder(os.fspath(folder), key)
         self._peers: Peers = peers if peers is not None else SingleRank()
         self._keeping = Retention(keep_last, keep_best, best, mode)
         self._busy = busy
         self._patience = patience
+        self._required = required
+        self.refused: CheckpointError | None = None  # why the folder cannot be used
         self._generators = generators  # of this rank, beside the global ones of torch, Python and NumPy
         self._say = say if say is not None else _say
         self._queue = SaveQueue(self._peers, self._folder.path, buffers, self._say)
@@ -71,7 +78,8 @@ class Checkpoints:
         self._pid = os.getpid()
         self._token = ""
         self._number = 0
-        self._unranked = False  # the message that the metric for `keep_best` is missing was printed
+        self._scored: list[float] | None = None  # on rank 0: the metric of each checkpoint, for `keep_best`
+        self._metrics: dict[str, float | None] = {}  # the latest of each name
 
     @property
     def folder(self) -> str:
@@ -98,6 +106,20 @@ class Checkpoints:
             )
         self._token = token
 
+    def ready(self) -> bool:
+        """Open the folder. If that fails, raise if it is required, else report it and return False."""
+        try:
+            self.open()
+        except CheckpointError as error:
+            if self._required or os.getpid() != self._pid:
+                raise
+            if self._peers.rank == 0 and (self.refused is None or self.refused.what != error.what):
+                self._say(f"phalanx: {error.what}; the training continues, and tries again at the next checkpoint")
+            self.refused = error
+            return False
+        self.refused = None
+        return True
+
     # -- saving
 
     def save(
@@ -112,7 +134,8 @@ class Checkpoints:
         A save that fails is reported and does not end the training. If the newest one has failed, `wait` and `close`
         raise its error.
         """
-        self.open()
+        if not self.ready():
+            return False
         self._queue.settle()
         if not self._queue.free:
             if self._busy == "skip":
@@ -126,7 +149,9 @@ class Checkpoints:
                 f"extra holds tensors: {', '.join(aside)}", fix="put numbers there, or keep the tensors"
             )
         numbers: dict[str, float | None] = {name: float(value) for name, value in (metrics or {}).items()}
-        self._look_for_best(numbers)
+        self._metrics.update(numbers)
+        if self._keeping.best and self._peers.rank == 0 and (score := numbers.get(self._keeping.metric)) is not None:
+            self._scores().append(score)
         chunks = share(found.tensors, self._peers.rank, self._peers.world_size, frozenset(found.own))
         self._number += 1
         order = SaveRequest(
@@ -153,6 +178,30 @@ class Checkpoints:
         """Wait until all saves are on the disk. Raises if the newest one has failed."""
         self._queue.wait()
 
+    def finish_all(self) -> None:
+        """Wait until all saves are on the disk, and report those that have failed."""
+        self._queue.finish_all()
+
+    def make_room(self) -> bool:
+        """If the disk has less room than the newest checkpoint takes, remove older ones that the next one replaces.
+
+        Return whether another try makes sense.
+        """
+        removed: list[str] = by_main(self._peers, self._make_room) if self.refused is None else []
+        if removed and self._peers.rank == 0:
+            self._say(f"phalanx: removed {', '.join(removed)} from {self.folder}, to make room for the last checkpoint")
+        return bool(removed)
+
+    def _make_room(self) -> list[str]:
+        good, bad = self._folder.sorted_out(self.bad)
+        if not good or self._folder.free() >= self._folder.size(good[0].name):
+            return []
+        names = self._keeping.replaceable(good, bad)
+        for name in names:
+            with contextlib.suppress(OSError):
+                self._folder.remove(name)
+        return names
+
     def close(self, *, broken: bool = False, patience: float = _CLOSE_PATIENCE, needless: bool = False) -> None:
         """Wait for all saves, and release the folder and the memory.
 
@@ -165,6 +214,7 @@ class Checkpoints:
         try:
             if not broken:
                 self.wait()
+                self._report_missing_metric()
         finally:
             self._queue.close(patience, needless=needless)
             self._folder.close()
@@ -176,15 +226,32 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(broken=kind is not None)
 
-    def _look_for_best(self, metrics: Mapping[str, float | None]) -> None:
-        if self._keeping.best and self._keeping.metric not in metrics and not self._unranked:
-            self._unranked = True
-            if self._peers.rank == 0:
-                known = ", ".join(metrics) or "none"
-                self._say(
-                    f'phalanx: a checkpoint without the metric "{self._keeping.metric}" is never among the best '
-                    f"{self._keeping.best}; metrics given: {known}"
-                )
+    @property
+    def best_metric(self) -> str | None:
+        """The metric by which the best checkpoints are kept; None: only the last ones are."""
+        return self._keeping.metric if self._keeping.best else None
+
+    def is_best(self, value: float) -> bool:
+        """Return whether a checkpoint with this value of `best_metric` would be among the best. For rank 0."""
+        return self._keeping.is_best(value, self._scores())
+
+    def _scores(self) -> list[float]:
+        """Return the metrics of all checkpoints, with those that are being written."""
+        if self._scored is None:
+            self._scored = []
+            for name in self._folder.names():
+                with contextlib.suppress(CheckpointError):
+                    value = self._folder.info(name).metrics.get(self._keeping.metric)
+                    self._scored += [value] if value is not None else []
+        return self._scored
+
+    def _report_missing_metric(self) -> None:
+        if self._keeping.best and self._number and self._peers.rank == 0 and not self._scores():
+            metric, known = self._keeping.metric, ", ".join(self._metrics) or "none"
+            self._say(
+                f'phalanx: no checkpoint has the metric "{metric}", so none is kept as one of the best '
+                f"{self._keeping.best}; metrics of checkpoints: {known}"
+            )
 
     # -- finding and loading
 

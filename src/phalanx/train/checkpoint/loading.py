@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,11 @@ from phalanx.train.checkpoint.format import integrity, tensorfile
 from phalanx.train.checkpoint.format.folder import Info
 from phalanx.train.checkpoint.format.manifest import STATE, Manifest, Piece, Table, Values, table_file
 from phalanx.train.checkpoint.format.plain import Tensors
+from phalanx.train.checkpoint.format.regular_file import open_regular, read_regular
+from phalanx.train.checkpoint.format.validation import check_tables, check_values
 from phalanx.train.checkpoint.state import Shape
+
+DESCRIPTORS = "/proc/self/fd"  # the folder of a snapshot: a memfd has no other name
 
 
 @dataclass(frozen=True)
@@ -53,31 +58,38 @@ def shapes(tables: Sequence[Table]) -> dict[str, Shape]:
     }
 
 
-def contents(info: Info, manifest: Manifest) -> Contents:
-    """Read the contents, and compare each file with the manifest."""
+def contents(info: Info, manifest: Manifest, *, signed: bool = False) -> Contents:
+    """Read the contents, and compare each file with the manifest. `signed`: also by its digest."""
     name = info.name
     read = {}
     for entry in manifest.files:
         if entry.checksum is None:
             continue
-        with open(os.path.join(info.path, entry.name), "rb") as file:
-            data = file.read()
+        data = read_regular(os.path.join(info.path, entry.name))
         if integrity.checksum(data) != entry.checksum:
             found = f"checksum is {integrity.checksum(data):08x}, {entry.checksum:08x} was written"
             raise CheckpointError(f"{name}/{entry.name}: {found}")
+        if signed and integrity.digest(data) != entry.digest:
+            raise CheckpointError(f"{name}/{entry.name}: is not the file that was signed")
         read[entry.name] = data
-    for wanted in (STATE, *(table_file(rank) for rank in range(manifest.world_size))):
-        if wanted not in read:
-            raise CheckpointError(f"{name}/manifest.json: does not name {wanted}")
     tables = [
         integrity.opened(read[table_file(rank)], Table, f"{name}/{table_file(rank)}")
         for rank in range(manifest.world_size)
     ]
-    return Contents(info, integrity.opened(read[STATE], Values, f"{name}/{STATE}"), tables)
+    values = integrity.opened(read[STATE], Values, f"{name}/{STATE}")
+    try:
+        check_tables(manifest, tables)
+        check_values(values.plain, values.extra, tables)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}/{error.what}") from None
+    return Contents(info, values, tables)
 
 
-def differences(path: str, tables: Sequence[Table]) -> list[str]:
-    """Return what was changed in these files of tensors since they were written. Reads all of them."""
+def differences(path: str, tables: Sequence[Table], *, signed: bool = False) -> list[str]:
+    """Return what was changed in these files of tensors since they were written. Reads all of them.
+
+    `signed`: compare their digests too, which nobody can forge.
+    """
     found = []
     for table in tables:
         where = f"{os.path.basename(path)}/{table.file}"
@@ -90,6 +102,8 @@ def differences(path: str, tables: Sequence[Table]) -> list[str]:
                     for piece in table.pieces
                     if (seen := file.checksum(piece.begin, piece.end)) != piece.checksum
                 ]
+                if signed and file.digest(table.size) != table.digest:
+                    found.append(f"{where}: is not the file that was signed")
         except OSError as error:
             found.append(f"{where}: {error.strerror}")
         except CheckpointError as error:
@@ -150,7 +164,10 @@ class _File:
 
     def __init__(self, path: str, table: Table) -> None:
         self._name = f"{os.path.basename(path)}/{table.file}"
-        self._file = open(os.path.join(path, table.file), "rb", buffering=0)  # noqa: SIM115
+        file = os.path.join(path, table.file)
+        # The kernel shows the memory of a snapshot as a link.
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC) if path == DESCRIPTORS else open_regular(file)
+        self._file = open(fd, "rb", buffering=0)  # noqa: SIM115
         self._scratch = memoryview(bytearray(integrity.PIECE))
         size = os.fstat(self._file.fileno()).st_size
         if size != table.size:
@@ -170,6 +187,14 @@ class _File:
             self._fill(part, place)
             found = integrity.checksum(part, found)
         return found
+
+    def digest(self, size: int) -> str:
+        found = hashlib.sha256()
+        for place in range(0, size, integrity.PIECE):
+            part = self._scratch[: min(integrity.PIECE, size - place)]
+            self._fill(part, place)
+            found.update(part)
+        return found.hexdigest()
 
     def box(self, piece: Piece, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Return a box of a piece. Only its rows are read: a rank needs few rows of a sharded tensor."""

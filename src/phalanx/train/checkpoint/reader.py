@@ -55,26 +55,35 @@ class CheckpointReader:
                 # A run that is still saving has removed it in the meantime: there is a newer one.
                 return self.load(kept, random=random)
             self.bad[name] = problems
+            how = "refused" if self._folder.key else "corrupted"
             if info is not None:
-                raise CheckpointError(f"the checkpoint {info.path} is corrupted", details=problems)
+                raise CheckpointError(f"the checkpoint {info.path} is {how}", details=problems)
             if self._peers.rank == 0:
-                self._say(f"phalanx: checkpoint {name} is corrupted, and not used: {'; '.join(problems[:4])}")
+                self._say(f"phalanx: checkpoint {name} is {how}, and not used: {'; '.join(problems[:4])}")
         if names:
-            raise CheckpointError(
-                f"no intact checkpoint in {self._folder.path}: {len(names)} corrupted",
-                details=[f"{name}: {problems[0]}" for name, problems in self.bad.items()],
-                fix="start in an empty folder",
-            )
+            raise self._none_left(len(names))
         return None
+
+    def _none_left(self, count: int) -> CheckpointError:
+        details = [f"{name}: {problems[0]}" for name, problems in self.bad.items()]
+        if not self._folder.key:
+            what = f"no intact checkpoint in {self._folder.path}: {count} corrupted"
+            return CheckpointError(what, details=details, fix="start in an empty folder")
+        return CheckpointError(
+            f"no intact checkpoint in {self._folder.path} has a signature of this key: {count} refused",
+            details=details,
+            fix="use an empty folder, the key that signed them, or start without --checkpoint-key if you trust them",
+        )
 
     def _checked(self, name: str) -> tuple[loading.Contents | None, list[str]]:
         """Check a checkpoint; every rank reads its share of the files, and all get the same answer."""
         contents = None
         problems: list[str] = []
         try:
-            contents = loading.contents(self._folder.info(name), self._folder.manifest(name))
+            signed = bool(self._folder.key)
+            contents = loading.contents(self._folder.info(name), self._folder.manifest(name), signed=signed)
             mine = contents.tables[self._peers.rank :: self._peers.world_size]
-            problems = loading.differences(contents.path, mine)
+            problems = loading.differences(contents.path, mine, signed=signed)
         except CheckpointError as error:
             problems = [error.what]
         except OSError as error:
@@ -96,8 +105,15 @@ class CheckpointReader:
         if not problems:
             state.restore(kept, plain, targets)
             if random:
-                randomness.restore([table.random for table in contents.tables], self._peers.rank, self._generators)
+                problems = self._all_problems(self._restore_random(contents))
         return problems
+
+    def _restore_random(self, contents: loading.Contents) -> list[str]:
+        try:
+            randomness.restore([table.random for table in contents.tables], self._peers.rank, self._generators)
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            return [f"{contents.info.name}: random state: {type(error).__name__}: {error}"]
+        return []
 
     def _all_problems(self, mine: list[str]) -> list[str]:
         return list(dict.fromkeys(problem for found in self._peers.gather(mine, all=True) for problem in found))

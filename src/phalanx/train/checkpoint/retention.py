@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.errors import OptionError
 from phalanx.train.checkpoint.format.folder import Info, order
@@ -37,6 +37,18 @@ class Retention:
         if len(last) == self.last:
             gone += [name for name in bad if order(name) < order(last[-1].name)]
         return gone
+
+    def replaceable(self, good: Sequence[Info], bad: Collection[str] = ()) -> list[str]:
+        """Return what would be surplus once another checkpoint is written. The newest good one is never removed."""
+        return replace(self, last=max(1, self.last - 1)).surplus(good, bad)
+
+    def is_best(self, value: float, scores: Sequence[float]) -> bool:
+        """Return whether this value of the metric would be among the best, beside those that there are."""
+        if not math.isfinite(value):
+            return False
+        sign = 1 if self.mode == "min" else -1
+        better = [score for score in scores if math.isfinite(score) and sign * score <= sign * value]
+        return len(better) < self.best
 
     def _ranked(self, newest: Sequence[Info]) -> list[Info]:
         """Return the best first, the newer of equal ones first, without those that have no number."""

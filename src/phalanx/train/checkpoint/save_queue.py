@@ -35,6 +35,7 @@ class SaveQueue:
         # script that ends without closing still completes its saves.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_priority)
         self._failure: CheckpointError | None = None  # of the newest save that has ended
+        self._told: tuple[str, ...] = ()  # the reasons of the failure that was reported last
 
     def start(self, order: SaveRequest, chunks: Sequence[Chunk]) -> None:
         """Copy the chunks, and write them in the background. There must be a free buffer."""
@@ -108,18 +109,23 @@ class SaveQueue:
         self.free.append(save.buffer)
         self._failure = None
         if not outcome:
+            self._told = ()
             return
         if self._peers.rank == 0:
             # No rank writes there any more.
             shutil.rmtree(save.order.staging, ignore_errors=True)
+        step = save.order.values.step
+        reasons = tuple(dict.fromkeys(filter(None, failures))) or (outcome,)
         told = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
         self._failure = CheckpointError(
-            f"the checkpoint of step {save.order.values.step} was not written",
+            f"the checkpoint of step {step} was not written",
             details=[f"in {self._folder}", *(told[:8] or [outcome])],
-            fix="check the disk; earlier checkpoints are not affected",
+            fix="check the disk; the training continues, and earlier checkpoints are not affected",
         )
         if tell and self._peers.rank == 0:
-            self._say(f"phalanx: {self._failure}")
+            again = f"the checkpoint of step {step} was not written either: {'; '.join(reasons[:2])}"
+            self._say(f"phalanx: {again if reasons == self._told else self._failure}")
+            self._told = reasons
 
 
 def lower_priority() -> None:

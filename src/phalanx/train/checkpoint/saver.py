@@ -6,6 +6,7 @@ The ranks communicate through the folder only: a thread must not use the collect
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import os
@@ -23,7 +24,7 @@ from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import randomness
 from phalanx.train.checkpoint.format import integrity, tensorfile
 from phalanx.train.checkpoint.format.buffer import Buffer, Placed
-from phalanx.train.checkpoint.format.folder import Folder, Info
+from phalanx.train.checkpoint.format.folder import Folder
 from phalanx.train.checkpoint.format.manifest import (
     FORMAT,
     MANIFEST,
@@ -140,6 +141,8 @@ def _write_share(order: SaveRequest, buffer: Buffer, placed: Sequence[Placed], n
     header = tensorfile.header(entries, notes)
     pieces: list[Piece] = []
     end = len(header)
+    key = order.folder.key
+    digest = hashlib.sha256(header) if key else None
     fd = os.open(f"{order.staging}/{file}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         integrity.write_all(fd, memoryview(header))
@@ -149,16 +152,25 @@ def _write_share(order: SaveRequest, buffer: Buffer, placed: Sequence[Placed], n
             begin, end = end, end + len(data)
             pieces.append(piece_of(item.chunk, begin, end, integrity.checksum(data)))
             integrity.write_all(fd, data)
+            if digest is not None:
+                digest.update(data)
         look()
         os.fsync(fd)
     finally:
         os.close(fd)
     table = Table(
-        order.rank, file, end, len(header), integrity.checksum(header), pieces, randomness.packed(order.random)
+        order.rank,
+        file,
+        end,
+        len(header),
+        integrity.checksum(header),
+        pieces,
+        randomness.packed(order.random),
+        digest.hexdigest() if digest is not None else "",
     )
     if order.rank == 0:
-        integrity.write_durably(f"{order.staging}/{STATE}", integrity.sealed(order.values))
-    integrity.write_durably(f"{order.staging}/{table_file(order.rank)}", integrity.sealed(table))
+        integrity.write_durably(f"{order.staging}/{STATE}", integrity.sealed(order.values, key))
+    integrity.write_durably(f"{order.staging}/{table_file(order.rank)}", integrity.sealed(table, key))
 
 
 def piece_of(chunk: Chunk, begin: int, end: int, checksum: int) -> Piece:
@@ -217,21 +229,27 @@ def _gathered(order: SaveRequest, give_up: threading.Event) -> dict[str, bytes]:
 
 
 def _commit(order: SaveRequest, tables: dict[str, bytes]) -> None:
-    decoded = [integrity.opened(data, Table, name) for name, data in tables.items()]
+    key = order.folder.key  # with it, rank 0 signs only what other ranks have signed
+    decoded = [integrity.opened(data, Table, name, key) for name, data in tables.items()]
     _check_whole(order, decoded)
     with open(f"{order.staging}/{STATE}", "rb") as file:
         state = file.read()
-    files = [Entry(STATE, len(state), integrity.checksum(state))]
-    files += [Entry(name, len(data), integrity.checksum(data)) for name, data in tables.items()]
+    if key:
+        integrity.opened(state, Values, STATE, key)
+    files = [_entry(name, data, signed=bool(key)) for name, data in {STATE: state, **tables}.items()]
     files += [Entry(table.file, table.size) for table in decoded]
     torch_version = str(torch.__version__)
     step = order.values.step
     manifest = Manifest(FORMAT, step, order.world_size, time.time(), __version__, torch_version, order.metrics, files)
-    integrity.write_durably(f"{order.staging}/{MANIFEST}", integrity.sealed(manifest))
+    integrity.write_durably(f"{order.staging}/{MANIFEST}", integrity.sealed(manifest, key))
     order.folder.commit(order.staging, step)
     # An old checkpoint that cannot be removed is no reason to fail.
     with contextlib.suppress(OSError, CheckpointError):
         _prune(order)
+
+
+def _entry(name: str, data: bytes, *, signed: bool) -> Entry:
+    return Entry(name, len(data), integrity.checksum(data), integrity.digest(data) if signed else "")
 
 
 def _check_whole(order: SaveRequest, tables: Sequence[Table]) -> None:
@@ -255,18 +273,7 @@ def _check_whole(order: SaveRequest, tables: Sequence[Table]) -> None:
 
 
 def _prune(order: SaveRequest) -> None:
-    good: list[Info] = []
-    bad = []
-    for name in order.folder.names():
-        try:
-            info = order.folder.info(name)
-        except CheckpointError:
-            bad.append(name)
-            continue
-        if name in order.bad:
-            bad.append(name)
-        else:
-            good.append(info)
+    good, bad = order.folder.sorted_out(order.bad)
     for name in order.keeping.surplus(good, bad):
         with contextlib.suppress(OSError):
             order.folder.remove(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.train.data.order import Last, Position
+from phalanx.train.data.order import Position, Tail
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class BatchAssignment:
 
     batches: tuple[int, ...]
     rank: int
-    last: Last
+    tail: Tail
 
     @property
     def batch(self) -> int:
@@ -39,6 +39,6 @@ class Parted:
 
     batches: tuple[int, ...]
     workers: int  # of each rank
-    last: Last
+    tail: Tail
     steps: int
     consumed: int

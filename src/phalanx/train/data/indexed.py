@@ -32,7 +32,8 @@ class IndexedData:
         return self._read(self._indices.steps(), self._indices.part.rank)
 
     def _read(self, steps: Iterator[Step], rank: int) -> Iterator[AssignedBatch]:
-        for step, batch in zip(steps, self._loader, strict=True):
+        mine = (step for step in steps if step.sizes[rank])
+        for step, batch in zip(mine, self._loader, strict=True):
             yield AssignedBatch(batch, step.counts[rank], step.sizes[rank], step.total, step.next)
 
     def snapshot(self) -> None:
@@ -52,27 +53,31 @@ class BatchIndices:
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps to the end of the epoch."""
-        return steps(self.position, self.length, self.part.batches, self.part.last)
+        return steps(self.position, self.length, self.part.batches, self.part.tail)
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = self._batches()
         if not self.seeded:
             return batches
-        numbers = (rng.number(self.seed, *step.position, self.part.rank) for step in self.steps())
+        rank = self.part.rank
+        numbers = (rng.number(self.seed, *step.position, rank) for step in self.steps() if step.sizes[rank])
         return ([number, *batch] for number, batch in zip(numbers, batches, strict=True))
 
     def _batches(self) -> Iterator[list[int]]:
         order = Order(self.length, seed=self.seed, epoch=self.position.epoch, shuffle=self.shuffle)
         whole, batch, rank = sum(self.part.batches), self.part.batch, self.part.rank
         start = self.position.consumed + sum(self.part.batches[:rank])
-        full = (self.length - self.position.consumed) // whole
+        full, rest = divmod(self.length - self.position.consumed, whole)
+        if full and self.part.tail == "every" and 0 < rest < len(self.part.batches):
+            full -= 1  # the last full step takes the rest, too
         ahead = max(1, _AHEAD // batch)
         for first in range(0, full, ahead):
-            step = torch.arange(first, min(first + ahead, full))
-            yield from look_up(order, start + whole * step[:, None] + torch.arange(batch)).tolist()
-        last = Position(self.position.epoch, self.position.consumed + full * whole)
-        for tail in steps(last, self.length, self.part.batches, self.part.last):
-            yield look_up(order, torch.tensor(tail.portion(rank).places)).tolist()
+            numbers = torch.arange(first, min(first + ahead, full))
+            yield from look_up(order, start + whole * numbers[:, None] + torch.arange(batch)).tolist()
+        after = Position(self.position.epoch, self.position.consumed + full * whole)
+        for step in steps(after, self.length, self.part.batches, self.part.tail):
+            if step.sizes[rank]:
+                yield look_up(order, torch.tensor(step.portion(rank).places)).tolist()
 
 
 class TensorBatches:

@@ -1,7 +1,7 @@
 """The order in which samples are read, and by which rank: pure functions, the same on every host.
 
 order = Order(length=50_000, seed=0, epoch=3, shuffle=True)
-step = share(Position(3, 640), 50_000, batches=(32, 32), last="drop")
+step = share(Position(3, 640), 50_000, batches=(32, 32), tail="drop")
 mine = step.portion(rank)
 [order[place] for place in mine.places]    # indices into the data set
 
@@ -15,12 +15,12 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from phalanx.errors import UsageError
 
 Places = TypeVar("Places", int, Any)
-Last = Literal["drop", "pad", "uneven"]
+Tail = Literal["drop", "pad", "uneven", "every"]  # what happens to the last samples: see `share`
 
 # Even numbers. A small rectangle mixes less per round and is cheap, so it gets more rounds.
 _ROUNDS, _ROUNDS_OF_FEW, _FEW = 6, 16, 1024
@@ -126,27 +126,31 @@ class Step(NamedTuple):
         return len(self.counts) * self.counts[rank] / self.total
 
 
-def share(position: Position, length: int, batches: tuple[int, ...], last: Last) -> Step | None:
+def share(position: Position, length: int, batches: tuple[int, ...], tail: Tail) -> Step | None:
     """Return the next step, or None at the end of the epoch. `batches`: samples per rank in a full step.
 
     What happens to the last samples, which do not fill a step:
 
     - drop: they are dropped, and the epoch ends with the last full step;
     - pad: every rank has a full batch, padded with samples from the start of the order, which do not count;
-    - uneven: they are divided in proportion to `batches`; a rank without any gets one sample that does not count.
+    - uneven: they are divided in proportion to `batches`; a rank without any gets one sample that does not count;
+    - every: for evaluation. No sample is dropped, and none is given twice: samples too few for all ranks go to the last
+      full step, whose batches then have one more. Only if there are fewer samples than ranks, some ranks get none.
 
     So every rank takes part in every step, with at least one sample, and no collective hangs.
     """
+    if tail == "every":
+        return _share_every(position, length, batches)
     whole = sum(batches)
     left = length - position.consumed
     if left >= whole:
         consumed = position.consumed + whole
-        if last == "drop" and length - consumed < whole:
-            consumed = length  # skip the tail with the last step: the epoch is over for any later batch size
+        if tail == "drop" and length - consumed < whole:
+            consumed = length  # skip the rest with the last step: the epoch is over for any later batch size
         return Step(position, Position(position.epoch, consumed), length, batches, batches, whole)
-    if left <= 0 or last == "drop":
+    if left <= 0 or tail == "drop":
         return None
-    if last == "pad":
+    if tail == "pad":
         counts, sizes = _fill(left, batches), batches
     else:
         counts = apportion(left, batches)
@@ -154,17 +158,37 @@ def share(position: Position, length: int, batches: tuple[int, ...], last: Last)
     return Step(position, Position(position.epoch, length), length, counts, sizes, left)
 
 
-def steps(position: Position, length: int, batches: tuple[int, ...], last: Last) -> Iterator[Step]:
+def _share_every(position: Position, length: int, batches: tuple[int, ...]) -> Step | None:
+    whole, ranks, left = sum(batches), len(batches), length - position.consumed
+    if left <= 0 or (left < ranks and position.consumed):  # a stream: the step before has taken them
+        return None
+    if left >= whole + ranks:
+        counts = batches
+    elif left >= whole:
+        counts = tuple(batch + (rank < left - whole) for rank, batch in enumerate(batches))
+    elif left >= ranks:
+        counts = _at_least_one(left, batches)
+    else:
+        counts = _fill(left, (1,) * ranks)
+    total = sum(counts)
+    return Step(position, Position(position.epoch, position.consumed + total), length, counts, counts, total)
+
+
+def steps(position: Position, length: int, batches: tuple[int, ...], tail: Tail) -> Iterator[Step]:
     """Yield all steps from here to the end of the epoch."""
-    while step := share(position, length, batches, last):
+    while step := share(position, length, batches, tail):
         yield step
         position = step.next
 
 
-def count_steps(length: int, batches: tuple[int, ...], last: Last) -> int:
+def count_steps(length: int, batches: tuple[int, ...], tail: Tail) -> int:
     """Return the number of steps of an epoch."""
-    whole = sum(batches)
-    return length // whole if last == "drop" else -(-length // whole)
+    full, rest = divmod(length, sum(batches))
+    if tail == "drop":
+        return full
+    if tail == "every":
+        return max(full + (rest >= len(batches)), int(length > 0))
+    return full + (rest > 0)
 
 
 def deal(global_batch: int, world_size: int, weights: Sequence[float] | None = None) -> tuple[int, ...]:
@@ -187,10 +211,14 @@ def deal(global_batch: int, world_size: int, weights: Sequence[float] | None = N
             f"a global batch of {global_batch} is too small for {world_size} ranks: each needs at least one sample",
             fix=f"global_batch={world_size} or more, or fewer ranks",
         )
-    sizes = list(apportion(global_batch, weights))
+    return _at_least_one(global_batch, weights)
+
+
+def _at_least_one(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    sizes = list(apportion(total, weights))
     # A rank with nothing takes one from the rank with most.
-    for rank in range(world_size):
-        if not sizes[rank]:
+    for rank, size in enumerate(sizes):
+        if not size:
             sizes[sizes.index(max(sizes))] -= 1
             sizes[rank] = 1
     return tuple(sizes)
@@ -205,13 +233,6 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     for rank in by_remainder[: total - sum(parts)]:
         parts[rank] += 1
     return tuple(parts)
-
-
-def check_last(last: str) -> Last:
-    """Return `last` if it is known; raise UsageError otherwise."""
-    if last not in get_args(Last):
-        raise UsageError(f"last={last!r} is not known", fix='last="drop", "pad" or "uneven"')
-    return last  # type: ignore[return-value]
 
 
 def _fill(left: int, batches: tuple[int, ...]) -> tuple[int, ...]:

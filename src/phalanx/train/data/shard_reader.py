@@ -95,7 +95,7 @@ class RestOfEpoch:
             done = 0
             while parts and done < self.parted.steps:
                 taken = len(parts[0].take(batch))
-                if taken < (batch if self.parted.last == "drop" else 1):
+                if taken < (batch if self.parted.tail == "drop" else 1):
                     parts.popleft()
                 else:
                     parts.rotate(-1)
@@ -175,18 +175,23 @@ class StreamReader(PartReader):
 
     def open(self, dataset: Any) -> Elements:
         """Return all elements: every worker of every rank reads them."""
+        self._ahead: list[Any] = []  # read, and not given out
         return Elements(dataset, rng.number(self.seed, self.position.epoch))
 
     def __next__(self) -> tuple[list[Any], int, int, int]:
         whole = sum(self.deal.batches)
+        # The last full step of an evaluation takes the rest, if that is not enough for all ranks.
+        extra = len(self.deal.batches) if self.deal.tail == "every" else 0
+        del self._ahead[: max(0, self.place - (self.read - len(self._ahead)))]
         while self.read < self.place:
             if not self.take(min(whole, self.place - self.read)):
                 raise StopIteration
-        block = self.take(whole)
+        block, self._ahead = self._ahead + self.take(whole + extra - len(self._ahead)), []
         here = Position(self.position.epoch, self.place)
-        step = share(here, self.place + len(block), self.deal.batches, self.deal.last)
-        if step is None:
+        step = share(here, self.place + len(block), self.deal.batches, self.deal.tail)
+        if step is None or not step.sizes[self.deal.rank]:
             raise StopIteration
+        self._ahead = block[step.total :]
         self.seed_batch(self.deal.rank)
         self.place += whole * self.workers
         start = sum(step.counts[: self.deal.rank])
@@ -206,10 +211,10 @@ class ShardReader(PartReader):
         batch = self.deal.batch
         samples = self.take(batch)
         count = len(samples)
-        if not count or (self.deal.last == "drop" and count < batch):
+        if not count or (self.deal.tail == "drop" and count < batch):
             raise StopIteration
         self.seed_batch(self.index)
-        if self.deal.last == "pad":
+        if self.deal.tail == "pad":
             samples += samples[:1] * (batch - count)
         return samples, count, len(samples), 0
 

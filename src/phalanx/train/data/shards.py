@@ -86,7 +86,9 @@ class _Feed:
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the state of the workers, if the data set has one and torchdata is installed."""
-        return self._loader.state_dict() if is_stateful(self._loader) and not self._exhausted else None
+        reads_ahead = self._deal.tail == "every"  # and the state does not have what was read
+        known = is_stateful(self._loader) and not self._exhausted and not reads_ahead
+        return self._loader.state_dict() if known else None
 
     def _source(self, position: Position) -> BatchSource:
         raise NotImplementedError
@@ -140,8 +142,9 @@ class Shards(_Feed):
         spare: tuple[Any, int] | None = None
         while True:
             batch, count, size = next(batches)
-            total = self._total(count)
-            if not total or (self._deal.last == "drop" and total < sum(self._deal.batches)):
+            # An evaluation asks nobody: each rank reads its shard to the end.
+            total = count if self._deal.tail == "every" else self._total(count)
+            if not total or (self._deal.tail == "drop" and total < sum(self._deal.batches)):
                 return
             if not count:
                 # Other ranks still have samples: take part in their steps with padding.
@@ -159,7 +162,7 @@ class Shards(_Feed):
 
     def _padding(self, epoch: int) -> tuple[Any, int]:
         """Return the first sample of the whole data set. A resumed run may not have this rank's last batch."""
-        size = self._deal.batch if self._deal.last == "pad" else 1
+        size = self._deal.batch if self._deal.tail == "pad" else 1
         collate = self._options.get("collate_fn") or default_collate
         first = Elements(self._dataset.shard(index=0, count=1), rng.number(self._seed, epoch)).take(1)
         with rng.untouched():

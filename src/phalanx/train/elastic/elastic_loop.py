@@ -34,6 +34,7 @@ from phalanx.worker.rendezvous.membership import Membership, form
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _PEER_WORDS = ("gloo", "nccl", "peer", "connect", "socket", "store", "timeout", "timed out", "process group", "pipe")
+_ABOUT_FILES = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _OTHER_PATIENCE = 1.0  # seconds, for errors that do not mention peers
 
 
@@ -44,6 +45,7 @@ class LastGroup:
     offer: StateOffer | None = None  # the state that it holds
     waited: float = 0.0  # seconds since a checkpoint was due
     has_snapshots: bool = False  # there are snapshots in memory
+    step: int = 0  # the newest step that was committed, whether its state is left or not
 
 
 class ElasticLoop:
@@ -85,9 +87,9 @@ class ElasticLoop:
             try:
                 run = self._begin(assignment)
                 result = train(run)
-                run.finish()
+                saved = run._finish()
                 self._channel.send(self._heartbeat())  # the last step
-                self._channel.send(messages.Done())
+                self._channel.send(messages.Done(saved=saved))
                 return run, result
             except Halted as halted:
                 self._channel.send(messages.HaltedAt(halted.step))
@@ -117,7 +119,7 @@ class ElasticLoop:
     def _begin(self, assignment: messages.Assignment) -> Run:
         self._channel.send(messages.Entering(assignment.generation, self._holds()))
         options = {**self._options}
-        seed = options.pop("seed", 0)
+        seed, log_to = options.pop("seed", 0), options.pop("log_to", None)
         with self._aborter.watching():
             membership = form(
                 **options,
@@ -126,7 +128,7 @@ class ElasticLoop:
                 met=self._met if assignment.generation else None,
             )
             recovery = RecoveryState(self._generation(assignment, membership), self._last.offer)
-            run = Run(membership, seed=seed, recovery=recovery)
+            run = Run(membership, seed=seed, recovery=recovery, log_to=log_to)
         self._recovery = recovery
         self._run = run
         self._handover = None
@@ -138,10 +140,10 @@ class ElasticLoop:
         return run
 
     def _generation(self, assignment: messages.Assignment, membership: Membership) -> Generation:
-        number, handover = assignment.generation, self._handover
+        number, handover, newest = assignment.generation, self._handover, self._last.step
 
         def first_step(step: int, before: int) -> None:
-            self._channel.send(messages.FirstStep(number, step, before if number else 0))
+            self._channel.send(messages.FirstStep(number, step, max(before, newest) if number else 0))
             if handover is not None:
                 handover.conclude()
 
@@ -187,11 +189,13 @@ class ElasticLoop:
             self._destroy()
             return
         offer = None if recovery.torn else recovery.current_offer()
-        self._last = LastGroup(offer, recovery.checkpoint_waited, recovery.has_snapshots)
+        counter = recovery.counter
+        step = counter.steps if counter.steps > counter.start else max(counter.steps, self._last.step)
+        self._last = LastGroup(offer, recovery.checkpoint_waited, recovery.has_snapshots, step)
         if offer is None:
             self._once.forget()
         self._aborter.cut()
-        run.abandon(self._left, held=offer is not None and not offer.sharded)
+        run._abandon(self._left, has_state=offer is not None and not offer.sharded)
         self._aborter.forget()
 
     def _holds(self) -> bool:
@@ -331,7 +335,9 @@ def _patience(error: Exception, whole: float) -> float:
 
     from phalanx.collectives.errors import CallRefused, CollectiveMismatch
 
-    if not isinstance(error, RuntimeError | OSError | JoinError) or isinstance(error, torch.OutOfMemoryError):
+    if not isinstance(error, RuntimeError | OSError | JoinError):
+        return 0.0
+    if isinstance(error, (torch.OutOfMemoryError, *_ABOUT_FILES)):
         return 0.0
     text = str(error).lower()
     lost = isinstance(error, OSError | JoinError | dist.DistError) or any(word in text for word in _PEER_WORDS)

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from phalanx.cluster.sharing import HOST
 from phalanx.cluster.sources.surroundings import environment
@@ -70,7 +69,7 @@ class Handover:
         encoded, nodes = [participant.offer for participant in membership.participants], membership.topology.nodes
         self._deal, self._shards = Deal.of(encoded, nodes), ShardDeal.of(offers(encoded), nodes)
         self.offer = self._settled(offer)  # until the handover is complete
-        self._store = Store(dist.PrefixStore("handover", membership.store), membership.timeout)
+        self._store = Store(membership.store.at("handover"), membership.timeout)
         self._packing: PackingThread | None = None
         self.spoilt = False  # the objects of the offer are being overwritten
 
@@ -86,6 +85,12 @@ class Handover:
     def awaited(self) -> bool:
         """Whether some rank has the state that training resumes from."""
         return bool(self._deal.holders) or self._shards is not None
+
+    @property
+    def holder(self) -> int | None:
+        """The first rank that has a state of the training, if any."""
+        found = offers([participant.offer for participant in self._membership.participants])
+        return next((rank for rank, (step, *_) in enumerate(found) if step >= 0), None)
 
     def prepare(self) -> None:
         """Copy this rank's part for new ranks of its node to shared memory, in a thread, while the group forms."""

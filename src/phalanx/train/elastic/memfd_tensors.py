@@ -15,24 +15,26 @@ from concurrent.futures import Future
 
 import torch
 
+from phalanx.contract import shared_memory
 from phalanx.errors import JoinError
 from phalanx.worker.process_group import objects
 
 ALIGNED = 64  # bytes, as torch's own memory is
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # page faults one by one take longer than the copy
-_LINK = "/memfd:phalanx (deleted)"  # the kernel's name for it
+_NAME = "phalanx-handover"  # as the kernel shows it
 
 
 class MemfdTensors:
     """Tensors that were copied to a memfd. `address` is all that a reader needs."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], label: dict[str, object]) -> None:
-        self._fd = os.memfd_create("phalanx", os.MFD_CLOEXEC)
+        self._fd = shared_memory.create_unsealed(_NAME)
         try:
             fill = _copied if any(tensor.is_cuda for tensor in tensors.values()) else _written
             places, end = fill(self._fd, tensors)
             text = objects.encode({**label, "places": places})
             _write(self._fd, memoryview(text))
+            shared_memory.seal(self._fd)
         except BaseException:
             self.close()
             raise
@@ -91,17 +93,14 @@ class OpenedMemfd:
     def __init__(self, address: str) -> None:
         pid, fd, start, length = map(int, address.split())
         try:
-            self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            self._fd = shared_memory.open_of(pid, fd, _NAME, size=start + length)
+        except shared_memory.ForeignMemoryError as error:  # the address comes from the store, and might name anything
+            raise JoinError(f"what process {pid} hands over is not the state of a training: {error}") from None
         except OSError as error:
             raise JoinError(
                 f"the state that process {pid} hands over cannot be read: {error.strerror}",
                 details=["it has ended, or /proc hides it from other processes of its user"],
             ) from None
-        if (
-            os.readlink(f"/proc/self/fd/{self._fd}") != _LINK
-        ):  # the address comes from the store, and might name any file of this user
-            os.close(self._fd)
-            raise JoinError(f"what process {pid} hands over is not the state of a training")
         self.label = objects.decode(os.pread(self._fd, length, start))
         self._size = start
         self._memory: mmap.mmap | None = None

@@ -117,6 +117,7 @@ class RecoveryState:
                 check,
                 stepper=self._parts.stepper,
                 counter=self._parts.counter,
+                values=self._parts.kept.values,
                 loaders=loaders,
             )
 
@@ -136,6 +137,12 @@ class RecoveryState:
             self.from_peers = True
             self._parts.counter.steps, self._parts.counter.epoch = received.step, received.epoch
             self.models.layouts = received.layouts
+
+    def reference(self) -> int | None:
+        """Return a rank that was part of the training before this group formed. None: this is the first group."""
+        handover, number = self.generation.handover, self.generation.number
+        holder = handover.holder if handover is not None else None
+        return 0 if holder is None and number else holder
 
     def restored(self) -> None:
         """The kept objects hold the state of a committed step from now on."""
@@ -209,7 +216,7 @@ class RecoveryState:
         return StateOffer(
             counter.steps,
             counter.epoch,
-            kept.everything(),
+            kept.committed(),
             layouts,
             self._parts.membership.placement.rank,
             self._parts.membership.placement.world_size,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from phalanx.train.data.loader import Loader
 from phalanx.train.kept import TrainingProgress
+from phalanx.train.kept_values import KeptValues
 from phalanx.train.stepping import Stepper
 
 
@@ -38,6 +39,7 @@ class TwoPhaseCommit:
         *,
         stepper: Stepper,
         counter: TrainingProgress,
+        values: KeptValues,
         loaders: Callable[[], Sequence[Loader]],
     ) -> None:
         self.pending: Callable[[], None] | None = None  # commits a step that was prepared when the group was lost
@@ -45,6 +47,7 @@ class TwoPhaseCommit:
         self._token: Any = torch.zeros(1, device=device)
         self._stepper = stepper
         self._counter = counter
+        self._values = values
         self._loaders = loaders
         stepper.hooks.before_commit = self._prepare
 
@@ -66,5 +69,6 @@ class TwoPhaseCommit:
         self._stepper.apply(opt, scheduler)
         for loader in loaders:
             loader.commit()
+        self._values.commit()
         self._counter.steps += 1
         self._stepper.torn = False

@@ -27,14 +27,18 @@ class Measuring:
         self._clock = clock
         self._due = 0.0
         self._read = 0.0  # when values on a GPU are due
-        self._last: tuple[int, int, Mapping[str, Any]] | None = None  # not sent yet
+        self._last: tuple[int, int, int, Mapping[str, Any]] | None = None  # not sent yet
+        self._logged: Mapping[str, Any] = {}  # to be sent with it
 
-    def advance(self, step: int, epoch: int, values: Mapping[str, Any], *, waited: bool = False) -> None:
+    def advance(
+        self, step: int, epoch: int, values: Mapping[str, Any], *, epochs: int = 0, waited: bool = False
+    ) -> None:
         """Send the values of a committed step, as `metrics.held` returned them, if it is time.
 
+        `epoch` is counted from 1, as the progress bar does; 0: unknown.
         `waited`: the GPU was just synchronised, so reading from it is cheap.
         """
-        self._last = (step, epoch, values)
+        self._last = (step, epoch, epochs, values)
         now = self._clock()
         if now < self._due:
             return
@@ -43,11 +47,18 @@ class Measuring:
         self._due, self._read = now + EVERY, now + READ_EVERY
         self.close()
 
+    def log(self, step: int, epoch: int, values: Mapping[str, Any], *, epochs: int = 0) -> None:
+        """Send values that were logged with the next step's, or at the end. A newer value of a name replaces it."""
+        self._logged = {**self._logged, **values}
+        if self._last is None:
+            self._last = (step, epoch, epochs, {})
+
     def close(self) -> None:
         """Send the newest values, if they were not sent yet."""
         if self._last is None:
             return
-        (step, epoch, values), self._last = self._last, None
+        (step, epoch, epochs, values), self._last = self._last, None
+        values, self._logged = {**self._logged, **values}, {}
         (numbers,) = read([dict(list(values.items())[:_MOST])])
         finite = {name[:_LONGEST]: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self._tell(MeasuredStep(step=step, epoch=epoch, total=self._total, values=finite))
+        self._tell(MeasuredStep(step=step, epoch=epoch, epochs=epochs, total=self._total, values=finite))

@@ -1,8 +1,12 @@
-"""The metrics of a training: `metrics.jsonl`, one line per committed step, and TensorBoard's files in `tensorboard/`.
+"""The metrics of a training: `metrics.jsonl`, one line per committed step and per call of `run.log`, and TensorBoard's
+files in `tensorboard/`.
 
-{"step": 120, "epoch": 1, "time": 1731650000.123, "loss": 0.3021, "accuracy": 0.91}
+{"step": 120, "epoch": 1, "time": 1731650000.123, "loss": 0.3021}
+{"step": 120, "epoch": 1, "time": 1731650001.456, "accuracy": 0.91}
+{"step": 120, "epoch": 1, "time": 1731650001.789, "rank": 3, "temperature": 71.0}
 
-A resumed run removes the lines after the step that it resumes from, so that every step is there once.
+A resumed run removes the lines after the step that it resumes from, so that every step is there once. What the script
+logs again for that step, because it repeats the end of an epoch, is there once too.
 """
 
 from __future__ import annotations
@@ -13,20 +17,23 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, BinaryIO
 
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.train.reporting.non_finite import NonFiniteWatch
 from phalanx.train.reporting.tensorboard import TensorBoardWriter
+from phalanx.train.reporting.trackers import Tracker, TrackerGroup
 
 NAME = "metrics.jsonl"
 PREVIOUS = "metrics.{}.jsonl"  # of earlier trainings in this folder
 FLUSH_EVERY = 1.0
 MOST = 1000  # lines that wait to be written
-OURS = frozenset(("step", "epoch", "time"))
+OURS = frozenset(("step", "epoch", "time", "rank"))
 _BLOCK = 1 << 16
 
 
@@ -43,28 +50,43 @@ class Metrics:
         *,
         resumed_at: int = 0,
         tensorboard: bool = True,
+        trackers: Sequence[Tracker] = (),
         say: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = os.path.join(folder, NAME)
         self._say = say if say is not None else _say
-        self._waiting: list[tuple[int, int, float, Mapping[str, Any]]] = []
+        self._waiting: list[tuple[int, int, float, int, Mapping[str, Any]]] = []
+        self._trackers: TrackerGroup | None = None
+        self._resumed_at = resumed_at
+        self._repeated: Counter[tuple[str, ...]] = Counter()  # names in the lines of the step that is resumed from
+        self._non_finite = NonFiniteWatch()
         self._clock = clock
         self._due = clock() + FLUSH_EVERY
         self._file: BinaryIO | None = None
         self._board: TensorBoardWriter | None = None
         with self._or_none():
             os.makedirs(folder, exist_ok=True)
-            _prepare(self.path, resumed_at)
+            self._repeated = _prepare(self.path, resumed_at)
             self._file = open(self.path, "ab")  # noqa: SIM115
             if tensorboard:
                 self._board = TensorBoardWriter(os.path.join(folder, "tensorboard"), resumed_at + 1)
+            if trackers:
+                self._trackers = TrackerGroup(trackers, folder, resumed=resumed_at > 0, say=self._say)
+
+    def log(self, step: int, epoch: int, when: float, values: Mapping[str, Any], *, rank: int = 0) -> None:
+        """Add what was logged, as `held` returned it, unless the training before this one has logged it already."""
+        names = (*(("rank",) if rank else ()), *values)
+        if step == self._resumed_at and self._repeated[names]:
+            self._repeated[names] -= 1
+        elif self._file is not None:
+            self._waiting.append((step, epoch, when, rank, values))
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> bool:
         """Add the values of a committed step, as `held` returned them; return whether a GPU was just synchronised."""
         if self._file is None:
             return False
-        self._waiting.append((step, epoch, time.time(), values))
+        self._waiting.append((step, epoch, time.time(), 0, values))
         if len(self._waiting) < MOST and self._clock() < self._due:
             return False
         self.flush()
@@ -77,13 +99,25 @@ class Metrics:
         if self._file is None or not waiting:
             return
         rows = read(values for *_, values in waiting)
-        lines = [encode(step, epoch, when, row) for (step, epoch, when, _), row in zip(waiting, rows, strict=True)]
+        for (step, _, _, rank, _), row in zip(waiting, rows, strict=True):
+            for line in self._non_finite.look(step, row) if not rank else ():
+                self._say(line)
+        lines = [
+            encode(step, epoch, when, row, rank)
+            for (step, epoch, when, rank, _), row in zip(waiting, rows, strict=True)
+        ]
         with self._or_none():
             self._file.write("".join(lines).encode())
             self._file.flush()
+            if self._board is None and self._trackers is None:
+                return
+            for (step, _, when, rank, _), row in zip(waiting, rows, strict=True):
+                named = {f"{name}/rank {rank}": value for name, value in row.items()} if rank else row
+                if self._board is not None:
+                    self._board.write(step, when, named)
+                if self._trackers is not None:
+                    self._trackers.write(step, named)
             if self._board is not None:
-                for (step, _, when, _), row in zip(waiting, rows, strict=True):
-                    self._board.write(step, when, row)
                 self._board.flush()
 
     def close(self) -> None:
@@ -92,6 +126,8 @@ class Metrics:
             self.flush()
         finally:
             self._end()
+            if self._trackers is not None:
+                self._trackers.close()
 
     def __enter__(self) -> Metrics:
         return self
@@ -159,17 +195,16 @@ def _number(name: str, value: Any) -> float:
         return float(value.detach().item() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         seen = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise UsageError(
-            f"the metric {name} is {seen}, not one number", fix=f"run.step(opt, {name}={name}.mean())"
-        ) from None
+        fix = f"{name}={name}.mean()" if hasattr(value, "mean") else f"{name}=0.5, or run.print(…) for text"
+        raise UsageError(f"the metric {name} is {seen}, not one number", fix=fix) from None
 
 
 # -- the file
 
 
-def encode(step: int, epoch: int, when: float, values: Mapping[str, float]) -> str:
+def encode(step: int, epoch: int, when: float, values: Mapping[str, float], rank: int = 0) -> str:
     """Return one line. JSON has no infinity and NaN: these are strings that float() reads."""
-    parts = [f'{{"step": {step}, "epoch": {epoch}, "time": {when:.6f}']
+    parts = [f'{{"step": {step}, "epoch": {epoch}, "time": {when:.6f}', *([f'"rank": {rank}'] if rank else [])]
     for name, value in values.items():
         parts.append(f"{_quoted(name)}: {value!r}" if math.isfinite(value) else f'{_quoted(name)}: "{value!r}"')
     return ", ".join(parts) + "}\n"
@@ -180,15 +215,34 @@ def _quoted(name: str) -> str:
     return json.dumps(name)
 
 
-def _prepare(path: str, resumed_at: int) -> None:
-    """Cut the file for a resumed training; for a new one, rename the file of the training before."""
+def _prepare(path: str, resumed_at: int) -> Counter[tuple[str, ...]]:
+    """Cut the file for a resumed training, and return the names in its last lines, those of the step that is resumed
+    from. For a new training, rename the file of the one before."""
     with contextlib.suppress(FileNotFoundError):
         if resumed_at == 0:
             if os.path.getsize(path):
                 os.replace(path, _free(os.path.dirname(path)))
         else:
             with open(path, "r+b") as file:
-                file.truncate(cut(file, resumed_at))
+                end = cut(file, resumed_at)
+                file.seek(end)
+                # Lines of other ranks are not in order: they come up to some seconds later.
+                others = [line for line in file.read().splitlines(keepends=True) if _step(line, "rank") <= resumed_at]
+                file.truncate(end)
+                file.seek(end)
+                file.writelines(others)
+                return _last_names(file, file.tell(), resumed_at)
+    return Counter()
+
+
+def _last_names(file: BinaryIO, end: int, step: int) -> Counter[tuple[str, ...]]:
+    file.seek(max(0, end - _BLOCK))
+    found: Counter[tuple[str, ...]] = Counter()
+    for line in file.read(_BLOCK).splitlines():
+        if _step(line) != step:
+            continue
+        found[tuple(name for name in json.loads(line) if name not in OURS - {"rank"})] += 1
+    return found
 
 
 def _free(folder: str) -> str:
@@ -200,7 +254,7 @@ def _free(folder: str) -> str:
 
 
 def cut(file: BinaryIO, step: int) -> int:
-    """Return where the lines up to `step` end. Reads from the end, because usually little is cut.
+    """Return where rank 0's lines up to `step` end. Reads from the end, because usually little is cut.
 
     A line that is incomplete, or is not a line of metrics, is cut with all that follow it.
     """
@@ -224,7 +278,7 @@ def cut(file: BinaryIO, step: int) -> int:
             start = tail.rfind(b"\n", 0, len(tail) - 1)
             if start < 0 and place > 0:
                 break  # it begins in the block before
-            if _step(tail[start + 1 :]) <= step:
+            if _own_step(tail[start + 1 :]) <= step:
                 return end
             if start < 0:
                 return 0
@@ -233,8 +287,15 @@ def cut(file: BinaryIO, step: int) -> int:
     return 0
 
 
-def _step(line: bytes) -> float:
+def _step(line: bytes, needs: str = "step") -> float:
+    """Return the step of a line; infinity for one that is incomplete or lacks the key `needs`."""
     try:
-        return int(json.loads(line)["step"])
+        found = json.loads(line)
+        return int(found["step"]) if needs in found else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def _own_step(line: bytes) -> float:
+    """Return the step of a line of rank 0."""
+    return _step(line) if math.isinf(_step(line, "rank")) else math.inf

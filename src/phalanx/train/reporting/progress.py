@@ -21,6 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.variables import LIVE_BAR
+
 DRAW_EVERY = 0.1  # seconds, on a terminal
 LOG_EVERY = 30.0  # without one
 READ_EVERY = 1.0  # values: that synchronises the GPU
@@ -132,7 +135,7 @@ class ProgressBar:
         self.title = title
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
-        self._live = shown and _is_terminal(self._stream)
+        self._live = shown and (_is_terminal(self._stream) or environment().get(LIVE_BAR) == "1")
         self._every = DRAW_EVERY if self._live else LOG_EVERY
         self._ascii = "utf" not in (getattr(self._stream, "encoding", None) or "").lower()
         now = clock()

@@ -1,39 +1,73 @@
-"""What rank 0 shows and writes about a run: the progress bar, the metrics files, and the values for its agent."""
+"""What a run shows and writes: the progress bar, the metrics files, and the values for the agent. Rank 0 does it; what
+other ranks log goes to rank 0."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.train.kept import TrainingProgress
 from phalanx.train.reporting.measuring import Measuring
-from phalanx.train.reporting.metrics import Metrics
+from phalanx.train.reporting.metrics import FLUSH_EVERY, Metrics, read
 from phalanx.train.reporting.progress import ProgressBar
+from phalanx.train.reporting.rank_log import LoggedRow, RankLog
+from phalanx.train.reporting.trackers import Tracker
 
 if TYPE_CHECKING:
     from phalanx.contract.worker_messages import MeasuredStep
 
+_REMEMBERED = 1000  # calls of `run.log`, to be compared with those of other ranks
+
 
 class RunReporter:
-    """Reports committed steps. Only rank 0 calls `begin` and `committed`."""
+    """Reports committed steps and what is logged. Only rank 0 calls `begin` and `committed`.
 
-    def __init__(self, counter: TrainingProgress, measured: Callable[[MeasuredStep], None] | None) -> None:
+    folder    returns where metrics are written; None: nowhere
+    rank_log  carries what other ranks log to rank 0
+    """
+
+    def __init__(
+        self,
+        counter: TrainingProgress,
+        measured: Callable[[MeasuredStep], None] | None,
+        *,
+        folder: Callable[[], str | None] = lambda: None,
+        rank_log: RankLog | None = None,
+        rank: int = 0,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
         self.bar: ProgressBar | None = None
         self._counter = counter
         self._measured = measured  # sends values to the agent
+        self._folder = folder
+        self._rank_log = rank_log
+        self._rank = rank
+        self._trackers = trackers
         self._metrics: Metrics | None = None
         self._measuring: Measuring | None = None
+        self._early: list[tuple[int, float, dict[str, Any]]] = []  # logged before the first step
+        self._logged: dict[tuple[int, tuple[str, ...]], Mapping[str, Any]] = {}  # the latest of rank 0
+        self._held: list[LoggedRow] = []  # of other ranks, for a step that rank 0 has not left yet
+        self._due = 0.0
 
-    def begin(self, total: int | None, folder: str | None, values: Mapping[str, Any]) -> None:
+    def begin(self, total: int | None, values: Mapping[str, Any]) -> None:
         """Report the first step. It is slower than all others, so speed is measured without it."""
         self.bar = ProgressBar(total, start=self._counter.steps, title=self._title)
         self.bar.advance(0, values, steps=0)
         if self._measured is not None:
             self._measuring = Measuring(self._measured, total)
-        if folder is not None:
-            self._metrics = Metrics(folder, resumed_at=self._counter.steps - 1)
+        self._open(self._counter.steps - 1)
         self._write(values)
+
+    def _open(self, resumed_at: int) -> None:
+        folder = self._folder()
+        if folder is not None and self._metrics is None:
+            self._metrics = Metrics(folder, resumed_at=resumed_at, trackers=self._trackers)
+        early, self._early = self._early, []
+        for epoch, when, values in early:  # the step was not known before the state was restored
+            self._log(resumed_at, epoch, when, values)
 
     def committed(self, samples: int, values: Mapping[str, Any]) -> None:
         """Report a later step: `samples` of all ranks, and its metrics."""
@@ -47,7 +81,61 @@ class RunReporter:
             self._metrics is not None and bool(values) and self._metrics.write(counter.steps, counter.epoch, values)
         )
         if self._measuring is not None:
-            self._measuring.advance(counter.steps, counter.epoch, values, waited=waited)
+            epoch, epochs = self._counted(counter.epoch)
+            self._measuring.advance(counter.steps, epoch, values, epochs=epochs, waited=waited)
+        if self._rank_log is not None and time.monotonic() >= self._due:
+            self._due = time.monotonic() + FLUSH_EVERY
+            self._take(self._rank_log.take())
+
+    def _counted(self, epoch: int) -> tuple[int, int]:
+        """Return an epoch as the progress bar counts it, from 1, and the number of epochs; 0: unknown."""
+        epochs = self._counter.epochs or 0
+        return (min(epoch + 1, epochs) if epochs else epoch), epochs
+
+    # -- run.log
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Report values, as `held` returned them, that belong to no step or to more than one."""
+        counter, now = self._counter, time.time()
+        if self._rank:
+            if self._rank_log is not None:
+                (numbers,) = read([values])
+                self._rank_log.add(LoggedRow(counter.steps, counter.epoch, now, numbers, self._rank))
+        elif self.bar is None:
+            self._early.append((counter.epoch, now, values))
+        else:
+            self._log(counter.steps, counter.epoch, now, values)
+
+    def _log(self, step: int, epoch: int, when: float, values: Mapping[str, Any]) -> None:
+        self._logged[step, tuple(values)] = values
+        if len(self._logged) > _REMEMBERED:
+            del self._logged[next(iter(self._logged))]
+        if self._metrics is not None:
+            self._metrics.log(step, epoch, when, values)
+        if self._measuring is not None:
+            counted, epochs = self._counted(epoch)
+            self._measuring.log(step, counted, values, epochs=epochs)
+
+    def post(self) -> None:
+        """Send what this rank has logged to rank 0, if something waits."""
+        if self._rank_log is not None:
+            self._rank_log.post()
+
+    def _take(self, rows: list[LoggedRow], *, last: bool = False) -> None:
+        """Write what other ranks have logged. A value that rank 0 has logged as well, and is the same, is left out: a
+        script may call `run.log` on all ranks."""
+        rows, self._held = [*self._held, *rows], []
+        for row in rows:
+            if row.step >= self._counter.steps and not last:  # rank 0 may still log the same
+                self._held.append(row)
+                continue
+            (own,) = read([self._logged.get((row.step, tuple(row.values)), {})])
+            if repr(own) != repr(row.values) and self._metrics is not None:  # repr: NaN is not equal to itself
+                self._metrics.log(row.step, row.epoch, row.time, row.values, rank=row.rank)
+                if self._measuring is not None:
+                    named = {f"{name}/rank {row.rank}": value for name, value in row.values.items()}
+                    epoch, epochs = self._counted(row.epoch)
+                    self._measuring.log(row.step, epoch, named, epochs=epochs)
 
     @property
     def _title(self) -> str:
@@ -69,13 +157,22 @@ class RunReporter:
             self._metrics.flush()
 
     def finish(self) -> None:
-        """Send the agent the values of the last step."""
+        """Report what was logged last, by all ranks, and send the agent the values of the last step."""
+        if self._rank_log is not None and self._rank:
+            self._rank_log.end()
+        elif self._rank_log is not None:
+            rows = self._rank_log.take_last()
+            if rows or self._early:
+                self._open(self._counter.steps)
+            self._take(rows, last=True)
         if self._measuring is not None:
             self._measuring.close()
 
     def close(self) -> None:
         """Close the bar and the metrics files."""
         with contextlib.ExitStack() as stack:
+            if self._early:
+                self._open(self._counter.steps)
             if self._metrics is not None:
                 stack.callback(self._metrics.close)
             if self.bar is not None:

@@ -2,6 +2,9 @@
 
 A lost shard exists only in the newest snapshot, so every step since then has to be repeated. At first there is a
 snapshot per step. From what these cost, all ranks choose an interval together, and review it from time to time.
+
+The seconds that the training thread waits for a snapshot are only a part of its cost: the copy also competes with the
+training for memory and links. So unless a snapshot is done in no time, steps with and without one are compared.
 """
 
 from __future__ import annotations
@@ -36,9 +39,11 @@ class GatheringGroup(Protocol):
 BUDGET = 0.03  # of a step's time
 _FIRST = 6  # steps before the first choice
 _LEAST = 3  # snapshots that have to be measured for a choice
+_PERIODS = 6  # snapshots, each followed by a step without one, whose steps are compared
 _REVIEW = 50  # steps, or
-_SNAPSHOTS = 10  # snapshots, whichever is more, until the next choice
-_RECENT = 100  # measurements that count
+_SNAPSHOTS = 10  # snapshots, whichever is more, until the next choice. After each choice it is twice as many steps, to
+_RARELY = 2000
+_RECENT = 100  # steps whose times count
 _told: set[int] = set()  # trainings of this process whose first choice was explained
 
 
@@ -48,6 +53,20 @@ class MeasuredCopy(NamedTuple):
     cost: float  # of a snapshot: what it takes from the training
     duration: float  # until it is complete
     step: float  # a step's time without it
+
+
+class StepTime(NamedTuple):
+    """The time of one step, in seconds."""
+
+    whole: float
+    held: float  # of these: the training thread was busy with a snapshot
+
+
+class Comparison(NamedTuple):
+    """What steps with and without a snapshot show, in seconds."""
+
+    cost: float  # of a snapshot
+    step: float  # the time of a step without one
 
 
 def interval(measured: Sequence[MeasuredCopy], budget: float = BUDGET) -> int:
@@ -60,6 +79,26 @@ def interval(measured: Sequence[MeasuredCopy], budget: float = BUDGET) -> int:
     cost = max(one.cost for one in measured)
     duration = max(one.duration for one in measured)
     return max(1, _steps(cost / budget, step), _steps(duration, step))
+
+
+def is_cheap(measured: Sequence[MeasuredCopy], budget: float = BUDGET) -> bool:
+    """Return whether a snapshot per step costs at most `budget` even if it stops the training until it is complete."""
+    step = statistics.median(one.step for one in measured)
+    return max(max(one.duration, one.cost) for one in measured) <= budget * step
+
+
+def shortest_period(measured: Sequence[MeasuredCopy]) -> int:
+    """Return the number of steps from one snapshot to the next of which the last step has no copy beside it."""
+    step = max(statistics.median(one.step for one in measured), 1e-6)
+    return 1 + max(1, _steps(max(one.duration for one in measured), step))
+
+
+def comparison(times: Sequence[StepTime], period: int) -> Comparison:
+    """Compare steps that have a copy beside them with those that have none: the last step of each period."""
+    whole = [time.whole for time in times]
+    periods = [whole[begin : begin + period] for begin in range(0, len(whole) - period + 1, period)]
+    alone = _median([one[-1] for one in periods])
+    return Comparison(max(_median([sum(one) - period * alone for one in periods]), 0.0), alone)
 
 
 def _steps(seconds: float, step: float) -> int:
@@ -100,33 +139,47 @@ class Cadence:
         self.steps = 1
         self._from = 0  # the step that steps are counted from
         self._review: int | None = None  # the step after which the interval is chosen again
+        self._distance = _REVIEW  # steps from a choice to the next
+        self._period = 0  # steps from one snapshot to the next while steps are compared; else 0
         self._last: float | None = None  # when a step was committed
         self._held = 0.0  # seconds that snapshots had taken from the training by then
-        self._times: deque[float] = deque(maxlen=_RECENT)
+        self._times: deque[StepTime] = deque(maxlen=_RECENT)
 
     def passed(self, step: int, group: GatheringGroup) -> bool:
         """Return whether a snapshot is due after this step. All ranks get the same answer."""
         now, held = self._clock(), self._snapshots.held
         if self._last is not None:
-            self._times.append(max(now - self._last - (held - self._held), 0.0))
+            self._times.append(StepTime(now - self._last, held - self._held))
         self._last, self._held = now, held
         if self._review is None:
             self._from, self._review = step, step + _FIRST
         if step >= self._review:
-            self._choose(step, group)
-        return (step - self._from) % self.steps == 0
+            self._decide(step, group)
+            self._last = self._clock()  # the time of this exchange does not belong to the next step
+        return (step - self._from) % (self._period or self.steps) == 0
 
-    def _choose(self, step: int, group: GatheringGroup) -> None:
+    def _decide(self, step: int, group: GatheringGroup) -> None:
+        """Choose the interval, or compare steps first."""
         costs = self._snapshots.costs
-        mine = [len(costs), _median(costs), _median(self._snapshots.durations), _median(self._times)]
+        alone = _median([max(time.whole - time.held, 0.0) for time in self._times])
+        compared = comparison(self._times, self._period) if self._period else Comparison(0.0, alone)
+        mine = [len(costs), _median(costs), _median(self._snapshots.durations), *compared]
         gathered = group.gather(mine, all=True) or []
-        self._last = None  # the time of this exchange does not belong to the next step
         if min(count for count, *_ in gathered) < _LEAST:
-            self._review = step + _FIRST
+            self._period, self._review = 0, step + _FIRST
             return
-        measured = [MeasuredCopy(*one) for _, *one in gathered]
+        extra = statistics.median(row[3] for row in gathered)  # the ranks wait for each other: all lose the same time
+        measured = [MeasuredCopy(max(cost, extra), duration, alone) for _, cost, duration, _, alone in gathered]
+        if not self._period and not is_cheap(measured):
+            self._period = max(self.steps, shortest_period(measured))
+            self._from, self._review = step, step + _PERIODS * self._period
+            self._times = deque(maxlen=_PERIODS * self._period)
+            return
+        self._period = 0
         before, self.steps = self.steps, interval(measured)
-        self._review = step + max(_REVIEW, _SNAPSHOTS * self.steps)
+        self._review = step + max(self._distance, _SNAPSHOTS * self.steps)
+        self._distance = min(2 * self._distance, _RARELY)
+        self._times = deque(maxlen=_RECENT)
         if self.steps != before:
             self._from = step
         if group.is_main and self._training not in _told:

@@ -25,7 +25,6 @@ from phalanx.train.checkpoint.saver import piece_of
 from phalanx.train.checkpoint.shares import Chunk
 
 HEAD = 64  # bytes for the seal
-DESCRIPTORS = "/proc/self/fd"  # a memfd has no other name
 _SEAL = struct.Struct("<8sQQI")
 _MAGIC = b"phalanx1"
 _POPULATE_WRITE = 23  # of <sys/mman.h>; Python has no name for it
@@ -172,7 +171,7 @@ def differences(fd: int) -> list[str]:
     part = read(fd)
     if part is None:
         return ["its table was changed"]
-    return loading.differences(DESCRIPTORS, [part.table(str(fd), os.fstat(fd).st_size)])
+    return loading.differences(loading.DESCRIPTORS, [part.table(str(fd), os.fstat(fd).st_size)])
 
 
 def body(fd: int, size: int) -> torch.Tensor:

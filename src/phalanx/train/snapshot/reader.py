@@ -17,7 +17,7 @@ from phalanx.train.checkpoint.format.plain import Tensors, unpacked
 from phalanx.train.snapshot.counter import is_counter
 from phalanx.train.snapshot.exchange import Exchange, Transfer
 from phalanx.train.snapshot.found import FoundSnapshot, HeldPart, newest, transfers
-from phalanx.train.snapshot.part import DESCRIPTORS, Part, differences, read
+from phalanx.train.snapshot.part import Part, differences, read
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
@@ -103,7 +103,7 @@ class SnapshotReader:
             for part in parts:
                 fds.append(self._client.show(found.name(part.rank)))
                 tables.append(part.table(str(fds[-1]), os.fstat(fds[-1]).st_size))
-            contents = loading.Contents(Info(found.step, DESCRIPTORS), Values(found.step, {}, {}), tables)
+            contents = loading.Contents(Info(found.step, loading.DESCRIPTORS), Values(found.step, {}, {}), tables)
             loading.read(contents, targets)
         finally:
             for fd in fds:

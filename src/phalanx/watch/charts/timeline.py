@@ -27,6 +27,7 @@ _COLOURS = {  # phase: (light, dark), as on the page (page/assets/style.css)
     "checkpoint": ("#3f9a73", "#4aa77e"),
     "compile": ("#b4578f", "#c56ba4"),
     "idle": ("#dcd7cc", "#363d45"),
+    "sleep": ("#a9a294", "#5f6770"),
 }
 _KINDS = {"start": "until the first step", "fault": "after a fault", "stall": "stalled"}
 

@@ -7,6 +7,7 @@ charts = [chart(runs, name, over="step") for name in shown(runs)]
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from phalanx.watch.charts.formatting import number, seconds
 from phalanx.watch.charts.plot import Series
 from phalanx.watch.charts.svg import Chart, ChartMark
 from phalanx.watch.model.curve import Curve
+from phalanx.watch.model.resources import RESOURCES
 from phalanx.watch.model.run_model import RunModel
 
 Over = Literal["step", "time"]
@@ -51,7 +53,7 @@ class ComparedRun:
     @property
     def known(self) -> tuple[str, ...]:
         """The metrics that it has reported."""
-        return tuple(name for name in self.curves if name not in RATES)
+        return tuple(name for name in self.curves if name not in (*RATES, *RESOURCES))
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class ComparedRunBuilder:
                 curve = self._rates if self._rates.points else curve  # a short run has no samples
             if curve.points:
                 curves[name] = _onward(curve, start, repeats=True)
+        resources = {name: _onward(curve, start, repeats=True) for name, curve in model.resources.curves.items()}
+        curves = {**resources, **curves}
         return ComparedRun(
             run=self._run,
             state=state or model.run.state,
@@ -145,7 +149,7 @@ class ComparedRunBuilder:
             final=self._final,
             lowest=self._lowest if math.isfinite(self._lowest) else None,
             highest=self._highest if math.isfinite(self._highest) else None,
-            rates={name: _step_seconds(curves[name]) for name in RATES if name in curves},
+            rates={name: _usual(curves[name]) for name in RATES if name in curves},
             faults=self._faults,
             lost=model.lost,
             goodput=model.goodput if self._looked else None,
@@ -154,9 +158,10 @@ class ComparedRunBuilder:
         )
 
 
-def _step_seconds(points: Sequence[tuple[int, float, float]]) -> float:
-    """Return the median while it made progress; stalls are shown elsewhere."""
-    return median([value for _, _, value in points if value > 0] or [0.0])
+def _usual(points: Sequence[tuple[int, float, float]]) -> float:
+    """Return the median of the points at which the step has grown: while a run stalls, its rate only falls."""
+    grown = [value for (before, *_), (step, _, value) in itertools.pairwise(points) if value > 0 and step > before]
+    return median(grown or [value for *_, value in points if value > 0] or [0.0])
 
 
 def _onward(curve: Curve, start: float, *, repeats: bool) -> list[tuple[int, float, float]]:
@@ -195,7 +200,7 @@ def chart(runs: Sequence[ComparedRun], name: str, *, over: Over = "step", log: b
         log=log and name not in RATES,
         across="step" if over == "step" else "time since the start",
         marks=marks,
-        zero=name in RATES,
+        zero=name in (*RATES, *RESOURCES),
     )
 
 

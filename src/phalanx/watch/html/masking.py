@@ -11,6 +11,7 @@ MASK = "•••"
 _NAMES = r"(?:token|secret|passwd|password|api[_-]?key|access[_-]?key|private[_-]?key|credential)s?"
 _VALUE = r"[^\s\"'\\<>&,;]{1,4096}"
 _OPTION = re.compile(rf"^--?[A-Za-z0-9_-]*{_NAMES}$", re.IGNORECASE)
+_SECRET = re.compile(rf"{_NAMES}$", re.IGNORECASE)
 _NAMED = re.compile(rf"(?P<name>{_NAMES}[\"']?\s{{0,4}}[=:]\s{{0,4}}[\"']?)(?P<value>{_VALUE})", re.IGNORECASE)
 _AFTER = re.compile(
     rf"(?P<name>(?<![\w-])--?(?:[A-Za-z][A-Za-z0-9_-]{{0,31}})?{_NAMES}\s{{1,4}})(?P<value>{_VALUE})", re.IGNORECASE
@@ -40,6 +41,11 @@ def command(words: Sequence[str]) -> list[str]:
         after = index > 0 and _OPTION.match(words[index - 1]) and not _HARMLESS.match(word)
         masked.append(MASK if after and not word.startswith("-") else hidden(word))
     return masked
+
+
+def value_of(name: str, text: str) -> str:
+    """Return the masked value of something with a name: all of it, if the name is that of a secret."""
+    return MASK if _SECRET.search(name) and not _HARMLESS.match(text) else hidden(text)
 
 
 def _masked(match: re.Match[str]) -> str:

@@ -14,11 +14,12 @@ from html import escape
 
 from phalanx.watch.charts import formatting, svg, timeline
 from phalanx.watch.charts.formatting import seconds
-from phalanx.watch.html import comparison, masking, stylesheet
+from phalanx.watch.html import comparison, masking, metadata_facts, stylesheet
 from phalanx.watch.html.comparison import ComparedRun
 from phalanx.watch.html.markup import Html, content_policy, facts, folded, joined, pre, table, tag
 from phalanx.watch.model.incidents import Incident, Incidents
 from phalanx.watch.model.rank import RankView
+from phalanx.watch.model.resources import RESOURCES
 from phalanx.watch.model.run_model import RunModel
 
 SIGN = '<meta name="generator" content="phalanx report'
@@ -110,7 +111,8 @@ def _embedded(page: str) -> list[Html]:
     """Embed the page in a frame that may run its own script and nothing else."""
     note = "The page of the run in its last state: ranks, curves, phases, logs. This part needs JavaScript."
     inside = escape(page)  # unchanged: the policy allows its script by digest
-    frame = f'<iframe sandbox="allow-scripts" title="interactive page of the run" srcdoc="{inside}"></iframe>'
+    may = "allow-scripts allow-downloads"  # it saves curves as CSV and PNG
+    frame = f'<iframe sandbox="{may}" title="interactive page of the run" srcdoc="{inside}"></iframe>'
     return [tag("p", note, class_="note"), Html(frame)]
 
 
@@ -121,6 +123,7 @@ def _section(title: str, *children: str) -> Html:
 def _head(context: ReportContext, model: RunModel, run: ComparedRun) -> Html:
     state = "stopped" if context.state.startswith("stopped") else context.state
     how = {"done": "good", "running": "going", "stopped": "calm"}.get(state, "bad")
+    shown = model.run.words if state == "stopped" and model.run.state == "stopped" else state
     values = [
         ("ranks", str(run.ranks or len(model.ranks))),
         ("steps", str(run.steps) if run.steps else "–"),
@@ -131,7 +134,7 @@ def _head(context: ReportContext, model: RunModel, run: ComparedRun) -> Html:
         ("goodput", "–" if run.goodput is None else f"{run.goodput:.1%}"),
     ]
     tiles = [tag("div", tag("b", value), tag("span", name)) for name, value in values]
-    title = tag("h1", context.run, " ", tag("span", state, class_=f"state {how}"))
+    title = tag("h1", context.run, " ", tag("span", shown, class_=f"state {how}"))
     return tag("header", title, tag("div", *tiles, class_="tiles"))
 
 
@@ -175,7 +178,7 @@ def _ending(context: ReportContext, run: ComparedRun) -> str:
     if context.state == "killed":
         return f"Its agent was killed after {lasted}."
     if context.state.startswith("stopped"):
-        return f"It was stopped after {lasted}{f', at step {run.steps}' if run.steps else ''}."
+        return f"It was {context.state} after {lasted}{f', at step {run.steps}' if run.steps else ''}."
     return f"It ended after {lasted}: {context.state}{f', because {context.first}' if context.first else ''}."
 
 
@@ -205,11 +208,15 @@ def _setup(context: ReportContext, model: RunModel) -> Html:
             ("leader", context.host),
             ("started", formatting.moment(context.started or model.run.started)),
             ("ended", formatting.moment(model.run.ended) if model.run.ended else ""),
+            *metadata_facts.pairs(model.metadata),
             ("imports", _imports(model)),
             ("folder", context.folder),
         ]
     )
     parts = [about]
+    given = metadata_facts.hyperparameters(model.metadata)
+    if given is not None:
+        parts.append(given)
     if rows:
         parts.append(table(("node", "ranks", "devices"), rows))
     if model.links is not None and model.links.pairs:
@@ -253,14 +260,14 @@ def _imports(model: RunModel) -> str:
 
 
 def _charts(run: ComparedRun) -> list[Html]:
-    names = [run.metric, *comparison.RATES, *run.known]
+    names = [run.metric, *comparison.RATES, *run.known, *RESOURCES]
     shown = [name for name in dict.fromkeys(names) if run.curves.get(name)]
     if not shown:
         return [tag("p", "No steps and no metrics.")]
     parts = []
     for name in shown[:_CHARTS]:
         # rates over time: over steps a stall is invisible
-        chart = comparison.chart([run], name, over="time" if name in comparison.RATES else "step")
+        chart = comparison.chart([run], name, over="time" if name in (*comparison.RATES, *RESOURCES) else "step")
         parts.append(tag("figure", Html(svg.picture([chart], alone=False))))
     if len(shown) > _CHARTS:
         parts.append(tag("p", f"Not drawn: {', '.join(shown[_CHARTS:][:100])}."))

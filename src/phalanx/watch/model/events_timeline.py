@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from phalanx.contract import events
+from phalanx.watch.model.status import STOPPED
 
 KINDS = (
     "joined",
@@ -118,6 +119,6 @@ def _entry(event: events.AnyEvent) -> TimelineEvent | None:
         case events.NoteEvent():
             return TimelineEvent(event.time, "note", event.text)
         case events.RunEnded():
-            how = f"failed with exit code {event.code}" if event.code else "done"
+            how = STOPPED.get(event.code) or (f"failed with exit code {event.code}" if event.code else "done")
             return TimelineEvent(event.time, "end", f"{how}, after {event.seconds:.0f} s", seconds=event.seconds)
     return None

@@ -6,7 +6,8 @@ Goodput is the share of the time since the first step that was not lost. Lost ti
   again after a restart is not known;
 - a stall (Resumed; if that does not come, from its begin to the next step).
 
-`phalanx run` reports at its end only the time lost to faults, as a share of the time since the command.
+A loss begins with the last committed step before the fault, however long it takes until the fault is noticed.
+`phalanx run` counts in the same way; what it says at its end (GoodputMeasured) is what all views show from then on.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Goodput:
     seconds: float = 0.0  # of losses that are over; never decreases
     first: float | None = None  # time of the first step, or of the first loss
     since: float | None = None  # begin of the current loss
+    measured: tuple[float, float] | None = None  # lost seconds and seconds since the first step, at the end of the run
     _estimate: float = 0.0  # what `end` has counted for the latest loss, until its real duration is known
 
     def stepped(self, when: float) -> None:
@@ -52,9 +54,13 @@ class Goodput:
 
     def total(self, now: float) -> float:
         """Return the seconds lost until `now`, with those of the current loss."""
+        if self.measured is not None:
+            return self.measured[0]
         return self.seconds + (max(0.0, now - self.since) if self.since is not None else 0.0)
 
     def goodput(self, now: float) -> float:
         """Return the goodput until `now`, 0 to 1."""
         whole = now - self.first if self.first is not None else 0.0
+        if self.measured is not None:
+            whole = self.measured[1]
         return min(1.0, max(0.0, 1 - self.total(now) / whole)) if whole > 0 else 1.0

@@ -18,7 +18,7 @@ class Incident:
     kind: Literal["fault", "stall", "preemption"]
     text: str
     ranks: tuple[int, ...] = ()
-    remedy: str = ""  # regroup, restart, stop; of a stall: fault
+    remedy: str = ""  # regroup, restart, stop; of a stall: fault, end
     seconds: float | None = None  # until the next step; None: there was none
     redone: int = 0  # steps computed again
     step: int = -1  # the first step committed after it; -1: unknown
@@ -34,7 +34,7 @@ class Incident:
             done = {"regroup": "regrouped", "restart": "restarted all ranks"}.get(self.remedy)
             return f"{done}; no step since then" if done else "not resolved"
         if self.kind == "stall":
-            return "ended by a fault" if self.remedy == "fault" else "resumed by itself"
+            return {"fault": "ended by a fault", "end": "until the run ended"}.get(self.remedy, "resumed by itself")
         if self.remedy == "restart":
             return "restarted all ranks"
         cost = "no step lost" if not self.redone else f"{self.redone} step{'s' * (self.redone > 1)} done again"
@@ -53,7 +53,7 @@ class Incidents:
         """Fold an event into the list."""
         match event:
             case events.FaultEvent() if event.kind != "node-joined":
-                self._close_stall(event.time)
+                self._close_stall(event.time, "fault")
                 self._add(Incident(event.time, "fault", event.reason, (event.rank,), event.recovery))
             case events.Recovered():
                 self._close("fault", event.seconds, redone=event.redone, step=event.step)
@@ -66,6 +66,8 @@ class Incidents:
                 self._explain(event)
             case events.Resumed():
                 self._close("stall", event.seconds)
+            case events.RunEnded():
+                self._close_stall(event.time, "end")
             case events.Preempted():
                 took = event.seconds
                 self._add(Incident(event.time, "preemption", "preempted", seconds=took, step=event.step))
@@ -97,10 +99,10 @@ class Incidents:
             )
         self._open = [index for index in self._open if index not in concerned]
 
-    def _close_stall(self, when: float) -> None:
-        """Close an open stall: a fault has ended it."""
+    def _close_stall(self, when: float, remedy: str) -> None:
+        """Close an open stall: a fault, or the end of the run, has ended it."""
         for index in self._open:
             if self.entries[index].kind == "stall":
                 seconds = max(0.0, when - self.entries[index].time)
-                self.entries[index] = replace(self.entries[index], seconds=seconds, remedy="fault")
+                self.entries[index] = replace(self.entries[index], seconds=seconds, remedy=remedy)
         self._open = [index for index in self._open if self.entries[index].kind != "stall"]

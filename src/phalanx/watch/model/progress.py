@@ -19,7 +19,8 @@ class Progress:
 
     step: int = -1  # the highest step of any rank; it may decrease after a restart
     total: int = 0
-    epoch: int = 0
+    epoch: int = 0  # from 1; 0: unknown
+    epochs: int = 0  # 0: unknown
     rate: float = 0.0  # steps per second
     samples: float = -1.0  # training samples per second of all ranks
     step_seconds: float = 0.0  # usual seconds per step
@@ -63,6 +64,7 @@ class Progress:
         if before is not None and event.step < before.step and running:
             self._step_resets = True
         self.total, self.epoch = event.total or self.total, event.epoch
+        self.epochs = event.epochs or self.epochs
         self._measured_rate.record(event.time, event.step)
         if not self._sampled_rate.marks:  # no steps in the samples
             self.step, self.rate, self.samples = event.step, self._measured_rate.at(event.time), event.samples

@@ -193,14 +193,16 @@ class RankView:
         # Long runs keep only some samples: each one stands for the time since the one before it.
         self.steps.apply(now, now - since if since and now > since else seconds, sample, times)
 
-    def update_health(self, *, stuck: bool, slow: bool, stopped: bool = False) -> None:
+    def update_health(self, *, stuck: bool, slow: bool, stopped: bool = False, by_user: bool = False) -> None:
         """Set `health` to the worst that applies, in the order of HEALTH; exit code 0 is always "done".
 
-        `stopped`: the worker was asked to end.
+        `stopped`: the worker was asked to end. `by_user`: not because of a failure, so that whatever it raised then is
+        no failure either.
         """
         if self.exit is not None:
             code = self.exit.code
-            self.health = "done" if code == 0 else "stopped" if stopped and code in _STOPPED else "dead"
+            ended = by_user or (stopped and code in _STOPPED)
+            self.health = "done" if code == 0 else "stopped" if ended else "dead"
         elif stuck:
             self.health = "stuck"
         elif self.silent > _SILENT:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from phalanx.contract import events
 from phalanx.watch.model.histogram import Histogram
 from phalanx.watch.model.rank import STARTING, RankView
+from phalanx.watch.model.status import STOPPED
 
 _SETTLED = 3.0  # seconds after which a RankInfos event is complete
 _TENTH = 0.15  # seconds: a little more than one tick of a sample
@@ -36,6 +37,7 @@ class RankViews(Mapping[int, RankView]):
         self._infos_time = 0.0  # its time
         self._ended_before_stop: set[int] | None = None  # ranks; None: the run is not being stopped
         self._failed: set[int] = set()  # ranks whose failure stopped the run
+        self._by_user = False  # the run was stopped by Ctrl-C or `phalanx stop`
 
     def __getitem__(self, rank: int) -> RankView:
         return self._views[rank]
@@ -110,11 +112,15 @@ class RankViews(Mapping[int, RankView]):
                         view.start(0)
                 self._attempt, self._ended_before_stop = event.attempt, None
                 self._failed.clear()
+                self._by_user = False
             case events.FaultEvent(recovery="stop") | events.WorkerFailed():
                 self._failed.add(event.rank)
             case events.Stopping() | events.Preempted():
                 self._stop(event.time)
+                # A failure stops the others by SIGTERM.
+                self._by_user = isinstance(event, events.Stopping) and event.signal == "SIGINT"
             case events.RunEnded():
+                self._by_user = event.code in STOPPED and not self._failed
                 for view in self._views.values():
                     if view.code is None:  # exit codes of other nodes are not known
                         view.end(event.time, 0 if event.code == 0 else None)
@@ -151,7 +157,9 @@ class RankViews(Mapping[int, RankView]):
         """Judge all ranks, or only one. `stuck` and `slow` are ranks."""
         for each in self._views.values() if view is None else (view,):
             rank = each.rank
-            each.update_health(stuck=rank in stuck, slow=rank in slow, stopped=self._was_stopped(rank))
+            stopped = self._was_stopped(rank)
+            by_user = stopped and self._by_user
+            each.update_health(stuck=rank in stuck, slow=rank in slow, stopped=stopped, by_user=by_user)
 
     def _view(self, rank: int) -> RankView:
         return self._views.setdefault(rank, RankView(rank))

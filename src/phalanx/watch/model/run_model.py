@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, field
 
 from phalanx.contract import events
+from phalanx.contract.run_metadata import RunMetadata
 from phalanx.watch.model import events_timeline
 from phalanx.watch.model.events_timeline import EventsTimeline
 from phalanx.watch.model.progress import Progress
 from phalanx.watch.model.ranks import RankViews
+from phalanx.watch.model.resources import Resources
 from phalanx.watch.model.status import RunStatus
 from phalanx.watch.model.stragglers import Stragglers
 from phalanx.watch.model.trouble import Trouble
@@ -38,11 +40,13 @@ class RunModel:
     run: RunStatus = field(default_factory=RunStatus)
     ranks: RankViews = field(default_factory=RankViews)
     progress: Progress = field(default_factory=Progress)
+    resources: Resources = field(default_factory=Resources)
     trouble: Trouble = field(default_factory=Trouble)
     stragglers: Stragglers = field(default_factory=Stragglers)
     timeline: EventsTimeline = field(default_factory=EventsTimeline)
     links: events.Links | None = None
     fork_server: events.ForkServerReady | None = None
+    metadata: RunMetadata | None = None  # hyperparameters, commit, versions, machine, once they are known
     now: float = 0.0  # time of the latest event
 
     @property
@@ -74,6 +78,9 @@ class RunModel:
                     self.ranks.update_health(self.trouble.stuck, self.stragglers.slow, view)
             case events.ForkServerReady():
                 self.fork_server = event
+            case events.RunDescribed():
+                self.metadata = event.metadata
+                self.run.name = event.metadata.run  # the folder of a node gets the name of the run when it joins
             case events.Links():
                 self.links = event
             case _:
@@ -104,6 +111,7 @@ class RunModel:
         if self.trouble.sampled(now, sample.furthest):
             self._stepped(now)
         self.progress.sampled(now, sample.furthest, sample.samples, halted=self.run.halted, at_work=sample.at_work)
+        self.resources.sampled(event, self.progress.step)
         if self.run.halted:
             self.ranks.halt()
         if self.run.state == "running":

@@ -7,7 +7,9 @@ stalled      no progress (Stalled, VerdictEvent), until the next step or Resumed
 recovering   after a fault that the run survives, until the first step after it (Recovered) or a restart of all ranks
              (Restarted)
 stopping     ranks are being stopped
-done, failed
+done
+stopped      by Ctrl-C or `phalanx stop`
+failed
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.contract import events
+from phalanx.contract.exit_codes import stopped_by
 
-State = Literal["gathering", "starting", "running", "stalled", "recovering", "stopping", "done", "failed"]
+State = Literal["gathering", "starting", "running", "stalled", "recovering", "stopping", "done", "stopped", "failed"]
+# Exit code of a run that was stopped by SIGINT or SIGTERM -> what people call that
+STOPPED = {code: f"stopped by {stopped_by(code)}" for code in (130, 143)}
 
 
 @dataclass
@@ -33,6 +38,7 @@ class RunStatus:
     generation: int = 0
     attempt: int = 0
     rendezvous: events.RendezvousProgress | None = None  # while nodes are missing
+    _failed: bool = False  # a worker has failed in this attempt
 
     @property
     def halted(self) -> bool:
@@ -49,7 +55,7 @@ class RunStatus:
             case events.RendezvousProgress():
                 self._rendezvous(event)
             case events.AttemptStarted():
-                self.attempt, self.rendezvous = event.attempt, None
+                self.attempt, self.rendezvous, self._failed = event.attempt, None, False
                 self._set("starting", only=("gathering", "recovering", "running", "stalled"))
             case events.Stalled() | events.VerdictEvent() | events.Resumed():
                 self._stall(event)
@@ -59,9 +65,23 @@ class RunStatus:
                 self._set("stopping", unless=("recovering",))
             case events.Preempted():
                 self._set("stopping")
+            case events.WorkerFailed():
+                self._failed = True
             case events.RunEnded():
-                self._set("failed" if event.code else "done")
+                self._set(self._end(event.code))
                 self.ended, self.code, self.rendezvous = event.time, event.code, None
+
+    @property
+    def words(self) -> str:
+        """The state, and how it ended: `failed (exit code 1)`, `stopped by Ctrl-C`."""
+        if self.state == "failed" and self.code is not None:
+            return f"failed (exit code {self.code})"
+        return STOPPED.get(self.code or 0, self.state) if self.state == "stopped" else self.state
+
+    def _end(self, code: int) -> State:
+        if code in STOPPED and not self._failed:
+            return "stopped"
+        return "failed" if code else "done"
 
     def left_startup(self) -> bool:
         """Record that a rank has imported and joined. Return whether the run was starting until now."""

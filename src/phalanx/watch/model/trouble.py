@@ -21,6 +21,7 @@ class Trouble:
     lost_time: Goodput = field(default_factory=Goodput)
     since: float = -math.inf  # time of the latest fault, stall or restart
     _furthest: int | None = None  # highest step of the sample before, since then
+    _stalls: bool = False  # the run stalls, or did, and no fault has followed from that
 
     @property
     def stuck(self) -> set[int]:
@@ -37,18 +38,21 @@ class Trouble:
             case events.Stalled() | events.VerdictEvent() | events.Resumed():
                 self._stall(event, entry)
             case events.FaultEvent() if event.recovery != "stop":
-                if stalled:
+                self._stalls = False
+                if stalled and not event.idle:
                     self.lost_time.end(event.time)
-                self.lost_time.begin(event.time)
+                self.lost_time.begin(event.time - max(0.0, event.idle))
                 self._begin(event.time)
             case events.Recovered():
-                self.lost_time.end_after(event.seconds)
+                self.lost_time.end_after(event.seconds + max(0.0, event.idle))
                 self.lost_time.add(max(0, event.redone) * step_seconds)
                 self.verdicts.clear()
             case events.Restarted():
-                self.lost_time.end_after(event.seconds)
+                self.lost_time.end_after(event.seconds + max(0.0, event.idle))
                 self.lost_time.begin(event.time)
                 self.verdicts.clear()
+            case events.GoodputMeasured():
+                self.lost_time.measured = max(0.0, event.lost), max(0.0, event.seconds)
             case events.WorkerFailed():
                 self.cause = TimelineEvent(event.time, "fault", event.summary, (event.rank,))
             case events.AttemptStarted():
@@ -77,6 +81,7 @@ class Trouble:
     def _stall(self, event: events.Stalled | events.VerdictEvent | events.Resumed, entry: TimelineEvent | None) -> None:
         match event:
             case events.Stalled():
+                self._stalls = True
                 self.verdicts.clear()  # new ones follow
                 self.lost_time.begin(event.time - max(0.0, event.seconds))
                 self._begin(event.time)
@@ -87,7 +92,9 @@ class Trouble:
                 del self.verdicts[:-_MOST_VERDICTS]
             case events.Resumed():
                 self.verdicts.clear()
-                self.lost_time.end_after(event.seconds)
+                if self._stalls:  # else it is part of the time that a fault has cost
+                    self.lost_time.end_after(event.seconds)
+                self._stalls = False
 
     def _begin(self, when: float) -> None:
         self._furthest, self.since = None, when

@@ -11,6 +11,7 @@ import re
 from importlib import resources
 
 INDEX = "index.html"
+RUNS = ("compare.js", "runs.js")  # of `phalanx ui`, not in a report
 SCRIPTS = (
     "dom.js",
     "format.js",
@@ -19,9 +20,12 @@ SCRIPTS = (
     "canvas.js",
     "model.js",
     "live.js",
+    "about.js",
     "head.js",
     "grid.js",
     "timeline.js",
+    "plot.js",
+    "save.js",
     "charts.js",
     "topology.js",
     "events.js",
@@ -37,7 +41,7 @@ _EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) ([\w$]+))", 
 
 def names() -> tuple[str, ...]:
     """Return what /assets/NAME may ask for."""
-    return ("style.css", "icon.svg", *SCRIPTS)
+    return ("style.css", "icon.svg", "runs.html", *SCRIPTS, *RUNS)
 
 
 @functools.cache

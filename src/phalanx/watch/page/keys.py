@@ -61,6 +61,18 @@ class PageKeys:
         """
         return self._derived("folder")[:32]
 
+    @property
+    def token(self) -> str:
+        """What a request that changes something has to bring in a header, besides the cookie.
+
+        A page of another site can neither read it nor send such a header.
+        """
+        return self.folder
+
+    def allows(self, token: str | None) -> bool:
+        """Return whether `token` is the token."""
+        return token is not None and _same(token, self.token)
+
     def _derived(self, what: str) -> str:
         words = "\0".join(("phalanx page", what, str(self.port), self.run))
         return hmac.new(self.key.encode(), words.encode(errors="replace"), hashlib.sha256).hexdigest()

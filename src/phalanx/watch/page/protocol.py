@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from phalanx.contract.run_metadata import RunMetadata
+
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=False):
     """A rank, as `RankView`. `whole` has all of them; `update` those that have changed."""
@@ -39,6 +41,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     command: str
     state: str
+    ending: str  # how it ended, if it has: "failed (exit code 1)", "stopped by Ctrl-C"
     started: float
     now: float
     ended: float | None
@@ -49,7 +52,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     step: int
     total: int
-    epoch: int
+    epoch: int  # from 1; 0: unknown
+    epochs: int  # 0: unknown
     rate: float
     samples: float
     goodput: float
@@ -81,4 +85,5 @@ class PageUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stragglers: tuple[tuple[int, float, str], ...] = ()  # rank, share of the last minute that others waited, phase
     rendezvous: dict[str, object] | None = None  # RendezvousProgress, while nodes are missing
     links: tuple[tuple[str, str, float, float, float], ...] = ()  # one, other, latency, there, back; when they change
+    metadata: RunMetadata | None = None  # hyperparameters, commit, versions, machine; when they change
     measured: float = 0.0  # when the links were measured

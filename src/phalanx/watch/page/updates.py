@@ -12,7 +12,8 @@ from itertools import islice
 import msgspec
 
 from phalanx.contract import encoding
-from phalanx.watch.model.curve import Point
+from phalanx.contract.run_metadata import RunMetadata
+from phalanx.watch.model.curve import Curve, Point
 from phalanx.watch.model.events_timeline import TimelineEvent
 from phalanx.watch.model.rank import RankView
 from phalanx.watch.model.run_model import RunModel
@@ -40,6 +41,7 @@ class Updates:
         self._given: dict[str, int] = {}  # curve -> number of points sent
         self._sent = 0  # events
         self._links: object = None
+        self._metadata: RunMetadata | None = None
 
     def whole(self) -> PageUpdate:
         """Return the state as of the latest `next()`."""
@@ -48,6 +50,7 @@ class Updates:
         assert self._latest is not None  # noqa: S101
         new = len(self._model.timeline.since(self._sent))
         events = self._model.timeline.latest
+        curves = self._all_curves()
         return msgspec.structs.replace(
             self._latest,
             rows=tuple(self._rows.values()),
@@ -59,9 +62,10 @@ class Updates:
             curves={
                 name: curve.points[: curve.before(given)]
                 for name, given in self._given.items()
-                if (curve := self._model.progress.curves[name]).points
+                if (curve := curves[name]).points
             },
             events=tuple(map(_entry, islice(events, len(events) - new))),
+            metadata=self._metadata,
             **self._linked(),
         )
 
@@ -70,6 +74,8 @@ class Updates:
         model = self._model
         links = self._linked() if model.links is not self._links else {}
         self._links = model.links
+        described = model.metadata if model.metadata is not self._metadata else None
+        self._metadata = model.metadata
         rows = {rank: _row(view) for rank, view in model.ranks.items()}
         before, self._rows = self._rows, rows
         gone = tuple(rank for rank in before if rank not in rows)
@@ -88,7 +94,7 @@ class Updates:
         curves = self._curves()
         events = model.timeline.since(self._sent)
         self._sent = model.timeline.counts.total()
-        if latest == self._latest and before == rows and not (gone or strips or curves or events or links):
+        if latest == self._latest and before == rows and not (gone or strips or curves or events or links or described):
             return None
         self._latest = latest
         return msgspec.structs.replace(
@@ -98,6 +104,7 @@ class Updates:
             strips=strips,
             curves=curves,
             events=tuple(map(_entry, events)),
+            metadata=described,
             **links,
         )
 
@@ -132,12 +139,15 @@ class Updates:
 
     def _curves(self) -> dict[str, list[Point]]:
         new: dict[str, list[Point]] = {}
-        for name, curve in self._model.progress.curves.items():
+        for name, curve in self._all_curves().items():
             points = curve.points[curve.before(self._given.get(name, 0)) :]
             self._given[name] = curve.given
             if points:
                 new[name] = points
         return new
+
+    def _all_curves(self) -> dict[str, Curve]:
+        return {**self._model.resources.curves, **self._model.progress.curves}
 
     def _linked(self) -> dict[str, object]:
         links = self._model.links
@@ -177,6 +187,7 @@ def _head(model: RunModel) -> Head:
         run=model.run.name,
         command=shlex.join(model.run.command),
         state=model.run.state,
+        ending=model.run.words if model.run.ended is not None else "",
         started=model.run.started,
         now=model.now,
         ended=model.run.ended,
@@ -188,11 +199,12 @@ def _head(model: RunModel) -> Head:
         step=model.progress.step,
         total=model.progress.total,
         epoch=model.progress.epoch,
+        epochs=model.progress.epochs,
         rate=round(model.progress.rate, 4),
         samples=round(model.progress.samples, 2),
         goodput=round(model.goodput, 5),
         lost=round(model.lost, 2),
-        eta=round(model.progress.eta, 1) if model.progress.eta is not None else None,
+        eta=None if model.progress.eta is None or model.run.halted else round(model.progress.eta, 1),
     )
 
 

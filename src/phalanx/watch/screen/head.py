@@ -16,11 +16,9 @@ def draw(model: RunModel, canvas: Canvas, now: float) -> list[Line]:
 
 def state(model: RunModel) -> str:
     """Return the state of the run."""
-    if model.run.state == "failed" and model.run.code is not None:
-        return f"failed (exit code {model.run.code})"
     if model.run.state == "gathering" and model.run.rendezvous is not None:
         return f"waiting for nodes: {len(model.run.rendezvous.joined)} of {model.run.rendezvous.expected} joined"
-    return model.run.state
+    return model.run.words
 
 
 def loss(model: RunModel) -> tuple[str, float] | None:
@@ -77,6 +75,9 @@ def _progress(model: RunModel, width: int, signs: Signs) -> Line:
 
 def _measures(model: RunModel) -> list[str]:
     words: list[str] = []
+    if model.progress.epoch:
+        of = f"/{model.progress.epochs}" if model.progress.epochs else ""
+        words.append(f"epoch {model.progress.epoch}{of}")
     if model.progress.eta is not None and model.run.state == "running":
         words.append(f"ETA {numbers.about(model.progress.eta)}")
     if model.run.ended is None:

@@ -86,5 +86,6 @@ def ending(model: RunModel) -> str:
     if model.run.ended is None:
         return f"{name}: the end was not recorded ({status(model)})"
     steps = f", {model.progress.step} steps" if model.progress.step > 0 else ""
-    how = "succeeded" if model.run.code == 0 else f"failed with exit code {model.run.code}"
+    failed = f"failed with exit code {model.run.code}"
+    how = "succeeded" if model.run.code == 0 else model.run.words if model.run.state == "stopped" else failed
     return f"{name}: {how} after {numbers.span(model.run.ended - model.run.started)}{steps}"

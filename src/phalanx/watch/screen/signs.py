@@ -21,6 +21,7 @@ HEALTH_STYLES = {
 # state of the run -> style
 STATE_STYLES = {
     "done": "dim",
+    "stopped": "dim",
     "gathering": "info",
     "starting": "info",
     "running": "good",

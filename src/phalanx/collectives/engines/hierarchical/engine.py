@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from phalanx.collectives.engines.engine import ANY_SOURCE, Engine, EngineCall
 from phalanx.collectives.engines.gloo import GlooMessage
@@ -21,6 +20,7 @@ from phalanx.collectives.engines.threaded import ENDED, Threaded
 from phalanx.collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
 from phalanx.collectives.failure_propagation import FailurePropagation, translate
 from phalanx.collectives.neighbours import Neighbours, format_ranks
+from phalanx.forkserver.signed_store import SignedStore
 
 from .buffers import BufferCache
 from .collectives import HostCollectives
@@ -32,14 +32,14 @@ class HierarchicalEngine(Threaded):
     """`inner`: the engine of this host's ranks, numbered from 0. `ranks`: the global ranks."""
 
     def __init__(
-        self, store: dist.Store, neighbours: Neighbours, inner: Engine, timeout: float, ranks: Sequence[int] = ()
+        self, store: SignedStore, neighbours: Neighbours, inner: Engine, timeout: float, ranks: Sequence[int] = ()
     ) -> None:
         rank, size = neighbours.here[inner.rank], sum(map(len, neighbours.hosts))
         super().__init__(rank, size)
         self._format_ranks = partial(format_ranks, names=tuple(ranks))
         self._inner = inner
-        self._transport = GlooTransport(dist.PrefixStore("transport", store), rank, size, timeout)
-        cause_store = dist.PrefixStore("causes", store)
+        self._transport = GlooTransport(store.at("transport"), rank, size, timeout)
+        cause_store = store.at("causes")
         self._failures = FailurePropagation(
             cause_store, rank, neighbours, self._format_ranks, aborted=lambda: self._ended
         )

@@ -19,13 +19,19 @@ import os
 import re
 import secrets
 import shutil
+import stat
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint.format import integrity
 from phalanx.train.checkpoint.format.manifest import FORMAT, MANIFEST, Entry, Manifest
+from phalanx.train.checkpoint.format.regular_file import kind_of, open_regular, read_regular
+from phalanx.train.checkpoint.format.validation import check_manifest
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?\Z")
+_TOKEN = re.compile(r"[0-9a-f]{16}\Z")
+LOCK = ".lock"
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
 _held: set[tuple[int, str]] = set()  # (pid, folder) of locks that this process holds, or its parents
@@ -49,10 +55,11 @@ class Info:
 
 
 class Folder:
-    """The folder of a run's checkpoints. Call `lock` before writing."""
+    """The folder of a run's checkpoints. Call `lock` before writing. `key`: signs them; empty: there is none."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, key: bytes = b"") -> None:
         self.path = os.path.abspath(path)
+        self.key = key
         self._lock: int = -1
         self._mine = (0, "")
 
@@ -73,14 +80,21 @@ class Folder:
     def manifest(self, name: str) -> Manifest:
         """Return the manifest of a checkpoint. Raises CheckpointError if a file is missing or has the wrong size."""
         file = os.path.join(self.path, name, MANIFEST)
+        if os.path.islink(os.path.join(self.path, name)):
+            raise CheckpointError(f"{name}: is a link, not a folder")
         try:
-            with open(file, "rb") as opened:
-                data = opened.read()
+            data = read_regular(file)
         except OSError as error:
             raise CheckpointError(f"{name}/{MANIFEST}: {error.strerror}") from None
-        manifest = integrity.opened(data, Manifest, f"{name}/{MANIFEST}")
+        manifest = integrity.opened(data, Manifest, f"{name}/{MANIFEST}", self.key)
         if manifest.format != FORMAT:
             raise CheckpointError(f"{name}/{MANIFEST}: format {manifest.format}, this phalanx reads {FORMAT}")
+        try:
+            check_manifest(manifest)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}/{MANIFEST}: {error.what}") from None
+        if self.key and manifest.step != order(name)[0]:  # an old one under a new name
+            raise CheckpointError(f"{name}/{MANIFEST}: was signed for step {manifest.step}")
         for entry in manifest.files:
             self._measure(name, entry)
         return manifest
@@ -91,13 +105,40 @@ class Folder:
         path = os.path.join(self.path, name)
         return Info(manifest.step, path, manifest.metrics, manifest.world_size, manifest.time)
 
+    def sorted_out(self, known_bad: Collection[str] = ()) -> tuple[list[Info], list[str]]:
+        """Return the complete checkpoints, newest first, and the names of the others."""
+        good: list[Info] = []
+        bad: list[str] = []
+        for name in self.names():
+            try:
+                info = self.info(name)
+            except CheckpointError:
+                bad.append(name)
+                continue
+            if name in known_bad:
+                bad.append(name)
+            else:
+                good.append(info)
+        return good, bad
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a checkpoint."""
+        return sum(entry.size for entry in self.manifest(name).files)
+
+    def free(self) -> int:
+        """Return the bytes that this user can still write to the disk."""
+        found = os.statvfs(self.path)
+        return found.f_bavail * found.f_frsize
+
     def _measure(self, name: str, entry: Entry) -> None:
-        if os.path.basename(entry.name) != entry.name:
-            raise CheckpointError(f"{name}/{MANIFEST}: names {entry.name!r}, which is not in its folder")
+        path = os.path.join(self.path, name, entry.name)
         try:
-            size = os.stat(os.path.join(self.path, name, entry.name)).st_size
+            found = os.lstat(path)
         except OSError as error:
             raise CheckpointError(f"{name}/{entry.name}: {error.strerror}") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{name}/{entry.name}: is {kind_of(path)}, not a regular file")
+        size = found.st_size
         if size != entry.size:
             raise CheckpointError(f"{name}/{entry.name}: has {size:,} bytes, {entry.size:,} were written")
 
@@ -113,15 +154,29 @@ class Folder:
             self._take()
             # First remove what killed writers have left: it may be what fills the disk.
             self.sweep()
-            token = secrets.token_hex(8)
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, token.encode(), 0)
-            os.fsync(self._lock)  # a network file system shows it to others only then
+            token = self._write_token()
         except OSError as error:
             self.close()
             raise CheckpointError(
                 f"no checkpoint can be written to {self.path}: {error.strerror}", fix="choose another folder"
             ) from None
+        return token
+
+    def _write_token(self) -> str:
+        """Write a new token over the old one, which has the same length: that needs no room on most disks.
+
+        On a full disk the old one will do: whoever holds the lock uses it, and nobody else can write another.
+        """
+        token = secrets.token_hex(8)
+        try:
+            os.pwrite(self._lock, token.encode(), 0)
+            os.ftruncate(self._lock, len(token))
+            os.fsync(self._lock)  # a network file system shows it to others only then
+        except OSError as error:
+            old = self.token()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _TOKEN.match(old):
+                raise
+            return old
         return token
 
     def _take(self) -> None:
@@ -131,7 +186,7 @@ class Folder:
             raise CheckpointError(
                 f"checkpoints are already written to {self.path} by this process", fix="close the other Checkpoints"
             )
-        fd = os.open(os.path.join(self.path, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = open_regular(os.path.join(self.path, LOCK), os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -151,9 +206,8 @@ class Folder:
             # Read with the descriptor of the lock: closing any other one of this file would release it.
             if self._lock >= 0:
                 return os.pread(self._lock, 64, 0).decode()
-            with open(os.path.join(self.path, ".lock")) as file:
-                return file.read()
-        except OSError:
+            return read_regular(os.path.join(self.path, LOCK)).decode(errors="replace")
+        except (OSError, CheckpointError):
             return ""
 
     def staging(self, step: int, token: str, number: int) -> str:

@@ -1,8 +1,10 @@
-"""Checksums, JSON with a checksum, and durable writes."""
+"""Checksums and signatures, JSON with them, and durable writes."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import hmac
 import os
 import zlib
 from typing import Any, TypeVar
@@ -15,7 +17,8 @@ T = TypeVar("T")
 PIECE = 8 << 20  # bytes per call: long enough to be fast, short enough to release the GIL often
 
 # crc32 detects errors of disks and networks, not manipulation, and is the fastest checksum in the standard library.
-# Nothing in a checkpoint is ever executed.
+# Nothing in a checkpoint is ever executed. --checkpoint-key detects manipulation, too: the manifest has an HMAC
+# and the SHA-256 of each table, which has that of its file of tensors.
 
 
 def checksum(data: memoryview | bytes, start: int = 0) -> int:
@@ -26,29 +29,48 @@ def checksum(data: memoryview | bytes, start: int = 0) -> int:
     return start
 
 
-class _Sealed(msgspec.Struct):
+class _Sealed(msgspec.Struct, omit_defaults=True):
     checksum: int
     body: msgspec.Raw
+    signature: str = ""  # empty: there is no key
 
 
-def sealed(body: Any) -> bytes:
-    """Return the body as JSON with its checksum."""
+def digest(data: bytes) -> str:
+    """Return the SHA-256 of the data, for files that a signature covers."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sealed(body: Any, key: bytes = b"") -> bytes:
+    """Return the body as JSON with its checksum, and with a signature if there is a key."""
     raw = msgspec.json.encode(body)
-    return msgspec.json.encode(_Sealed(checksum(raw), msgspec.Raw(raw))) + b"\n"
+    signature = _signature(key, type(body), raw) if key else ""
+    return msgspec.json.encode(_Sealed(checksum(raw), msgspec.Raw(raw), signature)) + b"\n"
 
 
-def opened(data: bytes, kind: type[T], name: str) -> T:
-    """Return the body; raise CheckpointError, with the name of the file, if the checksum is wrong."""
+def _signature(key: bytes, kind: type, raw: bytes) -> str:
+    # The kind is signed too: what was signed as a table is not a manifest.
+    return hmac.new(key, b"phalanx checkpoint\0" + kind.__name__.encode() + b"\0" + raw, "sha256").hexdigest()
+
+
+def opened(data: bytes, kind: type[T], name: str, key: bytes = b"") -> T:
+    """Return the body; raise CheckpointError, with the name of the file, if the checksum is wrong.
+
+    With a key, a signature that is missing or wrong is an error, too.
+    """
     try:
         envelope = msgspec.json.decode(data, type=_Sealed)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{name}: {len(data)} bytes, not JSON with a checksum: {error}") from None
     raw = bytes(envelope.body)
+    if key and not envelope.signature:
+        raise CheckpointError(f"{name}: is not signed, and --checkpoint-key accepts signed checkpoints only")
+    if key and not hmac.compare_digest(_signature(key, kind, raw).encode(), envelope.signature.encode()):
+        raise CheckpointError(f"{name}: wrong signature: it was signed with another key, or changed afterwards")
     if checksum(raw) != envelope.checksum:
         raise CheckpointError(f"{name}: checksum is {checksum(raw):08x}, {envelope.checksum:08x} was written")
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise CheckpointError(f"{name}: unknown format: {error}") from None
 
 

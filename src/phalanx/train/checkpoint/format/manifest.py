@@ -34,6 +34,7 @@ class Table(msgspec.Struct, frozen=True):
     header_checksum: int
     pieces: list[Piece]
     random: dict[str, Any]
+    digest: str = ""  # SHA-256 of the file, if the checkpoint is signed
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -42,6 +43,7 @@ class Entry(msgspec.Struct, frozen=True):
     name: str
     size: int
     checksum: int | None = None
+    digest: str = ""  # SHA-256, if the checkpoint is signed
 
 
 class Manifest(msgspec.Struct, frozen=True):

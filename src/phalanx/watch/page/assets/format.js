@@ -26,9 +26,6 @@ export const STATE = {
   failed: "failed",
 };
 
-// A run that was stopped has not failed: 128 plus the number of SIGINT or SIGTERM.
-export const stateOf = (head) => (head.state === "failed" && (head.code === 130 || head.code === 143) ? "stopped" : head.state);
-
 export const KIND = {
   joined: "+",
   fault: "✕",

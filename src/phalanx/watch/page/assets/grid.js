@@ -3,11 +3,12 @@
 import { $, el, press, say } from "./dom.js";
 import { bytes, count, HEALTH, percent, rate } from "./format.js";
 
+const GONE = new Set(["done", "stopped", "dead"]); // what they were at last says little
 const COLUMNS = [
   ["rank", "rank", (v) => String(v.rank)],
   ["health", "health", (v) => `${HEALTH[v.health]?.[1] ?? "?"} ${HEALTH[v.health]?.[0] ?? v.health}`],
   ["where", "node, device", (v) => (v.host || `node ${v.node}`) + (v.device ? ` · ${v.device}` : "")],
-  ["phase", "phase", (v) => v.phase],
+  ["phase", "phase", (v) => (GONE.has(v.health) ? "–" : v.phase)],
   ["step", "step", (v) => count(v.step)],
   ["rate", "steps/s", (v) => rate(v.rate)],
   ["samples", "samples/s", (v) => rate(v.samples)],
@@ -139,7 +140,8 @@ export class Grid {
     const chosen = String(view.rank === this.#model.chosen);
     if (element.getAttribute("aria-selected") !== chosen) element.setAttribute("aria-selected", chosen);
     for (const [name, , text] of COLUMNS) if (text) say(cells[name], text(view));
-    if (cells.phase.dataset.phase !== view.phase) cells.phase.dataset.phase = view.phase;
+    const phase = GONE.has(view.health) ? "" : view.phase;
+    if (cells.phase.dataset.phase !== phase) cells.phase.dataset.phase = phase;
     if (cells.place.title !== view.place) cells.place.title = view.place;
     SHARES.forEach((name, place) => {
       const width = `${Math.round(Math.min(1, Math.max(0, view[name])) * 100)}%`;

@@ -1,12 +1,12 @@
 // The top of the page: the run, its state and progress, and missing nodes.
 
 import { $, el, say } from "./dom.js";
-import { count, percent, rate, span, STATE, stateOf } from "./format.js";
+import { count, percent, rate, span, STATE } from "./format.js";
 
 const FIGURES = [
   // name, value, note below it
-  ["step", (h) => count(h.step), (h) => (h.total ? `of ${count(h.total)}` : h.epoch ? `epoch ${h.epoch}` : "")],
-  ["ETA", (h) => (h.eta == null ? "–" : span(h.eta)), (h) => (h.total && h.epoch ? `epoch ${h.epoch}` : "")],
+  ["step", (h) => count(h.step), (h) => (h.total ? `of ${count(h.total)}` : epoch(h))],
+  ["ETA", (h) => (h.eta == null ? "–" : span(h.eta)), (h) => (h.total ? epoch(h) : "")],
   ["elapsed", (h, now) => span(now - h.started), (h) => (h.attempt ? `attempt ${h.attempt + 1}` : "")],
   ["ranks", (h) => count(h.world_size), (h) => (h.nodes === 1 ? "on 1 node" : `on ${count(h.nodes)} nodes`)],
   ["generation", (h) => count(h.generation), (h) => (h.generation ? "regrouped" : "first group")],
@@ -14,6 +14,13 @@ const FIGURES = [
   ["samples/s", (h) => rate(h.samples), () => ""],
   ["goodput", (h) => percent(h.goodput), (h) => (h.lost >= 0.05 ? `${h.lost < 60 ? h.lost.toFixed(1) + " s" : span(h.lost)} lost` : "no time lost")],
 ];
+
+const INTERPRETER = /^\S*\bpython[\d.]*( -u)? (?=\S)/; // `phalanx ps` leaves it out, too
+
+// As the progress bar in the terminal counts them.
+function epoch(head) {
+  return head.epoch ? `epoch ${head.epoch}${head.epochs ? `/${head.epochs}` : ""}` : "";
+}
 
 export class Head {
   #model;
@@ -34,13 +41,13 @@ export class Head {
     if (changes.head) {
       const { head } = this.#model;
       say($("name"), head.run);
-      say($("command"), head.command);
+      say($("command"), head.command.replace(INTERPRETER, ""));
       $("command").title = head.command;
       const state = $("state");
-      const now = stateOf(head);
-      say(state, STATE[now] ?? now);
-      state.dataset.state = now;
-      const title = `${STATE[now] ?? now} · ${head.run} · phalanx`;
+      const now = head.ending || (STATE[head.state] ?? head.state);
+      say(state, now);
+      state.dataset.state = head.state;
+      const title = `${now} · ${head.run} · phalanx`;
       if (document.title !== title) document.title = title;
       this.#progress(head);
       this.#figures();

@@ -9,10 +9,10 @@ export function embedded() {
   return script ? new Embedded(parsed(script.textContent)) : null;
 }
 
-export class Remote {
-  report = false;
+// The server: its key, and the folder where the cookie is valid.
+export class Server {
   #key = "";
-  #folder = remembered(); // where the cookie is valid
+  #folder = remembered();
 
   // Exchanges the key of the link for a cookie and removes it from the address bar: screenshots and the browser history
   // must not reveal it.
@@ -30,6 +30,29 @@ export class Remote {
     remember(this.#folder);
   }
 
+  ask(path) {
+    return fetch(this.#folder + path, { credentials: "same-origin", cache: "no-store" });
+  }
+
+  async json(path) {
+    const answer = await this.ask(path);
+    if (!answer.ok) throw Object.assign(new Error((await answer.text()) || `the server answered ${answer.status}`), { status: answer.status });
+    return parsed(await answer.text());
+  }
+
+  // Changes something. The header proves that this page asks, and not one of another site.
+  async post(path, body) {
+    const headers = { "X-Phalanx-Token": this.#folder.replace("/", "") };
+    const answer = await fetch(this.#folder + path, { method: "POST", body, headers, credentials: "same-origin", cache: "no-store" });
+    if (!answer.ok) throw new Error((await answer.text()) || `the server answered ${answer.status}`);
+  }
+}
+
+export class Remote {
+  report = false;
+  #server = new Server();
+  #run = new URLSearchParams(location.search).get("run"); // of several: `phalanx ui`
+
   // Calls update(update, whole) for each update, and status("open" | "lost" | "quiet" | "denied" | "ended").
   // `over` returns whether the run has ended: then there is no reconnect. "quiet": the stream ended without the end of
   // the run: the server was stopped, or the run was killed.
@@ -40,9 +63,9 @@ export class Remote {
       let received = false;
       let last = false;
       try {
-        if (!entered) await this.enter();
+        if (!entered) await this.#server.enter();
         entered = true;
-        const answer = await fetch(`${this.#folder}live`, { credentials: "same-origin", cache: "no-store" });
+        const answer = await this.#server.ask(this.#path("live"));
         if (answer.status === 401 || answer.status === 403) return status("denied");
         if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
         for await (const [kind, data] of messages(answer.body)) {
@@ -68,23 +91,26 @@ export class Remote {
   log(rank, stream, start) {
     const query = new URLSearchParams({ rank, stream });
     if (start !== null) query.set("start", start);
-    return this.#json(`log?${query}`);
+    return this.#server.json(this.#path("log", query));
   }
 
   search(text, ranks) {
     const query = new URLSearchParams({ text });
     if (ranks) query.set("ranks", ranks.join(","));
-    return this.#json(`search?${query}`);
+    return this.#server.json(this.#path("search", query));
   }
 
   why() {
-    return this.#json("why");
+    return this.#server.json(this.#path("why"));
   }
 
-  async #json(path) {
-    const answer = await fetch(this.#folder + path, { credentials: "same-origin", cache: "no-store" });
-    if (!answer.ok) throw new Error((await answer.text()) || `the server answered ${answer.status}`);
-    return parsed(await answer.text());
+  get several() {
+    return this.#run !== null;
+  }
+
+  #path(name, query = new URLSearchParams()) {
+    if (this.#run !== null) query.set("run", this.#run);
+    return query.size ? `${name}?${query}` : name;
   }
 }
 
@@ -105,6 +131,7 @@ function remembered() {
 
 class Embedded {
   report = true;
+  several = false;
   #run;
 
   constructor(run) {

@@ -1,5 +1,6 @@
 // Puts the page together: updates are folded into the model, and once per frame the views draw what has changed.
 
+import { About } from "./about.js";
 import { Charts } from "./charts.js";
 import { $, into } from "./dom.js";
 import { Events } from "./events.js";
@@ -14,7 +15,6 @@ import { Stacks } from "./stacks.js";
 import { startTheme, toggleTheme } from "./theme.js";
 import { Timeline } from "./timeline.js";
 import { Topology } from "./topology.js";
-import { stateOf } from "./format.js";
 
 // For tests and benchmarks: milliseconds from an event to the frame that shows it, and to the first frame.
 const phalanx = { latency: [], firstPaint: null, status: "" };
@@ -30,6 +30,15 @@ let asked = false;
 let times = []; // of the updates that the next frame shows
 let views = [];
 
+const curves = {
+  names: () => [...model.curves.keys()],
+  series: (name) => [{ name: model.head.run, points: model.curves.get(name) ?? [], colour: "curve" }],
+  since: () => model.head.started,
+  until: () => (model.ended ? model.head.ended : model.head.now),
+  events: () => model.events,
+  file: () => model.head.run,
+};
+
 function choose(rank) {
   if (!model.ranks.has(rank)) return;
   model.chosen = rank;
@@ -41,25 +50,32 @@ function begin() {
   const stacks = new Stacks(model, source);
   const grid = new Grid(model, choose);
   const timeline = new Timeline(model, choose);
-  const charts = new Charts(model);
+  const charts = new Charts(curves);
+  const drawCharts = {
+    update: (now) => {
+      if (now.whole || now.curves.size || (now.events && charts.axis === "time")) charts.update();
+    },
+  };
   const logs = new Logs(model, source, choose);
   const events = new Events(model, choose, () => stacks.ask(true));
-  views = [new Head(model), events, grid, timeline, charts, new Topology(model, choose), stacks, logs];
+  views = [new Head(model), new About(model), events, grid, timeline, drawCharts, new Topology(model, choose), stacks, logs];
   startKeys({
     step: (by) => grid.step(by),
-    log: () => logs.show(),
+    output: () => logs.show(),
     search: () => logs.find(),
     stacks: () => stacks.ask(true),
     pan: (by) => timeline.pan(by),
     zoom: (factor) => timeline.zoom(factor),
     live: () => timeline.live(),
     axis: () => charts.over(),
+    log: () => charts.log(),
     theme: toggleTheme,
     leave: () => {
       document.activeElement?.blur();
       stacks.close();
     },
   });
+  $("all-runs").hidden = !source.several;
   $("denied").hidden = true;
   $("view").hidden = false;
 }
@@ -122,7 +138,8 @@ function status(now) {
     $("denied").hidden = false;
   }
   if (model.ended) {
-    const how = stateOf(model.head) === "stopped" ? "was stopped" : model.head.code ? `failed with exit code ${model.head.code}` : "succeeded";
+    const { state, ending, code } = model.head;
+    const how = state === "stopped" ? `was ${ending}` : code ? `failed with exit code ${code}` : "succeeded";
     notice.textContent = source.report ? `This run ${how}.` : `The run ${how}. This is its last state.`;
   } else if (source.report) {
     notice.textContent = "The end of this run was not recorded. This is its last state.";

@@ -29,6 +29,7 @@ export class Changes {
   verdicts = false;
   rendezvous = false;
   links = false;
+  metadata = false;
   chosen = false;
 }
 
@@ -45,6 +46,7 @@ export class Model {
   stragglers = []; // [rank, share of the last minute that others waited for it, phase]
   rendezvous = null;
   links = [];
+  metadata = null; // of contract/run_metadata.py
   measured = 0;
   chosen = 0;
   finished = false; // the data of a report
@@ -72,6 +74,10 @@ export class Model {
     this.stragglers = update.stragglers ?? [];
     if (update.rendezvous || this.rendezvous) changes.rendezvous = true;
     this.rendezvous = update.rendezvous ?? null;
+    if (update.metadata) {
+      this.metadata = update.metadata;
+      changes.metadata = true;
+    }
     if (update.links?.length) {
       this.links = update.links;
       this.measured = update.measured ?? 0;
@@ -137,6 +143,7 @@ export class Model {
     this.events = [];
     this.verdicts = [];
     this.links = [];
+    this.metadata = null;
     this.rendezvous = null;
     Object.assign(changes, {
       whole: true, placement: true, health: true, strips: true, events: true, verdicts: true, rendezvous: true, links: true,

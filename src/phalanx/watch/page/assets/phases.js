@@ -11,8 +11,10 @@ export const PHASES = {
   i: "import",
   j: "join",
   n: "idle",
+  s: "sleep",
 };
 export const UNSEEN = ".";
 export const WAITING = "w";
+export const SLEEPING = "s";
 
 export const letterOf = (name) => Object.keys(PHASES).find((letter) => PHASES[letter] === name);

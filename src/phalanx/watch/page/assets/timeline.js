@@ -3,7 +3,7 @@
 import { FONT, fit, timeStep } from "./canvas.js";
 import { $, el, press, say, observeVisible } from "./dom.js";
 import { TICK } from "./model.js";
-import { PHASES, UNSEEN, WAITING } from "./phases.js";
+import { PHASES, SLEEPING, UNSEEN, WAITING } from "./phases.js";
 import { colour, onTheme } from "./theme.js";
 import { clock, offset, percent, ranges } from "./format.js";
 
@@ -31,7 +31,7 @@ export class Timeline {
     this.#model = model;
     this.#choose = choose;
     this.#scroller.append(this.#space);
-    const letters = ["d", "f", "b", "o", "w", "k", "c", "i", "n"];
+    const letters = ["d", "f", "b", "o", "w", "k", "c", "i", "n", "s"];
     $("legend").append(
       ...letters.map((letter) =>
         el("li", {}, el("i", { class: `phase-${PHASES[letter]}`, "aria-hidden": "true" }), PHASES[letter]),
@@ -221,6 +221,10 @@ export class Timeline {
           // Waiting is drawn lower and hatched.
           pen.fillStyle = this.#hatched(pen);
           pen.fillRect(from, y + height * 0.2, to - from, height * 0.6);
+        } else if (letter === SLEEPING) {
+          // Nothing is done: only a thin line.
+          pen.fillStyle = colour("phase-sleep");
+          pen.fillRect(from, y + height * 0.4, to - from, height * 0.2);
         } else {
           pen.fillStyle = colour(`phase-${PHASES[letter] ?? "idle"}`);
           pen.fillRect(from, y, to - from, height);

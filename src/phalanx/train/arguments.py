@@ -1,0 +1,73 @@
+"""Checks of what a script gives to `Run`: the message says what was given, and what to type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from phalanx.errors import UsageError
+
+
+def kind(value: object) -> str:
+    """Return what a value is, for a message."""
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    name = type(value).__name__
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def check_model(model: object) -> None:
+    """Raise unless this is a model."""
+    if not isinstance(model, torch.nn.Module):
+        fix = f"run.wrap({model.__name__}())" if isinstance(model, type) else "run.wrap(model)"
+        raise UsageError(f"wrap() was given {kind(model)}, expected a torch.nn.Module", fix=fix)
+
+
+def check_loss(loss: object) -> None:
+    """Raise unless this is a loss that gradients can be computed of."""
+    if not isinstance(loss, torch.Tensor):
+        details = ["a number has no gradients: loss.item(), float(loss) and loss.numpy() lose them"]
+        raise UsageError(
+            f"backward() was given {kind(loss)}, expected the tensor that the loss function returned",
+            details=details,
+            fix="run.backward(loss)",
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "backward() was given a tensor without gradients",
+            details=[
+                "it was computed under torch.no_grad(), or detached, or no parameter that is trained is part of it"
+            ],
+            fix="loss = loss_fn(ddp(x), y), outside of torch.no_grad()",
+        )
+
+
+def check_step(opt: Any, clip: object, scheduler: object) -> None:
+    """Raise unless `run.step` can use these."""
+    if not hasattr(opt, "param_groups"):
+        given = "loss" if isinstance(opt, torch.Tensor | float) else "metrics"
+        raise UsageError(
+            f"step() was given {kind(opt)}, expected an optimizer",
+            fix=f"run.step(optimizer, {given}={given})" if given == "loss" else "run.step(optimizer, loss=loss)",
+        )
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or clip <= 0):
+        raise UsageError(f"clip={clip!r}: expected the largest norm of the gradient", fix="clip=1.0")
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise UsageError(
+            f"scheduler is {kind(scheduler)}, expected a learning rate scheduler", fix="scheduler=scheduler"
+        )
+
+
+def check_metrics(values: object, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return what `run.log` was given, as one dict."""
+    if values is None:
+        return metrics
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise UsageError(
+            f"log() was given {kind(values)}, expected metrics by name",
+            fix='run.log(accuracy=accuracy), or run.log({"val/accuracy": accuracy}), or run.print("text")',
+        )
+    return {**values, **metrics}

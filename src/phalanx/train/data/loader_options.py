@@ -1,0 +1,108 @@
+"""The options of a loader: what is accepted, what follows from it, and what is refused in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from phalanx.errors import UsageError
+from phalanx.train.data.order import Tail
+
+
+def global_batch_of(batch_size: int | None, global_batch: int | None, world_size: int) -> int:
+    """Return the samples of all ranks in a full step; raise UsageError if the batch size is missing or wrong."""
+    given = {"batch_size": batch_size, "global_batch": global_batch}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != 1 or not all(type(value) is int and value > 0 for value in given.values()):
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise UsageError(
+            f"the batch size is missing or wrong: {said or 'neither batch_size nor global_batch'} was given",
+            fix="batch_size=… (samples of one rank) or global_batch=… (of all ranks together)",
+        )
+    return global_batch or (batch_size or 0) * world_size
+
+
+def choose_tail(train: bool | None, shuffle: bool, drop_last: bool | None, pad_last: bool) -> Tail:
+    """Return what happens to the last samples; raise UsageError for options that contradict each other."""
+    for name, value, types in (
+        ("train", train, (bool, type(None))),
+        ("shuffle", shuffle, bool),
+        ("drop_last", drop_last, (bool, type(None))),
+        ("pad_last", pad_last, bool),
+    ):
+        if not isinstance(value, types):
+            raise UsageError(
+                f"{name}={value!r} is a {type(value).__name__}, expected True or False", fix=f"{name}=True"
+            )
+    asked = {"shuffle": shuffle, "drop_last": drop_last, "pad_last": pad_last}
+    if train is False and any(asked.values()):
+        said = ", ".join(f"{name}=True" for name, value in asked.items() if value)
+        raise UsageError(
+            f"train=False with {said}: an evaluation reads every sample exactly once, in order",
+            fix=f"leave out {said}, or train=False",
+        )
+    if drop_last and pad_last:
+        raise UsageError(
+            "drop_last=True and pad_last=True: the last samples are dropped or padded, not both",
+            fix="give one of the two",
+        )
+    if train is False:
+        return "every"
+    if pad_last:
+        return "pad"
+    drops = shuffle or train is True if drop_last is None else drop_last
+    return "drop" if drops else "uneven"
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise UsageError if `value` is not a whole number."""
+    if type(value) is not int or value < 0:
+        raise UsageError(f"{name}={value!r}: expected a whole number, 0 or more", fix=f"{name}=4")
+
+
+def refuse_foreign(dataset: Any, **samplers: Any) -> None:
+    """Raise UsageError for samplers, and for a DataLoader in place of a data set."""
+    ours = [name for name, value in samplers.items() if value is not None]
+    if ours:
+        raise UsageError(
+            f"{', '.join(ours)}: this loader chooses the samples of each rank itself",
+            details=["a sampler that weights or filters samples can be a data set: torch.utils.data.Subset"],
+            fix="leave it out, and use shuffle=…, weights=…, drop_last=…",
+        )
+    if isinstance(dataset, DataLoader):
+        size = dataset.batch_size or 64
+        shuffled = isinstance(dataset.sampler, RandomSampler)
+        raise UsageError(
+            "loader() was given a DataLoader, expected a data set",
+            fix=f"run.loader(dataset, batch_size={size}{', shuffle=True' * shuffled}), with the data set itself",
+        )
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Return whether the data set is read by iterating, not by index; raise UsageError if it is no data set."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if not hasattr(dataset, "__iter__"):
+            raise UsageError(
+                f"{name_of(dataset)} is not a data set", fix="pass one with __getitem__ and __len__, or with __iter__"
+            )
+        if hasattr(dataset, "__next__"):
+            raise UsageError(
+                f"{name_of(dataset)} can be read only once, but every epoch reads it",
+                fix="pass an object whose __iter__ starts again, such as a torch.utils.data.IterableDataset",
+            )
+        return True
+    if not hasattr(dataset, "__len__"):
+        raise UsageError(f"{name_of(dataset)} has an index but no length", fix="give it a __len__, or make it iterable")
+    return False
+
+
+def name_of(dataset: Any) -> str:
+    """Return the name of the data set's class, for messages."""
+    return type(dataset).__name__
+
+
+def pins(device: Any) -> bool:
+    """Return whether batches for this device are put into pinned memory. None: the device is not known."""
+    return bool(torch.cuda.is_available()) if device is None else str(device).startswith("cuda")

@@ -1,0 +1,1 @@
+"""Checks for mistakes that a script would not notice by itself."""

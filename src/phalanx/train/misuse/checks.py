@@ -1,0 +1,111 @@
+"""Mistakes that a script would not notice by itself: each is reported once, at the script's line, with what to type.
+
+The checks look at the first steps only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+
+from phalanx.train.kept import KeptObjects
+from phalanx.train.misuse.comparison import RankComparison
+from phalanx.train.model.wrapped import Wrapped
+from phalanx.train.script_warnings import ScriptWarnings
+from phalanx.worker.rendezvous.membership import Membership
+
+NO_GRADIENT = (
+    "no parameter of this optimizer has a gradient, so the step changes nothing: "
+    "run.backward(loss) before run.step(opt)"
+)
+NOT_KEPT = (
+    "run.keep was not called, so the training starts again from the beginning when a rank dies: "
+    "run.keep(model=model, opt=opt, data=data) before the loop"
+)
+NOT_COMMITTED = (
+    "opt.step() updates this rank and commits nothing: no progress, no checkpoints, and batches are read again after a "
+    "failure: run.step(opt, loss=loss) in place of opt.step()"
+)
+
+
+class MisuseChecks:
+    """Looks at the first steps of a script. `done` when there is nothing left to look at."""
+
+    def __init__(self, membership: Membership, kept: KeptObjects, warnings: ScriptWarnings, *, survives: bool) -> None:
+        self._comparison = RankComparison(membership)
+        self._warnings = warnings if membership.placement.rank == 0 else None
+        self._kept = kept
+        self._survives = survives  # a rank that dies is replaced, and this is the first time that `train` is called
+        self._hook: Any = None
+        self._uncommitted = 0  # calls of opt.step() in a loop of run.batches, before the first run.step
+        self._stepped = False  # run.step was called
+        self._commits = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to look at."""
+        return self._commits > 0 and self._comparison.done
+
+    # -- called by the run
+
+    def reading(self) -> None:
+        """A loop of `run.batches` begins: watch for `opt.step()` until the first `run.step`."""
+        if self._hook is None and not self._stepped and torch.is_grad_enabled():
+            here = weakref.ref(self)
+
+            def stepped(*_: object) -> None:
+                checks = here()
+                if checks is not None:
+                    checks._optimizer_stepped()
+
+            self._hook = register_optimizer_step_post_hook(stepped)
+
+    def stepping(self, opt: Any) -> None:
+        """`run.step(opt)` begins."""
+        self.unhook()
+        if self._stepped:
+            return
+        self._stepped = True
+        if not self._comparison.done and not any(isinstance(model, Wrapped) for model in self._kept.models):
+            self._comparison.take_parameters([one for group in opt.param_groups for one in group["params"]])
+
+    def committed(self, data: Any, *, idle: bool) -> None:
+        """`run.step` has committed a step, with a batch of `data`; `idle`: an optimizer found no gradient."""
+        self._commits += 1
+        if idle:
+            self._tell("gradient", NO_GRADIENT)
+        if self._commits == 1:
+            if self._survives and not self._kept.objects:
+                self._tell("keep", NOT_KEPT)
+            if isinstance(data, DataLoader):
+                self._comparison.take_data(data)
+        for found in self._comparison.committed(self._commits):
+            self._tell(*found)
+
+    def unhook(self) -> None:
+        """Do not watch for `opt.step()` any longer."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def close(self) -> None:
+        """Look for the values of the other ranks a last time."""
+        self.unhook()
+        for found in self._comparison.close():
+            self._tell(*found)
+
+    # -- the checks
+
+    def _tell(self, subject: str, text: str) -> None:
+        if self._warnings is not None:
+            self._warnings.warn(subject, text)
+
+    def _optimizer_stepped(self) -> None:
+        self._uncommitted += 1
+        if self._uncommitted == 2:  # the first one may be part of something else
+            self.unhook()
+            self._tell("uncommitted", NOT_COMMITTED)

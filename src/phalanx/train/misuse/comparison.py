@@ -1,0 +1,109 @@
+"""One small value per rank in the store: does each rank train a separate model, or read the same samples?
+
+Nobody waits for it: rank 0 looks for the values of the others at a few later steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import RandomSampler
+
+from phalanx.train.misuse.samples import differ, fingerprint, sampled
+from phalanx.worker.rendezvous.membership import Membership
+
+logger = logging.getLogger(__name__)
+COMPARED_AT = 2  # committed steps, after which values are compared
+_LOOKS = (2, 3, 4, 8, 16, 64, 256)  # committed steps at which rank 0 looks for the values of the others
+_numbers = itertools.count()  # of runs in this process: one group may serve several
+
+NOT_WRAPPED = (
+    "the parameters differ between the ranks after {steps} steps, so each rank trains a separate model: "
+    "ddp = run.wrap(model), and then ddp(x) in place of model(x)"
+)
+NOT_DIVIDED = (
+    "every rank reads all samples of this DataLoader, so {ranks} ranks do the same work: "
+    "run.loader(dataset, batch_size={batch}{shuffle}) in place of the DataLoader"
+)
+Found = tuple[str, str]  # a subject and a text
+
+
+class RankComparison:
+    """Compares parameters before and after the first steps, and data sets. `done` when there is nothing left to do."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.done = membership.placement.world_size == 1
+        self._rank, self._ranks = membership.placement.rank, membership.placement.world_size
+        self._store = membership.store
+        self._key = f"phalanx/misuse/{next(_numbers)}"
+        self._parameters: list[Any] = []  # of the first optimizer
+        self._before: list[float] | None = None  # their values before the first step
+        self._data: Any = None  # a DataLoader that is trained with
+        self._published = False
+
+    def take_parameters(self, parameters: Sequence[Any]) -> None:
+        """Take the parameters of an unwrapped model, before the first step."""
+        self._before, self._parameters = sampled(parameters), list(parameters)
+
+    def take_data(self, data: Any) -> None:
+        """Take a DataLoader of the script."""
+        self._data = data
+
+    def committed(self, step: int) -> list[Found]:
+        """Publish or look, after a committed step. Return what was found."""
+        if self.done or (self._before is None and self._data is None):
+            self.done = True
+            return []
+        if step == COMPARED_AT:
+            self._publish()
+        if self._rank != 0:
+            self.done = step >= COMPARED_AT
+            return []
+        found = self._look() if step in _LOOKS else []
+        self.done = self.done or step >= _LOOKS[-1]
+        return found
+
+    def close(self) -> list[Found]:
+        """Look for the values of the other ranks a last time."""
+        found = self._look() if not self.done and self._rank == 0 and self._published else []
+        self.done = True
+        return found
+
+    def _publish(self) -> None:
+        after = sampled(self._parameters) if self._before is not None else None
+        self._parameters = []
+        value = {"before": self._before, "after": after, "data": fingerprint(self._data)}
+        with _harmless():
+            self._store.set(f"{self._key}/{self._rank}", json.dumps(value))
+            self._published = True
+
+    def _look(self) -> list[Found]:
+        keys = [f"{self._key}/{rank}" for rank in range(self._ranks)]
+        found: list[Found] = []
+        with _harmless():
+            if not self._store.check(keys):
+                return found
+            self.done = True
+            values = [json.loads(self._store.get(key)) for key in keys]
+            if differ([value["before"] for value in values], [value["after"] for value in values]):
+                found.append(("unwrapped", NOT_WRAPPED.format(steps=COMPARED_AT)))
+            prints = {value["data"] for value in values}
+            if len(prints) == 1 and None not in prints:
+                shuffle = ", shuffle=True" * isinstance(self._data.sampler, RandomSampler)
+                batch = self._data.batch_size
+                found.append(("undivided", NOT_DIVIDED.format(ranks=self._ranks, batch=batch, shuffle=shuffle)))
+        return found
+
+
+@contextlib.contextmanager
+def _harmless() -> Iterator[None]:
+    """A check must not end a training: the store may be gone."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, TypeError):
+        logger.debug("comparing the ranks", exc_info=True)

@@ -1,0 +1,104 @@
+"""What ranks compare: values of parameters, and checksums of data sets that nobody reads for that."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+
+logger = logging.getLogger(__name__)
+_PARAMETERS, _ELEMENTS, _DEPTH = 64, 4, 4  # how much is compared
+
+
+def sampled(parameters: Sequence[Any]) -> list[float] | None:
+    """Return some values of trained parameters. None: they are sharded, so that ranks hold different ones."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
+    if not trained or any(_is_sharded(parameter) for parameter in trained):
+        return None
+    some = trained[:: -(-len(trained) // _PARAMETERS)]
+    values = []
+    for parameter in some:
+        flat = parameter.detach().reshape(-1)
+        places = torch.linspace(0, flat.numel() - 1, min(_ELEMENTS, flat.numel())).long().to(flat.device)
+        values.append(flat[places].float())
+    return [float(value) for value in torch.cat([value.cpu() for value in values]).tolist()]
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return (
+        hasattr(parameter, "placements") or parameter.is_meta or not parameter.is_floating_point()
+    ) or "FlatParameter" in type(parameter).__name__
+
+
+def differ(before: Sequence[list[float] | None], after: Sequence[list[float] | None]) -> bool:
+    """Return whether all ranks had the same values before, and have different ones now.
+
+    The difference is compared with what the steps have changed: rounding is no difference. Ranks that began with
+    different values, or with models of different sizes, divide a model or train several on purpose.
+    """
+    first, now = before[0], after[0]
+    if first is None or now is None or len(first) != len(now):
+        return False
+    if any(other != first for other in before):
+        return False
+    changed = max((abs(a - b) for a, b in zip(first, now, strict=True)), default=0.0)
+    for other in after:
+        if other is None or len(other) != len(now):
+            return False
+        if max((abs(a - b) for a, b in zip(now, other, strict=True)), default=0.0) > 0.05 * changed > 0.0:
+            return True
+    return False
+
+
+def fingerprint(data: Any) -> int | None:
+    """Return a checksum of the samples that a DataLoader reads, without reading any. None: it may be a part of them.
+
+    A data set is compared by its attributes, so one that holds a part, or its rank, has another checksum on each rank.
+    """
+    if data is None or isinstance(data.dataset, IterableDataset) or data.batch_size is None:
+        return None
+    if type(data.sampler) not in (RandomSampler, SequentialSampler) or _asks_for_rank(data.dataset):
+        return None
+    try:
+        return zlib.crc32(_described(data.dataset, _DEPTH).encode())
+    except Exception:  # attributes may be properties that fail
+        logger.debug("comparing data sets", exc_info=True)
+        return None
+
+
+def _asks_for_rank(dataset: Any) -> bool:
+    """Return whether the code of the data set, or of one in it, has a name such as rank or world_size."""
+    inner = [value for value in getattr(dataset, "__dict__", {}).values() if hasattr(value, "__getitem__")]
+    for owner in (dataset, *inner):
+        for method in vars(type(owner)).values():
+            code = getattr(method, "__code__", None)
+            if inspect.iscode(code) and any(
+                "rank" in name or "world" in name for name in (*code.co_names, *code.co_varnames)
+            ):
+                return True
+    return False
+
+
+def _described(value: Any, depth: int) -> str:
+    """Describe a value such that different data has different words."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return repr(value)[:1000]
+    if isinstance(value, torch.Tensor) or (hasattr(value, "dtype") and hasattr(value, "shape")):
+        flat = value.reshape(-1)
+        return f"{type(value).__name__} {tuple(value.shape)} {flat[:8].tolist()} {flat[-8:].tolist()}"
+    if depth == 0:
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        some = list(value.items())[:32]
+        return f"{len(value)} {[(repr(name)[:100], _described(one, depth - 1)) for name, one in some]}"
+    if isinstance(value, list | tuple | range):
+        ends = [*value[:4], *value[-4:]]
+        return f"{len(value)} {[_described(one, depth - 1) for one in ends]}"
+    attributes = getattr(value, "__dict__", {})
+    length = len(value) if hasattr(value, "__len__") else ""
+    return f"{type(value).__qualname__} {length} {_described(attributes, depth - 1)}"

@@ -1,0 +1,161 @@
+"""Values that ranks other than 0 log: they go to rank 0 through the store, without waiting for anybody.
+
+A rank posts what it has logged; rank 0 takes it when it writes its own metrics, about once a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+EVERY = 0.2  # seconds between two posts of a rank
+_MOST_ROWS = 1000  # of one post: more is dropped
+_MOST_POSTS = 256  # that rank 0 takes at a time
+_LONGEST = 1 << 20  # bytes of a post
+_FAREWELL = 5.0  # seconds that rank 0 waits for the last posts
+_POSTED, _ENDED = "posted", "ended"
+
+
+class LogStore(Protocol):
+    """The store of the run, as far as this needs it."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value."""
+
+    def get(self, key: str, timeout: float | None = None) -> bytes:
+        """Return a value."""
+        ...
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a number, and return the sum."""
+        ...
+
+    def check(self, *keys: str) -> bool:
+        """Return whether all keys are set."""
+        ...
+
+    def delete(self, key: str) -> bool:
+        """Delete a key."""
+        ...
+
+
+class LoggedRow(msgspec.Struct, frozen=True, array_like=True):
+    """What one call of `run.log` has logged."""
+
+    step: int
+    epoch: int
+    time: float
+    values: dict[str, float]
+    rank: int = 0
+
+
+_decoder: msgspec.msgpack.Decoder[list[LoggedRow]] = msgspec.msgpack.Decoder(list[LoggedRow])
+
+
+class RankLog:
+    """One rank's end of it. If the store is lost, what is logged is dropped until the group forms again.
+
+    The store is not asked again then: torch prints a page of C++ frames each time.
+    """
+
+    def __init__(
+        self, store: LogStore, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._others = world_size - 1
+        self._clock = clock
+        self._waiting: list[LoggedRow] = []
+        self._due = 0.0
+        self._taken = 0
+        self._late: list[int] = []  # numbers of posts that were announced and were not there yet
+        self._lost = False  # the store is gone
+
+    # -- on other ranks
+
+    def add(self, row: LoggedRow) -> None:
+        """Post a row, at once or with the next ones."""
+        if len(self._waiting) < _MOST_ROWS:
+            self._waiting.append(row)
+        self.post()
+
+    def post(self, *, now: bool = False) -> None:
+        """Post the rows that wait, if it is time or `now`."""
+        if not self._waiting or (not now and self._clock() < self._due):
+            return
+        rows, self._waiting = self._waiting, []
+        self._due = self._clock() + EVERY
+        body = msgspec.msgpack.encode(rows)
+        if self._lost:
+            return
+        if len(body) > _LONGEST:
+            logger.debug("rank %d has logged %d bytes at once, which are dropped", self._rank, len(body))
+            return
+        try:
+            self._store.set(f"log/{self._store.add(f'log/{_POSTED}')}", body)
+        except RuntimeError:  # torch's, if the store is gone
+            self._lose("posting what was logged")
+
+    def end(self) -> None:
+        """Post all rows, and say that these were the last."""
+        self.post(now=True)
+        if self._lost:
+            return
+        try:
+            self._store.add(f"log/{_ENDED}")
+        except RuntimeError:
+            self._lose("posting the last of what was logged")
+
+    def _lose(self, doing: str) -> None:
+        self._lost = True
+        logger.debug("the store was lost while %s", doing, exc_info=True)
+
+    # -- on rank 0
+
+    def take(self) -> list[LoggedRow]:
+        """Return what other ranks have posted since the last call."""
+        if not self._others or self._lost:
+            return []
+        found: list[LoggedRow] = []
+        try:
+            posted = min(self._store.add(f"log/{_POSTED}", 0), self._taken + _MOST_POSTS)
+            numbers, self._late = [*self._late, *range(self._taken + 1, posted + 1)], []
+            self._taken = posted
+            for number in numbers:
+                key = f"log/{number}"
+                if not self._store.check(key):
+                    self._late.append(number)
+                    continue
+                found += _rows(self._store.get(key))
+                self._store.delete(key)
+        except RuntimeError:
+            self._lose("taking what other ranks have logged")
+        return found
+
+    def take_last(self) -> list[LoggedRow]:
+        """Return the rest, when all other ranks have posted their last rows, or after a few seconds."""
+        end = self._clock() + _FAREWELL
+        try:
+            while not self._lost and self._store.add(f"log/{_ENDED}", 0) < self._others and self._clock() < end:
+                time.sleep(0.002)
+        except RuntimeError:
+            self._lose("waiting for what other ranks log at last")
+        found: list[LoggedRow] = []
+        while more := self.take():
+            found += more
+        return found
+
+
+def _rows(body: bytes) -> list[LoggedRow]:
+    """Decode a post. What is not one is dropped: it is only about metrics."""
+    try:
+        return _decoder.decode(body) if len(body) <= _LONGEST else []
+    except msgspec.MsgspecError:
+        logger.debug("what another rank has logged cannot be read", exc_info=True)
+        return []

@@ -1,0 +1,186 @@
+"""The state of a training as a script sees it: what is kept, saved, exported and logged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+from phalanx.train.agreement import Agreement
+from phalanx.train.arguments import check_metrics
+from phalanx.train.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
+from phalanx.train.elastic.halting import Halted
+from phalanx.train.elastic.recovery_state import RecoveryState
+from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.model.wrapped import Wrapped
+from phalanx.train.reporting.metrics import held
+from phalanx.train.reporting.reporter import RunReporter
+from phalanx.train.restoration import Restoration
+from phalanx.worker.process_group.group import WorkerProcessGroup
+
+if TYPE_CHECKING:
+    from phalanx.train.checkpoint.format.folder import Info
+
+
+class StatefulRun(WorkerProcessGroup):
+    """A process group with the state of a training. `Run` makes the parts that this uses."""
+
+    _agreement: Agreement
+    _counter: TrainingProgress
+    _kept: KeptObjects
+    _recovery: RecoveryState
+    _reporter: RunReporter
+    _checkpoints: CheckpointSchedule
+    _restoration: Restoration
+
+    resumed: Info | None = None
+    """`run.resumed`: the checkpoint that the run was restored from, or None."""
+
+    def keep(self, *objects: object, **named: object) -> Info | None:
+        """`run.keep(model, opt, data, best=0.0)`: name what must survive, and restore it.
+
+        objects  models, optimizers, schedulers, loaders: all that have state_dict() and load_state_dict()
+        named    objects under a name of yours, and plain values: numbers, strings, lists and dicts of them, tensors
+
+        The state is restored from a living rank, a snapshot in memory or the newest checkpoint. Returns the checkpoint,
+        if it was that. Give all objects in one call, before or after `run.wrap`; a model and its wrapped module count
+        as the same object. Objects without a name are called "model", "optimizer", "scheduler" and "loader".
+
+        A value in that call is the default for a new training. Read it as `run.state["best"]`; to set it later, write
+        `run.state["best"] = accuracy` or `run.keep(best=accuracy)`.
+        """
+        if not objects and not named:
+            raise UsageError("keep() was given nothing to keep", fix="run.keep(model, opt, data)")
+        if not self._kept.add(objects, named):
+            return self.resumed
+        self._agreement.compare_kept(self)
+        self.resumed = info = self._restoration.restore(self)
+        self._restoration.conclude(self)
+        if self._recovery.generation.halt:
+            self._checkpoints.find_newest(self)
+            self._halt()
+        return info
+
+    @property
+    def state(self) -> MutableMapping[str, Any]:
+        """`run.state["best"] = accuracy`: plain values that are kept with the model, and restored with it.
+
+            run.keep(model, opt, data, best=0.0)
+            ...
+            if accuracy > run.state["best"]:
+                run.state["best"] = accuracy
+
+        Numbers, strings, None, tensors up to 1 MB, and lists and dicts of them. Set the same value on every rank, as
+        with the model: rank 0 writes checkpoints, and after a failure all ranks get rank 0's values.
+
+        A value that is set for a batch or at the end of an epoch that is repeated after a failure is reset first, so
+        that `run.state["count"] += 1` counts once.
+        """
+        return self._kept.values
+
+    def checkpoints(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        every: str | int | None = None,
+        keep_last: int = 2,
+        keep_best: int = 0,
+        metric: str = "loss",
+        mode: str = "min",
+    ) -> None:
+        """`run.checkpoints("FOLDER", every=500)`: save checkpoints. Call it before `run.keep`, which resumes from them.
+
+        folder     where they are saved. Default: `phalanx run --checkpoints`; without it, there are none
+        every      100: steps; "10m": a time. Default: `phalanx run --checkpoint-every`, or 10m
+        keep_last  how many of the newest are kept
+        keep_best  how many of the best ones by `metric` are kept
+        metric     a metric of `run.step`, `run.log` or `run.save`
+        mode       "min" or "max"
+
+            run.checkpoints("FOLDER", keep_best=1, metric="accuracy", mode="max")
+
+        If `run.log(accuracy=...)` is called at the end of an epoch, a checkpoint is saved there when it is one of the
+        best; in the middle of an epoch, use `run.save(accuracy=...)`.
+        """
+        if self._kept.objects:
+            raise UsageError(
+                "checkpoints() was called after keep(), which resumes from them",
+                fix="run.checkpoints(…) before run.keep(…)",
+            )
+        if folder is not None and not isinstance(folder, str | os.PathLike):
+            raise UsageError(f"folder={folder!r}: expected a path", fix='run.checkpoints("FOLDER", every=500)')
+        path = os.fspath(folder) if folder is not None else None
+        options = CheckpointOptions(path, every, keep_last, keep_best, metric, mode)
+        options.check()
+        self._checkpoints.options = options
+
+    def on_resize(self, hook: Callable[[int, int], object]) -> None:
+        """`run.on_resize(hook)`: let `run.keep` call `hook(before, now)` if the number of ranks has changed.
+
+            run.on_resize(lambda before, now: scale(opt, now / before))     # the learning rate, for example
+
+        It changes when nodes join or leave, or when a checkpoint of a run of another size is resumed. Call this before
+        `run.keep`. With `run.loader(global_batch=...)` the global batch stays the same and there is nothing to do; with
+        `batch_size=...` the batch of each rank does.
+        """
+        if self._kept.objects:
+            raise UsageError(
+                "on_resize() was called after keep(), which calls the hook", fix="run.on_resize(…) before run.keep(…)"
+            )
+        if not callable(hook):
+            raise UsageError(
+                f"on_resize() was given a {type(hook).__name__}, expected a function of two numbers of ranks",
+                fix="run.on_resize(lambda before, now: …)",
+            )
+        self._restoration.resize_hook = hook
+
+    def save(self, **metrics: Any) -> bool:
+        """`run.save()`: save a checkpoint now, in the background. All ranks must call it.
+
+            run.save(accuracy=accuracy)     # compared with others by `run.checkpoints(keep_best=1, metric="accuracy")`
+
+        Returns False if it was skipped because earlier ones are still being written. Within a window of micro-batches,
+        the state after the last update is saved; a run that resumes from it repeats the window.
+        """
+        return self._checkpoints.save(metrics)
+
+    checkpoint = save
+    """`run.checkpoint()`: the same as `run.save()`."""
+
+    def export(self, model: Any, path: str | os.PathLike[str]) -> None:
+        """`run.export(model, "model.safetensors")`: write the whole model to one file, .safetensors or .pt.
+
+        All ranks must call it. Names are those of your own module.
+        """
+        from phalanx.train.checkpoint.export import export
+
+        export(model.module if isinstance(model, Wrapped) else model, path, self)
+
+    # -- output
+
+    def log(self, values: Mapping[str, Any] | None = None, /, **metrics: Any) -> None:
+        """`run.log(accuracy=accuracy, lr=lr)`: write metrics, at any time and on any rank. Nothing waits for it.
+
+            run.log({"val/accuracy": accuracy})     # a dict takes any name
+
+        They go to `metrics.jsonl` with the last committed step, TensorBoard, the dashboard, and the trackers of
+        `phalanx.main(train, log_to="wandb")`. If ranks log different values, those of other ranks are written with
+        their rank. For a metric of every step, use `run.step(opt, loss=loss)`.
+        """
+        found = held(check_metrics(values, metrics))
+        if found:
+            self._reporter.log(found)
+            self._checkpoints.logged(found)
+
+    def print(self, *args: object, **options: Any) -> None:
+        """`run.print("text")`: print on rank 0 only, above the progress bar."""
+        with self._reporter.aside():
+            super().print(*args, **options)
+
+    def _halt(self) -> None:
+        """End the training when a checkpoint of the last committed step is on the disk. Without a folder, continue."""
+        saved = self._checkpoints.save_and_wait(self)
+        if saved is not None:
+            self._reporter.finish()
+            raise Halted(saved)
