@@ -7,22 +7,19 @@ COMPILE = { $(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing/_internal|
 # What thousands of processes import is compiled once, whatever the shell that runs us thinks of that.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all check faithful gpu-test dist clean
+.PHONY: demo test test-all fuzz check docs faithful gpu-test dist clean
 
 demo: $(VENV)/ready
 	@$(BIN)/phalanx demo
 
-# What a contributor runs: unit tests, and real runs on this host. Three processes on two cores, because tests wait nearly
-# as often as they compute.
+# What a contributor runs: unit tests, and real runs on this host. tests/kit/tiers.py decides which. Three processes fill
+# two cores, because tests wait in between.
 test: $(VENV)/ready
-	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone and not system"
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone and not extended"
 
-# The same, and namespaces, Slurm, MPI, Chromium, sanitizers, torch's own suite and torchrun. Real processes race on a
-# machine that is full: what fails beside others is run again by itself, and has to pass there. Both are in the output.
+# All tests: with namespaces, Slurm, MPI, Chromium, sanitizers, torch's own suite and torchrun. No test gets a second try.
 test-all: $(VENV)/ready
-	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone" --failed-to $(VENV)/failed || { \
-	    echo "once more, with nothing beside them:"; \
-	    $(BIN)/python -m pytest @$(VENV)/failed; }
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone"
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 # Every kind of script under torchrun and under phalanx: the same exit code, output, files and numbers.
@@ -33,11 +30,26 @@ faithful: $(VENV)/ready
 gpu-test: $(VENV)/ready
 	@$(BIN)/python -m tests.gpu
 
+# Generated input for everything that phalanx reads from others: 100,000 cases, the same every time. `make test` runs a
+# tenth of them. Another seed: make fuzz SEED=2
+SEED ?= 1
+fuzz: $(VENV)/ready
+	@$(BIN)/python -m tests.fuzz --seed $(SEED)
+
 check: $(VENV)/ready
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+# The site, in build/site: it works from disk. A link that leads nowhere is an error.
+docs: $(VENV)/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo build/site/index.html
+
+$(VENV)/docs: $(VENV)/ready
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
 
 # An sdist, and a wheel that is built from it. `.ci/wheel` checks both.
 dist: $(VENV)/ready

@@ -33,6 +33,20 @@ def test_what_the_walks_name_exists() -> None:
     assert [place for place in places if not (there / place).is_dir() and not (there / f"{place}.py").is_file()] == []
 
 
+def test_phalanx_starts_itself_without_the_current_folder() -> None:
+    """`python -m` puts it first into sys.path, where a phalanx.py or json.py would be imported: `-P` does not."""
+    calls = 0
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.List | ast.Tuple):
+                words = [word.value if isinstance(word, ast.Constant) else None for word in node.elts]
+                for place in range(len(words) - 1):
+                    if words[place] == "-m" and str(words[place + 1]).startswith("phalanx"):
+                        calls += 1
+                        assert words[place - 1] == "-P", f"{path}:{node.lineno}"
+    assert calls > 10
+
+
 def test_packages_of_the_contributing_page_exist() -> None:
     named = re.findall(r"^\| `([\w/]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     assert len(named) > 10

@@ -50,6 +50,7 @@ class Job:
         cpu = [] if any(device_of(name) == "cuda" for name in self.settings.backends) else ["--cpu"]
         return [
             sys.executable,
+            "-P",
             "-m",
             "phalanx",
             "run",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import LaunchError, UsageError
 
-_PHALANX = (sys.executable, "-m", "phalanx")
+_PHALANX = (sys.executable, "-P", "-m", "phalanx")
 
 # A run, a shell or a scheduler may have set these; they would change the measurement.
 _FOREIGN = ("PET_", "PHALANX_", "TORCHELASTIC_", "ACCELERATE_", "GROUP_", "ROLE_")

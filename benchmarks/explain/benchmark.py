@@ -69,7 +69,7 @@ def measure(ranks: int, options: argparse.Namespace, inherited: Mapping[str, str
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         file = os.path.join(folder, "result.json")
         config = {"file": file, **{name: getattr(options, name) for name in ("rounds", "seconds", "width")}}
-        command = [sys.executable, "-m", "phalanx", "run", "-g", str(ranks), "--cpu", script("probe.py")]
+        command = [sys.executable, "-P", "-m", "phalanx", "run", "-g", str(ranks), "--cpu", script("probe.py")]
         environ = launchers.environment(LAUNCHERS["phalanx"], ranks, inherited, folder)
         failure = run_logged([*command, json.dumps(config)], environ, folder)
         if failure:

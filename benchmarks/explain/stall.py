@@ -39,7 +39,7 @@ def measure(ranks: int, after: float, inherited: Mapping[str, str]) -> StallSamp
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         mark = os.path.join(folder, "stopped")
         hang = ("--stall-timeout", str(after), "--on-hang", "stop")
-        command = [sys.executable, "-m", "phalanx", "run", "-g", str(ranks), "--cpu", *hang, script("stall.py")]
+        command = [sys.executable, "-P", "-m", "phalanx", "run", "-g", str(ranks), "--cpu", *hang, script("stall.py")]
         environ = launchers.environment(LAUNCHERS["phalanx"], ranks, inherited, folder)
         failure = run_logged([*command, str(culprit), mark], environ, folder)
         verdicts = [event for event in _events(environ["PHALANX_HOME"]) if isinstance(event, events.VerdictEvent)]

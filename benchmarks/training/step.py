@@ -139,7 +139,7 @@ def measure(
             **{name: getattr(options, name) for name in ("rounds", "steps", "width", "layers", "batch", "device")},
         }
         where = ["--cpu"] if options.device == "cpu" else []
-        command = [sys.executable, "-m", "phalanx", "run", "-g", str(options.ranks), *where, script("step.py")]
+        command = [sys.executable, "-P", "-m", "phalanx", "run", "-g", str(options.ranks), *where, script("step.py")]
         environ = launchers.environment(LAUNCHERS["phalanx"], options.ranks, inherited, folder)
         failure = run_logged([*command, json.dumps(config)], environ, folder)
         if failure:

@@ -29,7 +29,7 @@ from phalanx.launcher.runs import run_folder
 TIMEOUT = 120.0  # seconds, for a start
 LINES, COLUMNS = 40, 120  # of the terminal
 
-_PHALANX = (sys.executable, "-m", "phalanx")
+_PHALANX = (sys.executable, "-P", "-m", "phalanx")
 _LINK = re.compile(r"http://([\w.:]+)/#([\w-]+)")
 
 

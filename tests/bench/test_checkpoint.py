@@ -77,6 +77,7 @@ def test_what_cannot_be_measured(argv: list[str]) -> None:
         main(argv, {})
 
 
+@pytest.mark.extended
 def test_a_small_real_run(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.json"
     place = tmp_path / "place"

@@ -234,7 +234,7 @@ def test_words_travel() -> None:
 def test_who_starts_the_ranks() -> None:
     wanted = CommSettings(("shm", "gloo"), ("all_reduce",), (KIB,), ("float32",), ("calls",), False, 3, 0.01)
     line = Job(wanted, 2).command()
-    assert line[2:7] == ["phalanx", "run", "-g", "2", "--cpu"]
+    assert line[3:8] == ["phalanx", "run", "-g", "2", "--cpu"]
     assert any(word.endswith("benchmarks/scripts/comm.py") for word in line)
     assert "--cpu" not in Job(replace(wanted, backends=("nccl",)), None, ("--hosts", "a,b")).command()
     by_mpi = Job(replace(wanted, backends=("shm", "mpi")), 64).command()
@@ -293,6 +293,7 @@ def small() -> tuple[Result, dict[str, object], tuple[str, ...]]:
         return done, json.loads(Path(folder, "comm.json").read_text()), drawn
 
 
+@pytest.mark.extended
 @pytest.mark.xdist_group("bench comm")
 def test_everything_is_measured_and_right() -> None:
     done, data, drawn = small()
@@ -315,6 +316,7 @@ def test_everything_is_measured_and_right() -> None:
     assert {one["backend"] for one in data["steps"] if one["rounds"]} == {"shm", "gloo"}  # type: ignore[attr-defined]
 
 
+@pytest.mark.extended
 @pytest.mark.xdist_group("bench comm")
 def test_what_is_said() -> None:
     done, data, _ = small()

@@ -39,6 +39,7 @@ def test_the_target(found: ExitTimes, met: bool | None) -> None:
     assert target([found]).met is met
 
 
+@pytest.mark.extended
 def test_a_small_run() -> None:
     done = phalanx("bench", "exit", "--ranks", "2", "--repeat", "1", "--contenders", "phalanx", "--json", timeout=120)
     assert done.code == 0, done.err

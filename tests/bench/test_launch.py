@@ -201,6 +201,7 @@ def test_what_cannot_be_measured(argv: list[str]) -> None:
         main(argv, {})
 
 
+@pytest.mark.extended
 def test_a_small_real_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--ranks", "2", "--repeat", "1", "--contenders", "torchrun", "--end", "allreduce", "--json"]

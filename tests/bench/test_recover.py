@@ -153,7 +153,7 @@ def test_how_torchrun_is_started() -> None:
     assert line[1:7] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts"]
     assert line[-1].endswith("scripts/recover.py")
     assert torchrun.variables == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    assert RECOVERY_LAUNCHERS["restart"].command(4)[1:7] == ["-m", "phalanx", "run", "-g", "4", "--cpu"]
+    assert RECOVERY_LAUNCHERS["restart"].command(4)[1:8] == ["-P", "-m", "phalanx", "run", "-g", "4", "--cpu"]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,7 @@ def test_what_cannot_be_measured(argv: list[str]) -> None:
         main(argv, {})
 
 
+@pytest.mark.extended
 def test_a_small_real_run(tmp_path: Path) -> None:
     file = tmp_path / "recover.json"
     done = phalanx(

@@ -73,6 +73,7 @@ def test_what_cannot_be_measured(argv: list[str]) -> None:
         main(argv, {})
 
 
+@pytest.mark.extended
 def test_a_small_real_run(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     small = ("--rounds", "3", "--width", "8", "--layers", "1", "--batch", "4", "--cases", "data")

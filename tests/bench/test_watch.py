@@ -103,6 +103,7 @@ def test_too_little() -> None:
         main(["--cases", "never"], {})
 
 
+@pytest.mark.extended
 def test_a_small_real_one(tmp_path: Path) -> None:
     """One window each, and a page of few ranks: no figure is good for anything, but all of them are there."""
     file = tmp_path / "result.json"

@@ -247,7 +247,7 @@ def test_too_few_cores_for_a_share_each() -> None:
 
 def test_a_gpu_beside_cores_that_are_not_ours(tmp_path: Path) -> None:
     machine = Machine((2, 2), threads=1, gpus=(0,), blocked=frozenset({0, 1}))
-    with pytest.raises(DeviceError, match="next to NUMA node 0, whose cores are not for us") as caught:
+    with pytest.raises(DeviceError, match="next to NUMA node 0, whose cores this process may not use") as caught:
         bound(machine, "node", [gpu(0)], tmp_path)
     assert caught.value.details == ("cores of node 0: 0-1", "cores that this process may use: 2-3")
 

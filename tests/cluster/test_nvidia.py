@@ -164,7 +164,8 @@ def test_without_a_driver_nothing_is_imported(tmp_path: Path) -> None:
         "print({'pynvml', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
-    expected = "Inventory(driver=(), visible=(), mask='0', bus=(), silent=(), trouble='')\nset()"
+    expected = "Inventory(driver=(), visible=(), mask='0', bus=(), silent=(), trouble='', "
+    expected += "confined=False, other_vendor=False)\nset()"
     assert done.stdout.strip() == expected
 
 

@@ -25,6 +25,7 @@ from phalanx.collectives.engines.engine import ANY_SOURCE, CallKind, Engine, Eng
 from phalanx.collectives.engines.gloo import GlooEngine, reduced
 from phalanx.collectives.engines.hierarchical import collectives, leader_reduce
 from phalanx.collectives.engines.hierarchical.engine import HierarchicalEngine
+from phalanx.forkserver.signed_store import SignedStore
 from tests.collectives.ranks import fork
 
 LIMIT = 60.0
@@ -41,12 +42,12 @@ HOWS = [
 
 
 def group(places: str, rank: int, path: str) -> HierarchicalEngine:
-    store = dist.FileStore(path, len(places))
+    store = SignedStore(dist.FileStore(path, len(places)), "group")
     known = neighbours.by_host([*places], rank)
     try:
         from phalanx.collectives.engines.shm import join
     except ImportError:
-        inside = dist.PrefixStore(places[rank], store)
+        inside = store.at(places[rank])
         inner: Engine = GlooEngine(
             inside, known.here.index(rank), len(known.here), timedelta(seconds=LIMIT), known.here
         )

@@ -17,6 +17,7 @@ import torch
 from phalanx.collectives import _native
 from phalanx.collectives.engines import segment
 from phalanx.collectives.engines.shm import ShmEngine
+from phalanx.contract import shared_memory
 
 LIMIT = 60.0  # seconds; for a machine that is full
 
@@ -30,7 +31,7 @@ def ranks(
     names: Sequence[int] | None = None,
 ) -> list[Any]:
     """What `body` returns in each rank; of one that is killed, the signal's negative number."""
-    fd = segment._create(_native.memory(size, slot))
+    fd = shared_memory.create("phalanx", _native.memory(size, slot))
     pids = mmap.mmap(-1, 4096)
     pipes = [os.pipe() for _ in range(size)]
     children = []

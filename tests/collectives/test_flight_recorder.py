@@ -151,7 +151,7 @@ def test_it_is_read_while_others_write(watched: None) -> None:
     for thread in threads:
         thread.start()
     try:
-        for _ in range(300):
+        for _ in range(60):
             called, completed = progress(own)
             assert called >= completed - 3
             flight_recorder.entries()

@@ -43,6 +43,7 @@ def test_stands_on_shared_memory(use: str) -> None:
     assert _tried(plain=False)[use] == "good"
 
 
+@pytest.mark.extended
 @pytest.mark.xdist_group("collectives")
 @pytest.mark.parametrize("use", _ALSO_PLAIN)
 def test_stands_without_the_native_part(use: str) -> None:
@@ -74,7 +75,7 @@ def test_a_torch_that_has_changed_is_imported_all_the_same(monkeypatch: pytest.M
     register()
 
 
-@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+@pytest.mark.parametrize("debug", ["OFF", pytest.param("DETAIL", marks=pytest.mark.extended)])
 def test_scripts_that_do_not_know_phalanx_have_the_names(tmp_path: Path, debug: str) -> None:
     metadata = tmp_path / "phalanx_try-0.dist-info"
     metadata.mkdir()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from phalanx.collectives import neighbours
 from phalanx.collectives.errors import CollectiveTimeout
 from phalanx.collectives.neighbours import Neighbours
+from phalanx.forkserver.signed_store import SignedStore
 from tests.collectives.ranks import ROOT, program
 from tests.kit.lab import Lab
 
@@ -29,7 +30,7 @@ def test_ranks_of_this_process_are_on_one_machine() -> None:
     store = dist.HashStore()
     found: list[Neighbours] = []
     threads = [
-        threading.Thread(target=lambda rank=rank: found.append(neighbours.find(store, rank, 3, 60)))
+        threading.Thread(target=lambda rank=rank: found.append(neighbours.find(SignedStore(store, ""), rank, 3, 60)))
         for rank in range(3)
     ]
     for thread in threads:
@@ -43,7 +44,7 @@ def test_who_does_not_come_is_named() -> None:
     store = dist.HashStore()
     store.set("host of 1", "elsewhere")
     with pytest.raises(CollectiveTimeout, match=r"a group of 4 ranks waited 0\.1 s for ranks 2 and 3 to join"):
-        neighbours.find(store, 0, 4, 0.1)
+        neighbours.find(SignedStore(store, ""), 0, 4, 0.1)
 
 
 def test_every_collective_where_machines_are_uneven_and_ranks_not_in_a_row() -> None:

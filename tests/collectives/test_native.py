@@ -27,6 +27,8 @@ from phalanx.collectives.engines import segment, shm
 from phalanx.collectives.engines.engine import CallKind, EngineCall, Op, Reduction
 from phalanx.collectives.engines.shm import DTYPES, ShmEngine
 from phalanx.collectives.errors import CallRefused, CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
+from phalanx.contract import shared_memory
+from phalanx.forkserver.signed_store import SignedStore
 from tests.collectives.forked import LIMIT, ranks
 
 pytestmark = pytest.mark.xdist_group("native")
@@ -77,16 +79,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return build
 
 
-@pytest.mark.timeout(
-    400
-)  # four processes that poll each other, checked at each access, beside other tests on two cores
 @pytest.mark.parametrize(("flavour", "mode", "size", "way"), RUNS, ids=["-".join(map(str, run)) for run in RUNS])
 def test_all_collectives_and_all_deaths(
     built: Callable[[str], Path], flavour: str, mode: str, size: int, way: str
 ) -> None:
-    done = subprocess.run(
-        [built(flavour), mode, str(size), way], capture_output=True, text=True, timeout=360, check=False
-    )
+    # A search for leaks takes seconds at each exit: one of these runs is enough for that.
+    env = {**os.environ, "ASAN_OPTIONS": f"detect_leaks={int((size, way) == (3, 'direct'))}"}
+    words = [built(flavour), mode, str(size), way]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "WARNING" not in done.stderr
     if mode == "deaths":
@@ -533,7 +533,7 @@ def test_ranks_find_each_other_through_a_store_and_leave_nothing(tmp_path: Path)
 
 
 def test_who_cannot_join_says_why_and_is_missed_at_once() -> None:
-    memory = segment._create(_native.memory(2, segment.SLOT))
+    memory = shared_memory.create("phalanx", _native.memory(2, segment.SLOT))
 
     def body(engine: ShmEngine, rank: int) -> object:
         pids = torch.zeros(2, dtype=torch.int64)
@@ -592,7 +592,7 @@ def test_where_memory_cannot_be_shared_all_ranks_go_another_way(tmp_path: Path, 
 
 
 def test_the_memory_of_another_group_is_not_taken_for_ours() -> None:
-    first, second = segment._create(4096), segment._create(4096)
+    first, second = shared_memory.create("phalanx", 4096), shared_memory.create("phalanx", 4096)
     where = f"{os.getpid()}:{first}:{os.fstat(first).st_ino}"
     os.close(segment._open(where, 0, 4096))
     os.dup2(second, first)  # the number goes on, as that of a group whose making was given up
@@ -614,4 +614,4 @@ def test_what_is_no_memory_of_ours_is_not_opened(tmp_path: Path) -> None:
 def test_who_does_not_come_to_the_store_is_named(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 3)
     with pytest.raises(CollectiveTimeout, match=r"joining timed out: waited 0.3 s for ranks 1, 2 of this host"):
-        segment.create(store, 0, [0, 1, 2], 0.3)
+        segment.create(SignedStore(store, ""), 0, [0, 1, 2], 0.3)

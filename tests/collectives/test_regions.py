@@ -17,6 +17,7 @@ import phalanx
 from phalanx.collectives.engines import regions
 from phalanx.collectives.engines.engine import CallKind, EngineCall, Op, Reduction
 from phalanx.collectives.engines.regions import Region
+from phalanx.forkserver.signed_store import SignedStore
 from tests.kit.cli import run
 
 _native = pytest.importorskip("phalanx.collectives._native")
@@ -39,7 +40,7 @@ def staged(rank: int, size: int) -> Any:
     from phalanx.collectives.engines.shm import ShmEngine
 
     store = dist.PrefixStore("staged", dist.distributed_c10d._get_default_store())
-    fd, pids = segment.create(store, rank, range(size), 60)
+    fd, pids = segment.create(SignedStore(store, ""), rank, range(size), 60)
     try:
         return ShmEngine(fd, rank, pids, range(size), 60, direct=False)
     finally:
@@ -125,6 +126,7 @@ def test_gradients_of_a_wrapped_model_lie_in_it() -> None:
     assert other == (equal, there, after)
 
 
+@pytest.mark.extended
 def test_no_rank_reads_what_another_still_writes(tmp_path: Path) -> None:
     native, program = Path(regions.__file__).parents[1] / "native", tmp_path / "ranks"
     sources = [Path(__file__).parent / "native" / "regions_test.c", *native.glob("*.c")]

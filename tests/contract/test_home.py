@@ -47,6 +47,19 @@ def test_the_temporary_folder_is_private_and_found_again(temporary: Path) -> Non
     assert preferred(environ) == "/dev/null/phalanx"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user's")
+@pytest.mark.parametrize("inside", ["", "runs", "warm", "hints"])
+def test_a_home_of_another_user_is_refused(inside: str, tmp_path: Path, temporary: Path) -> None:
+    given = tmp_path / "phalanx"
+    (given / inside).mkdir(parents=True)
+    assert home({"PHALANX_HOME": str(given)}) == str(given)
+    os.chown(given / inside, 12345, -1)
+    with pytest.raises(LaunchError, match=r"PHALANX_HOME is .*belongs to another user") as refused:
+        home({"PHALANX_HOME": str(given)})
+    assert "its owner is user 12345" in str(refused.value)
+    assert home({"XDG_STATE_HOME": str(tmp_path)}) == str(temporary)
+
+
 @pytest.mark.parametrize("taken", ["link", "open to others", "another user", "file"])
 def test_a_folder_that_others_can_write_is_refused(taken: str, temporary: Path) -> None:
     match taken:

@@ -19,8 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from phalanx.control import channel, messages
-from phalanx.control.channel import Channel, Nonces
+from phalanx.control import messages, tls
 from phalanx.control.endpoint import Endpoint
 from phalanx.control.leader.leader import Leader
 from phalanx.control.leader.liveness import Timing
@@ -28,7 +27,7 @@ from phalanx.control.leader.members import MemberNames, Members
 from phalanx.control.leader.roster import Roster
 from phalanx.control.leader.server import PATH
 from phalanx.control.member.member import Member
-from phalanx.control.messages import JoinAnswer, JoinRequest, NodeInfo, Welcome
+from phalanx.control.messages import JoinRequest, NodeInfo, Welcome
 from phalanx.control.tokens import Token
 from tests.kit.cli import PYTHON, Handle, start
 
@@ -141,37 +140,20 @@ class Speaker:
     """Speaks the protocol by hand, so that it can speak it wrongly."""
 
     ws: aiohttp.ClientWebSocketResponse
-    nonce: bytes = b""
-    sealed: Channel | None = None
 
-    async def challenged(self) -> None:
-        challenge = messages.handshake.decode(await self.ws.receive_bytes(timeout=5))
-        assert isinstance(challenge, messages.Challenge)
-        self.nonce = challenge.nonce
-
-    def knock(self, member: int | None = 1, *, key: bytes = TOKEN.key, words: bytes | None = None) -> bytes:
-        nonces = Nonces(self.nonce, channel.nonce())
+    def knock(self, member: int | None = 1, *, words: bytes | None = None) -> bytes:
         words = messages.encode(arrival(member)) if words is None else words
-        self.sealed = Channel(key, nonces, leads=False)
-        proof = channel.prove(key, channel.MEMBER, nonces, words)
-        return messages.encode(JoinRequest(nonce=nonces.member, info=words, proof=proof))
+        return messages.encode(JoinRequest(protocol=messages.PROTOCOL, info=words))
 
-    async def answered(self) -> messages.Welcome | messages.Refusal:
-        answer = messages.handshake.decode(await self.ws.receive_bytes(timeout=5))
-        assert isinstance(answer, JoinAnswer)
-        return messages.answer.decode(answer.content)
+    async def answered(self) -> messages.Welcome | messages.Resumed | messages.Refusal:
+        return messages.answer.decode(await self.ws.receive_bytes(timeout=5))
 
     async def enter(self, member: int | None = 1) -> None:
-        await self.challenged()
         await self.ws.send_bytes(self.knock(member))
         assert isinstance(await self.answered(), Welcome)
 
     async def send(self, message: messages.Message) -> None:
-        await self.ws.send_bytes(self.seal(messages.encode(message)))
-
-    def seal(self, content: bytes) -> bytes:
-        assert self.sealed is not None
-        return self.sealed.seal(content)
+        await self.ws.send_bytes(messages.encode(message))
 
     async def closed(self) -> None:
         """Until the leader has hung up, whatever it may say before that."""
@@ -185,7 +167,10 @@ async def speaking(port: int) -> AsyncIterator[Speaker]:
     async with (
         aiohttp.ClientSession() as session,
         session.ws_connect(
-            f"http://127.0.0.1:{port}{PATH}", timeout=aiohttp.ClientWSTimeout(ws_close=1.0), autoping=False
+            f"https://127.0.0.1:{port}{PATH}",
+            ssl=tls.client_context(TOKEN),
+            timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+            autoping=False,
         ) as ws,
     ):
         yield Speaker(ws)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import resource
+import ssl
 import struct
 import time
 from pathlib import Path
@@ -64,7 +65,10 @@ REQUEST = (
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"HTTP/1.1 404 "),
         (b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"HTTP/1.1 404 "),
-        (b"GET " + PATH.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"HTTP/1.1 400 "),
+        (b"GET " + PATH.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"HTTP/1.1 404 "),
+        # What a page in a browser sends, wherever it comes from.
+        (REQUEST.replace(b"Host:", b"Origin: http://127.0.0.1:29500\r\nHost:"), b"HTTP/1.1 403 "),
+        (REQUEST.replace(b"Host:", b"origin: null\r\nHost:"), b"HTTP/1.1 403 "),
     ],
 )
 def test_a_wrong_path_is_answered_by_phalanx(words: bytes, answered: bytes) -> None:
@@ -77,6 +81,18 @@ def test_a_wrong_path_is_answered_by_phalanx(words: bytes, answered: bytes) -> N
     assert b"\r\nServer: phalanx\r\n" in answer
 
 
+def client_hello() -> bytes:
+    """The first bytes of a TLS connection."""
+    out = ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), out).do_handshake()
+    return out.read()
+
+
+HELLO = client_hello()
+
 STRANGERS = {
     "silence": (),
     "garbage": (bytes(range(256)) * 4,),
@@ -85,6 +101,9 @@ STRANGERS = {
     "half a frame": (REQUEST, b"\x82\xfe\xff"),
     "a long header": (b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000,),
     "an unmasked frame of text": (REQUEST, b"\x81\x05hello"),
+    "half a handshake": (HELLO[:100],),
+    "a broken handshake": (b"\x16\x03\x01" + bytes(range(256)) * 4,),
+    "a handshake, then garbage": (HELLO, bytes(range(256)) * 4),
     "pings": (REQUEST, *[b"\x89\x80abcd"] * 20),
 }
 
@@ -102,13 +121,11 @@ def test_strangers_are_turned_away(kind: str) -> None:
     asyncio.run(meet())
 
 
-@pytest.mark.parametrize("words", [REQUEST, REQUEST + b"\x82\xfe\x01\x00" + bytes(400)], ids=["request", "frame"])
+@pytest.mark.parametrize("words", [REQUEST, HELLO], ids=["request", "handshake"])
 def test_a_slow_stranger_is_turned_away(words: bytes) -> None:
     async def meet() -> None:
         async with leading(timing=FAST) as led:
             parts = [words[place : place + 1] for place in range(len(words))]
-            if len(words) > len(REQUEST):
-                parts = [REQUEST, *parts[len(REQUEST) :]]
             _, seconds = await conversation(led.port, *parts[:40], pause=0.05)
             assert FAST.patience < seconds < 2.5
 
@@ -151,13 +168,12 @@ def test_mutated_handshakes_leave_no_trace() -> None:
 
     async def knock(led: Led) -> None:
         async with speaking(led.port) as speaker:
-            await speaker.challenged()
             content = mutated(speaker.knock(), chance)
             if chance.randrange(2):
                 await speaker.ws.send_bytes(content)
             else:  # a lie of somebody with the token
                 await speaker.ws.send_bytes(speaker.knock(words=mutated(messages.encode(arrival(1)), chance)))
-            await speaker.ws.receive(5)
+            await speaker.ws.receive(60)
 
     async def call(led: Led) -> None:
         await conversation(led.port, mutated(REQUEST, chance) + chance.randbytes(chance.randrange(60)))
@@ -166,7 +182,7 @@ def test_mutated_handshakes_leave_no_trace() -> None:
         # Of so many that liars cannot make it complete.
         async with leading(1000, timing=FAST) as led:
             for _ in range(8):
-                async with asyncio.timeout(15):
+                async with asyncio.timeout(120):
                     await asyncio.gather(*(knock(led) for _ in range(20)), *(call(led) for _ in range(20)))
             await until(lambda: not led.ids)
             async with joined(led.port, 999):
@@ -193,6 +209,7 @@ FLOODS = {
     "a body": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE,
     "a body in chunks": b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n6400000\r\n",
     "a header": b"GET / HTTP/1.1\r\nX: ",
+    "a handshake": b"\x16\x03\x01\x40\x00\x01\xff\xff\xff",
 }
 
 

@@ -7,18 +7,14 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
 
 import pytest
-from aiohttp import web
 
-from phalanx.control import channel, messages
-from phalanx.control.channel import Nonces
+from phalanx.control import messages
 from phalanx.control.endpoint import Endpoint
 from phalanx.control.leader.liveness import Timing
-from phalanx.control.leader.server import PATH
 from phalanx.control.member.member import Member
-from phalanx.control.messages import Challenge, JoinAnswer, JoinRequest, Leaving, NoteMessage, Refusal, Welcome
+from phalanx.control.messages import Leaving, NoteMessage, Welcome
 from phalanx.errors import JoinError
 from tests.control.parties import (
     FAST,
@@ -49,7 +45,9 @@ def test_they_come_together_and_talk() -> None:
             await led.leader.wait_for_members(5)
             assert set(led.members.roster.members) == {0, 1, 2}
             assert led.ears.gathered[-1] == (("host0", "host1", "hostNone"), ())
-            assert one.connection.welcome == Welcome(member=1, run="test", leader="host0", node_timeout=15.0)
+            session = led.members.connected[1].session
+            expected = Welcome(member=1, run="test", leader="host0", node_timeout=15.0, session=session)
+            assert one.connection.welcome == expected
             assert (one.connection.leader_address, one.connection.own_address) == ("127.0.0.1", "127.0.0.1")
             assert {(each.address, each.leader_address) for each in led.members.connected.values()} == {
                 ("127.0.0.1",) * 2
@@ -105,6 +103,7 @@ def test_who_knocked_is_rejected_is_said() -> None:
             with pytest.raises(JoinError) as missed:
                 await led.leader.wait_for_members(0.1)
             assert missed.value.details[2:] == (f"rejected: 127.0.0.1: {ANOTHER}",)
+            assert missed.value.fix.startswith("see why it was rejected, and start it there again")
 
     asyncio.run(meet())
 
@@ -198,6 +197,17 @@ def test_a_warning_is_told_on_both_sides() -> None:
     asyncio.run(meet())
 
 
+def test_a_host_name_with_escapes_is_shown_and_not_sent() -> None:
+    async def meet() -> None:
+        own = arrival(0, versions={"torch": "2.9"})
+        odd = {"host": "gpu\x1b]0;mine\x07\nphalanx: all is well", "versions": {"torch": "2.\x9b2J"}}
+        async with leading(own=own) as led, joined(led.port, **odd):
+            assert led.ears.notes == ["gpu\\x1b]0;mine\\x07\\nphalanx: all is well has torch 2.\\x9b2J, host0 2.9"]
+            assert led.members.name(1).isprintable()
+
+    asyncio.run(meet())
+
+
 # -- who lies
 
 
@@ -216,103 +226,6 @@ def test_another_token() -> None:
     asyncio.run(meet())
 
 
-def test_a_recorded_knock_opens_nothing() -> None:
-    async def meet() -> None:
-        async with leading(3) as led:
-            async with speaking(led.port) as first:
-                await first.challenged()
-                recorded = first.knock()
-                await first.ws.send_bytes(recorded)
-                assert isinstance(await first.answered(), Welcome)
-            await until(lambda: not led.ids)
-            async with speaking(led.port) as second:
-                await second.challenged()
-                assert second.nonce != first.nonce
-                await second.ws.send_bytes(recorded)
-                answer = await second.answered()
-                assert isinstance(answer, Refusal)
-                assert answer.kind == "token"
-                await second.closed()
-            assert not led.ids
-
-    asyncio.run(meet())
-
-
-@contextlib.asynccontextmanager
-async def impostor(proof: bytes | None) -> AsyncIterator[int]:
-    """A leader without the token, which lets everybody in. Without a proof it gives back the member's own."""
-
-    async def visit(request: web.Request) -> web.StreamResponse:
-        ws = web.WebSocketResponse()
-        await ws.prepare(request)
-        await ws.send_bytes(messages.encode(Challenge(protocol=messages.PROTOCOL, nonce=b"n" * 32)))
-        knock = messages.handshake.decode(await ws.receive_bytes())
-        assert isinstance(knock, JoinRequest)
-        content = messages.encode(Welcome(member=1, run="evil", leader="evil", node_timeout=15.0))
-        await ws.send_bytes(messages.encode(JoinAnswer(content=content, proof=knock.proof if proof is None else proof)))
-        await ws.close()
-        return ws
-
-    app = web.Application()
-    app.router.add_get(PATH, visit)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
-
-
-@pytest.mark.parametrize(
-    "proof",
-    [None, b"", b"x" * 32, channel.prove(OTHER.key, channel.LEADER, Nonces(b"n" * 32, b"n" * 32), b"")],
-    ids=["reflected", "none", "guessed", "of another token"],
-)
-def test_a_foreign_leader_is_not_followed(proof: bytes | None) -> None:
-    async def meet() -> None:
-        async with impostor(proof) as port:
-            with pytest.raises(JoinError, match="token"):
-                async with joined(port):
-                    pass
-
-    asyncio.run(meet())
-
-
-def changed(frames: list[bytes]) -> list[bytes]:
-    return [frames[0], frames[1][:-1] + bytes([frames[1][-1] ^ 1])]
-
-
-TAMPERED = {
-    "changed": changed,
-    "repeated": lambda frames: [frames[0], frames[0]],
-    "left out": lambda frames: [frames[0], frames[2]],
-    "out of turn": lambda frames: [frames[0], frames[2], frames[1]],
-    "without a code": lambda frames: [frames[0], messages.encode(NoteMessage(text="trust me"))],
-    "empty": lambda frames: [frames[0], b""],
-}
-
-
-@pytest.mark.parametrize("way", TAMPERED)
-def test_a_frame_that_is_not_the_next_ends_the_connection(way: str) -> None:
-    async def meet() -> None:
-        async with leading(3) as led, joined(led.port, 2) as (good, _), speaking(led.port) as speaker:
-            await speaker.enter(1)
-            await led.leader.wait_for_members(5)
-            frames = [speaker.seal(messages.encode(NoteMessage(text=str(number)))) for number in range(3)]
-            for frame in TAMPERED[way](frames):
-                await speaker.ws.send_bytes(frame)
-            await speaker.closed()
-            await until(lambda: led.ears.gone)
-            assert led.ears.gone == ["1: it sent an invalid message (ForgedFrameError)"]
-            assert led.ears.said == [(1, NoteMessage(text="0"))]
-            good.send(NoteMessage(text="undisturbed"))
-            await until(lambda: (2, NoteMessage(text="undisturbed")) in led.ears.said)
-
-    asyncio.run(meet())
-
-
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
@@ -320,7 +233,7 @@ def test_a_frame_that_is_not_the_next_ends_the_connection(way: str) -> None:
         (messages.encode(messages.Ping(time=1.0)), "ValidationError"),
         (b"\x82\xa2is\xa4note\xa4text\xa1\xff", "DecodeError"),  # no text
         (b"\x82\xa2is\xa4note\xa4zext" + b"\x81\xa1a" * 50_000, "DecodeError"),  # too deep
-        (b"x" * messages.FRAME_LIMIT, "exceeds limit"),
+        (b"x" * (messages.FRAME_LIMIT + 1), "exceeds limit"),
         ("text", "it sent an invalid message"),
     ],
     ids=["garbage", "the leader's", "no text", "deep", "large", "a frame of text"],
@@ -334,7 +247,7 @@ def test_a_member_that_talks_nonsense_is_lost_alone(frame: bytes | str, why: str
                 if isinstance(frame, str):
                     await speaker.ws.send_str(frame)
                 else:
-                    await speaker.ws.send_bytes(speaker.seal(frame))
+                    await speaker.ws.send_bytes(frame)
             await until(lambda: led.ears.gone)
             assert len(led.ears.gone) == 1
             assert led.ears.gone[0].startswith("1: ")
@@ -390,18 +303,34 @@ def test_a_member_that_stops_is_quiet_and_then_lost() -> None:
     asyncio.run(meet())
 
 
-def test_a_member_that_is_killed_is_lost_at_once() -> None:
+def test_a_member_that_is_killed_is_lost_when_it_does_not_come_again() -> None:
     async def meet() -> None:
         async with leading() as led:
             with actor("member", str(led.port), "1") as one:
                 await led.leader.wait_for_members(20)
-                began = time.monotonic()
                 one.signal(signal.SIGKILL)
                 await until(lambda: led.ears.gone)
-                assert time.monotonic() - began < 2
                 assert "its connection closed" in led.ears.gone[0]
 
     asyncio.run(meet())
+
+
+def test_a_member_whose_port_is_closed_is_lost_at_once() -> None:
+    async def meet(port: int) -> float:
+        async with leading() as led, speaking(led.port) as speaker:
+            words = messages.encode(arrival(1, failover_port=port))
+            await speaker.ws.send_bytes(speaker.knock(words=words))
+            await speaker.answered()
+            await led.leader.wait_for_members(5)
+            began = time.monotonic()
+            await speaker.ws.close()
+            await until(lambda: led.ears.gone)
+            return time.monotonic() - began
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        assert asyncio.run(meet(port)) > Timing().resume - 0.5  # somebody is there, and could come again
+    assert asyncio.run(meet(port)) < Timing().resume - 0.5
 
 
 def test_a_member_that_is_silent_before_the_start_may_come_again() -> None:

@@ -17,12 +17,10 @@ from phalanx.contract.placement import PartialPlacement
 from phalanx.control import messages
 from phalanx.control.messages import (
     AttemptEnded,
-    Challenge,
     EndMessage,
     FailureReport,
     FirstStepCommitted,
     Hold,
-    JoinAnswer,
     JoinRequest,
     Leaving,
     Log,
@@ -37,6 +35,8 @@ from phalanx.control.messages import (
     Refusal,
     Regroup,
     RegroupReady,
+    Resumed,
+    ResumeRequest,
     SignalReceived,
     Start,
     StartRanks,
@@ -47,7 +47,7 @@ from phalanx.control.messages import (
 from tests.kit.placements import placement
 
 DECODERS: dict[str, Decoder[Any]] = {
-    name: getattr(messages, name) for name in ("handshake", "node_info", "answer", "from_leader", "from_member")
+    name: getattr(messages, name) for name in ("request", "node_info", "answer", "from_leader", "from_member")
 }
 CLAIM = PartialPlacement(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1)
 FULL = NodeInfo(
@@ -62,14 +62,14 @@ PLACE = StartRanks(
 )
 DEATH = FailureReport(rank=1, code=-9, time=1.0, stderr=("a", "b"), block="text")
 EXAMPLES: dict[str, list[Message]] = {
-    "handshake": [
-        Challenge(protocol=1, nonce=b"n" * 32),
-        JoinRequest(nonce=b"n" * 32, info=messages.encode(FULL), proof=b"p" * 32),
-        JoinAnswer(content=b"c", proof=b""),
+    "request": [
+        JoinRequest(protocol=2, info=messages.encode(FULL)),
+        ResumeRequest(member=1, session=b"s" * 16, received=7),
     ],
     "node_info": [FULL],
     "answer": [
         Refusal(kind="run", leader="a", member="b"),
+        Resumed(received=3),
         Welcome(member=1, run="r", leader="h", node_timeout=15.0, notes=("n",)),
     ],
     "from_leader": [
@@ -180,19 +180,10 @@ def test_bombs(name: str, bomb: bytes) -> None:
     decoded(name, bomb)
 
 
-@pytest.mark.parametrize("size", [0, 31, 33, 64])
-def test_a_nonce_has_32_bytes(size: int) -> None:
-    with pytest.raises(msgspec.ValidationError):
-        messages.handshake.decode(messages.encode(Challenge(protocol=1, nonce=b"n" * size)))
-    with pytest.raises(msgspec.ValidationError):
-        messages.handshake.decode(messages.encode(JoinRequest(nonce=b"n" * size, info=b"", proof=b"")))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("handshake", JoinAnswer(content=b"", proof=b"p" * 33)),
-        ("handshake", JoinRequest(nonce=b"n" * 32, info=b"a" * (messages.JOIN_REQUEST_LIMIT + 1), proof=b"")),
+        ("request", JoinRequest(protocol=2, info=b"a" * (messages.JOIN_REQUEST_LIMIT + 1))),
         ("node_info", msgspec.structs.replace(FULL, slots=-1)),
         ("node_info", msgspec.structs.replace(FULL, host="h" * 257)),
         ("node_info", msgspec.structs.replace(FULL, terms={str(n): "" for n in range(65)})),

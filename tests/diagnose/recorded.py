@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.diagnose.evidence import Evidence, GroupEvidence, History, Rank
 from phalanx.forkserver.probe import recorded_calls
 from phalanx.forkserver.probe.collective_history import CollectiveHistory as Kept
-from phalanx.launcher.hangs import evidence_reply
+from phalanx.launcher.evidence import evidence_reply
 from tests.diagnose.made_evidence import C10D, HOME, collective, evidence, rank
 
 Entry = dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.diagnose.diagnosis import diagnose
-from phalanx.diagnose.evidence import CallEvidence, Evidence, Gpu, Rank
+from phalanx.diagnose.evidence import CallEvidence, Evidence, Gpu, NodeFacts, Rank
 from tests.diagnose.made_evidence import (
     C10D,
     GETS,
@@ -152,6 +152,50 @@ BETWEEN: dict[str, Case] = {
         "network",
         (),
         ["all 4 ranks wait in the same collective, all_reduce #214 (6.5 MB) at train.py:52: the network (12% of"],
+    ),
+    "two nodes do not reach each other": (
+        evidence(
+            *(waiting(number, node=number // 2, size=6) for number in range(6)),
+            nodes=[
+                NodeFacts(node=0, host="a"),
+                NodeFacts(node=1, host="b", unreached=(4,)),
+                NodeFacts(node=2, host="c", unreached=(2,)),
+            ],
+        ),
+        "partition",
+        (4, 5),
+        ["node 1 (b) and node 2 (c) do not reach each other, though node 0 reaches both"],
+    ),
+    "two nodes do not reach each other while the group forms": (
+        evidence(
+            waiting(0, node=0, size=3),
+            *(
+                rank(number, [frame(C10D, 1500, "init_process_group"), frame("a.py", 7)], node=number)
+                for number in (1, 2)
+            ),
+            nodes=[
+                NodeFacts(node=0, host="a"),
+                NodeFacts(node=1, host="b", unreached=(2,)),
+                NodeFacts(node=2, host="c", unreached=(1,)),
+            ],
+        ),
+        "partition",
+        (2,),
+        ["node 1 (b) and node 2 (c) do not reach each other"],
+    ),
+    "a node that two others do not reach": (
+        evidence(
+            *(waiting(number, node=number) for number in range(4)),
+            nodes=[
+                NodeFacts(node=0, host="a"),
+                NodeFacts(node=1, host="b", unreached=(2, 3)),
+                NodeFacts(node=2, host="c", unreached=(1,)),
+                NodeFacts(node=3, host="d", unreached=(1,)),
+            ],
+        ),
+        "partition",
+        (1,),
+        ["node 1 (b) and node 2 (c) do not reach each other; node 1 (b) and node 3 (d)"],
     ),
     "the network, NCCL": (
         evidence(

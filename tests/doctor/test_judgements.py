@@ -55,14 +55,14 @@ def expect(findings: Sequence[Finding], level: str, *words: str) -> None:
 @pytest.mark.parametrize(
     ("facts", "level", "words"),
     [
-        (Names("a", ("10.0.0.1",), (("10.0.0.1", "a"),)), "green", ["a leads to 10.0.0.1 (a)"]),
+        (Names("a", ("10.0.0.1",), (("10.0.0.1", "a"),)), "green", ["a resolves to 10.0.0.1 (a)"]),
         (Names("a", ("10.0.0.1",)), "green", ["no name"]),
         (Names("a", ("127.0.1.1", "10.0.0.1")), "green", []),
-        (Names("a", ("127.0.1.1",)), "yellow", ["leads to loopback (127.0.1.1)", "phalanx works around it"]),
-        (Names("a", ("::1",)), "yellow", ["leads to loopback (::1)"]),
-        (Names("a", trouble="Name or service not known"), "yellow", ["leads nowhere: Name or service not known"]),
+        (Names("a", ("127.0.1.1",)), "yellow", ["resolves to loopback (127.0.1.1)", "phalanx works around it"]),
+        (Names("a", ("::1",)), "yellow", ["resolves to loopback (::1)"]),
+        (Names("a", trouble="Name or service not known"), "yellow", ["does not resolve: Name or service not known"]),
         (Names("a", ("10.0.0.1",), seconds=5.0), "yellow", ["took 5.0 s"]),
-        (Names("a", seconds=10.0, answered=False), "yellow", ["did not say within 10 s"]),
+        (Names("a", seconds=10.0, answered=False), "yellow", ["was not resolved within 10 s"]),
     ],
 )
 def test_own_name(facts: Names, level: str, words: list[str]) -> None:
@@ -73,12 +73,12 @@ def test_own_name(facts: Names, level: str, words: list[str]) -> None:
     ("seen", "level", "words"),
     [
         (Names("b", ("10.0.0.2",), (("10.0.0.2", "b.example"),)), "green", ["every node finds"]),
-        (Names("b", ("10.0.0.9",)), "yellow", ["leads to 10.0.0.9, but b has 10.0.0.2"]),
+        (Names("b", ("10.0.0.9",)), "yellow", ["resolves to 10.0.0.9, but b has 10.0.0.2"]),
         (Names("b", ("127.0.1.1",)), "yellow", ["which is a itself"]),
         (Names("b", ("10.0.0.1",)), "yellow", ["which is a itself"]),
-        (Names("b", trouble="No such host"), "yellow", ["leads nowhere: No such host"]),
+        (Names("b", trouble="No such host"), "yellow", ["does not resolve: No such host"]),
         (Names("b", answered=False, seconds=10), "yellow", ["within 10 s"]),
-        (Names("b", ("10.0.0.2",), (("10.0.0.2", "a"),)), "yellow", ["leads back to the name of another node, a"]),
+        (Names("b", ("10.0.0.2",), (("10.0.0.2", "a"),)), "yellow", ["resolves back to the name of another node, a"]),
     ],
 )
 def test_names_of_others(seen: Names, level: str, words: list[str]) -> None:
@@ -100,7 +100,7 @@ ETH = NetworkInterface("eth0", True, 1500, ("10.0.0.1",))
         ([replace(LO, up=False), ETH], "red", ["loopback interface is down"]),
         ([LO, replace(ETH, addresses=("fd00::1",))], "yellow", ["IPv6 addresses only: fd00::1"]),
         ([LO, replace(ETH, mtu=576)], "yellow", ["at most 576 bytes"]),
-        ([LO, replace(ETH, carrier=False)], "yellow", ["nothing is at the other end"]),
+        ([LO, replace(ETH, carrier=False)], "yellow", ["but no link"]),
     ],
 )
 def test_network(ways: list[NetworkInterface], level: str, words: list[str]) -> None:
@@ -148,9 +148,9 @@ FINE = Limits(files=4096, files_hard=None, locked=None, tasks=None)
         (FINE, 0, "green", ["4096 open files, any amount of locked memory"]),
         (replace(FINE, locked=8 * MIB), 8, "green", ["8 MiB of locked"]),
         (replace(FINE, files=1024), 8, "green", []),
-        (replace(FINE, files=512), 0, "yellow", ["512 files; 1024 are wanted", "limit of this shell"]),
+        (replace(FINE, files=512), 0, "yellow", ["512 files; 1024 are needed", "limit of this shell"]),
         (replace(FINE, files=512, files_hard=512), 0, "yellow", ["hard limit of this login is 512"]),
-        (replace(FINE, files=1024), 128, "red", ["1024 files; 2112 are wanted for 128 ranks"]),
+        (replace(FINE, files=1024), 128, "red", ["1024 files; 2112 are needed for 128 ranks"]),
         (replace(FINE, files=32), 0, "red", ["may open 32 files"]),
         (replace(FINE, tasks=100), 0, "yellow", ["100 processes"]),
         (replace(FINE, group_tasks=100), 0, "yellow", ["100 more processes", "pids.max"]),
@@ -188,8 +188,8 @@ def test_shared_memory(facts: SharedMemory, level: str, brief_level: str) -> Non
         (Disk("/a", "/a", total=GIB, free=0, trouble="No space left on device"), "red", ["is full: 0 B free"]),
         (Disk("/a", "/a", "Read-only file system", GIB, GIB), "red", ["cannot be written: Read-only file system"]),
         (Disk("/a", "/a", "Permission denied"), "red", ["cannot be written: Permission denied"]),
-        (Disk("/a", "/a", "", GIB, GIB, 10000, 50), "yellow", ["only 50 more files, of 10000"]),
-        (Disk("/a", "/a", "No space left on device", GIB, GIB, 10000, 0), "red", ["takes no more files"]),
+        (Disk("/a", "/a", "", GIB, GIB, 10000, 50), "yellow", ["only 50 free inodes of 10000"]),
+        (Disk("/a", "/a", "No space left on device", GIB, GIB, 10000, 0), "red", ["has no free inodes"]),
     ],
 )
 def test_disk(facts: Disk, level: str, words: list[str]) -> None:
@@ -285,7 +285,11 @@ def with_power(**changes: object) -> Gpus:
         (Gpus(), "green", ["none"]),
         (GOOD, "green", ["1 H200; driver 580.1 (CUDA 13.0)"]),
         (replace(GOOD, topology="all pairs by NVLink", hidden=1), "green", ["1 hidden", "all pairs by NVLink"]),
-        (replace(GOOD, gone=("x",), confined=True), "green", ["1 more on the bus are not for us"]),
+        (
+            replace(GOOD, gone=("x",), confined=True),
+            "green",
+            ["1 more on the PCI bus are not available"],
+        ),
         (replace(GOOD, bus=(BUS, "x"), gone=("x",)), "yellow", ["the PCI bus has 2 GPUs, the driver lists 1"]),
         (replace(GOOD, bus=(BUS, "x"), gone=("x",), silent=("x",)), "red", ["no answer from 1 GPU", "fell off"]),
         (Gpus(bus=(BUS,)), "yellow", ["1 GPU on the PCI bus, and no NVIDIA driver"]),
@@ -388,7 +392,7 @@ def test_iptables_chains() -> None:
 def test_firewall() -> None:
     expect(firewall.judge(Firewall(True, ("nft inet filter input",))), "yellow", "nft inet filter input")
     expect(firewall.judge(Firewall(True)), "green")
-    expect(firewall.judge(Firewall(False)), "green", "for root to read")
+    expect(firewall.judge(Firewall(False)), "green", "only root can read")
 
 
 @pytest.mark.parametrize(
@@ -398,7 +402,7 @@ def test_firewall() -> None:
         (Ports(free=False, holder="process 7 (python, of eve)"), "yellow", ["in use by process 7 (python, of eve)"]),
         (Ports(free=False), "yellow", ["29500 is in use: "]),
         (Ports(first=40000, last=40099), "yellow", ["100 ports for connections"]),
-        (Ports(first=1024, last=65535), "yellow", ["lies among those for outgoing"]),
+        (Ports(first=1024, last=65535), "yellow", ["is in the range of ephemeral ports"]),
         (Ports(first=1024, last=65535, reserved=True), "green", []),
     ],
 )

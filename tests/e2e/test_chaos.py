@@ -128,7 +128,8 @@ def test_every_way_to_die_and_every_place(tmp_path: Path) -> None:
         [15, 1, "stop"],
         [18, 0, "spin"],
     ]
-    done = trained(tmp_path, *faults, options=("--worker-timeout", "2s"))
+    # Longer than a healthy rank waits for a core on a machine that is full: 2 s are not.
+    done = trained(tmp_path, *faults, options=("--worker-timeout", "4s"))
     assert done.code == 0, done.err
     assert ended(tmp_path) == undisturbed()
     one, two = "rank 0 failed", "rank 1 failed"
@@ -161,6 +162,7 @@ def test_a_rank_that_is_killed_for_memory(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert ended(tmp_path) == undisturbed()
     recovered_from(done.err, ("rank 1 failed",))
+    assert "rank 1 failed: SIGKILL (Killed), the kernel killed a process of this cgroup" in done.err
 
 
 def test_at_the_beginning_and_at_the_end_nobody_can_regroup(tmp_path: Path) -> None:
@@ -199,10 +201,44 @@ def test_the_store_and_the_fork_server_are_killed(tmp_path: Path) -> None:
         done.err,
         ("rank 1 failed", "the store was ended while the group formed"),
         ("rank 0 failed",),
-        ("the fork server was ended from outside",),
+        ("the fork server was lost",),
     )
     assert re.search(r"resumed at step (12|16)", done.out + done.err)
     assert len([event for event in told(done.err) if isinstance(event, events.ForkServerReady)]) == 2
+
+
+def test_ranks_outlive_their_fork_server_and_a_stopped_one_holds_nothing_up(tmp_path: Path) -> None:
+    """The fork server is killed: all ranks continue. The store is stopped, and a rank dies: another group forms. The
+    new fork server is stopped: Ctrl-C ends the run, with everything below it."""
+    words_ = words(tmp_path, options=("--worker-timeout", "20s"))
+    with start(*words_, env={"PAUSE": "0.1", "EPOCHS": "1000000"}) as job:
+
+        def pids(kind: type[events.ForkServerReady] | type[events.WorkerStarted]) -> list[int]:
+            return [event.pid for event in told(job.err) if isinstance(event, kind)]
+
+        def steps() -> int:
+            return max((int(path.stem) for path in tmp_path.glob("*.0") if path.stem.isdigit()), default=0)
+
+        job.wait_for("output in", timeout=LONG)
+        until(lambda: steps() > 3, LONG, "a few steps")
+        workers = pids(events.WorkerStarted)
+        os.kill(pids(events.ForkServerReady)[0], signal.SIGKILL)
+        until(lambda: len(pids(events.ForkServerReady)) == 2, LONG, "another fork server")
+        fork_server = pids(events.ForkServerReady)[1]
+        before = steps()
+        until(lambda: steps() > before + 3, LONG, "more steps")
+        assert pids(events.WorkerStarted) == workers
+        assert recoveries(job.err) == []
+        assert "the fork server was lost: SIGKILL (Killed); its workers continue" in job.err
+        (store,) = {*children(job.pid)} - {fork_server, *workers}
+        os.kill(store, signal.SIGSTOP)
+        os.kill(workers[1], signal.SIGKILL)
+        until(lambda: any(isinstance(event, events.Recovered) for event in told(job.err)), LONG, "a recovery")
+        assert "the store process does not answer (stopped" in job.err
+        os.kill(fork_server, signal.SIGSTOP)
+        job.signal(signal.SIGINT)
+        assert job.wait(LONG) == 130
+    assert "stopped by Ctrl-C" in job.err
 
 
 def test_a_killed_agent_takes_everything_along_and_the_next_run_goes_on(tmp_path: Path) -> None:
@@ -258,7 +294,7 @@ def test_a_plain_script_whose_fork_server_is_killed_starts_again_if_it_may(tmp_p
     done = phalanx("run", "-g", "2", "--cpu", "--max-restarts", "1", twice, timeout=LONG)
     assert done.code == 0, done.err
     assert done.out.count("attempt 1") == 2
-    assert "the fork server was ended from outside: SIGKILL (Killed); its workers ended with it" in done.err
+    assert "the fork server was lost: SIGKILL (Killed); its workers ended with it" in done.err
     assert "starting all ranks again: restart 1 of 1" in done.err
 
 
@@ -282,6 +318,7 @@ def test_the_budget_fills_up_in_a_healthy_window_and_a_crash_that_repeats_does_n
 # -- phalanx chaos
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("seed", "ranks", "kinds", "plan"),
     [
@@ -296,6 +333,7 @@ def test_the_plan_of_faults(seed: int, ranks: list[int], kinds: list[str], plan:
     assert [round(fault.delay, 1) for fault in slower] == [round(10 * fault.delay, 1) for fault in first]
 
 
+@pytest.mark.smoke
 def test_every_rank_and_every_kind_has_its_turn_and_no_seed_is_as_another() -> None:
     hundred = list(itertools.islice(faults(2, range(4), ("kill", "stop"), 2.0), 100))
     assert {(fault.rank, fault.kind) for fault in hundred} == set(itertools.product(range(4), ("kill", "stop")))
@@ -304,13 +342,14 @@ def test_every_rank_and_every_kind_has_its_turn_and_no_seed_is_as_another() -> N
     assert isinstance(hundred[0], InjectedFault)
 
 
+@pytest.mark.smoke
 def test_chaos_disturbs_and_tells_what_became_of_it(tmp_path: Path) -> None:
     faults = ("--kill-every", "0.3s", "--seed", "1", "--faults", "kill,segv,store", "--times", "4")
     done = phalanx("chaos", *faults, *words(tmp_path)[1:], timeout=LONG, env={**places, "PAUSE": "0.2"})
     assert done.code == 0, done.err
     assert ended(tmp_path) == undisturbed()
     assert len(re.findall(r"chaos: fault \d, SIG\w+ to (?:rank \d|the store)", done.err)) == 4
-    said = r"chaos: 4 faults \([\w, ]+\), seed 1: all recovered; [\d.]+ s of \d+ s lost, goodput [\d.]+%"
+    said = r"chaos: 4 faults \([\w, ]+\), seed 1: all recovered"
     assert re.search(said + "; the run ended with exit code 0", done.err)
 
 
@@ -332,6 +371,7 @@ def test_ctrl_c_ends_chaos_and_run(tmp_path: Path) -> None:
     assert re.search(r"chaos: \d+ faults? .* the run ended with exit code 130", job.err)
 
 
+@pytest.mark.smoke
 def test_words_that_chaos_does_not_understand() -> None:
     behind = phalanx("chaos", script("hello.py"), "--kill-every", "5s", "and more")
     assert (behind.code, "fix: phalanx chaos --kill-every" in behind.err) == (2, True)

@@ -252,8 +252,9 @@ ENDS_OF = [
 # And for the usual one, of which one run serves them all.
 WELL = [("normal",), ("none",), ("thread",), ("warning",)]
 BADLY = [
-    *(("code", "255"), ("code", "-1"), ("at once", "4"), ("syntax",), ("group",), ("interrupt",)),
+    *(("code", "255"), ("code", "-1"), ("at once", "4"), ("group",), ("interrupt",)),
     *(("code", "3"), ("text",), ("signal", "SIGSEGV"), ("signal", "SIGTERM"), ("signal", "SIGKILL")),
+    ("syntax",),  # the last: a syntax error is not retried
 ]
 
 

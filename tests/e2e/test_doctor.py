@@ -76,7 +76,8 @@ def test_names_that_lead_to_loopback_are_yellow_and_fit_the_screen(lab: Lab, ssh
     assert job.wait() == 0, job.both
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", job.both).splitlines()]
     for name in NAMES:
-        assert any(line.startswith(f"yellow  names on {name}: this machine's name {name} leads to") for line in lines)
+        start = f"yellow  names on {name}: this machine's name {name} resolves to"
+        assert any(line.startswith(start) for line in lines)
     assert any(line.startswith("green   all_reduce    gloo, 3 ranks: 16 MiB in") for line in lines), lines
     assert max(map(len, lines)) <= 80
     # What does not fit goes on below where it began.

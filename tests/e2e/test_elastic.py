@@ -119,6 +119,30 @@ def test_a_lost_node_is_done_without_and_may_come_back(lab: Lab, tmp_path: Path)
     all_gone(lab, besides=fork_servers)
 
 
+def test_a_node_that_cannot_take_part_is_dismissed_with_the_reason(lab: Lab, tmp_path: Path) -> None:
+    jobs = [node(lab, place, tmp_path) for place in range(2)]
+    entered(jobs[0], 0, 2)
+    reasons = {
+        "import": (1, "ImportError: this host has no module named tokens"),
+        "abort": (134, "SIGABRT"),
+        "length": (2, "data length: 96 samples on ranks 0, 1; 88 samples on rank 2"),
+    }
+    for count, (bad, (code, reason)) in enumerate(reasons.items(), 1):
+        guest = node(lab, 2, tmp_path, env={"BAD": bad})
+        assert guest.wait(60) == code, texts([*jobs, guest])
+        assert "this node gets its ranks once" in guest.err
+        assert reason in guest.err
+        assert "this node was dismissed, and the others continue" in guest.err
+        jobs[0].wait_for("node 2 (node3) was dismissed: rank 2 failed", count=count)
+        assert reason in jobs[0].err
+    jobs.append(node(lab, 2, tmp_path))
+    entered(jobs[2], r"\d+", 3)
+    (tmp_path / "end").touch()
+    assert codes(jobs) == [0, 0, 0], texts(jobs)
+    learnt(tmp_path)
+    all_gone(lab, besides=fork_servers)
+
+
 @pytest.mark.parametrize("fault", ["node", "link", "rank"])
 def test_machines_of_several_ranks(lab: Lab, tmp_path: Path, fault: str) -> None:
     """They have memory within and gloo between them: whatever is lost, the others go on."""
@@ -165,6 +189,22 @@ def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path
     assert "cut off from most of the others" in jobs[0].err
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
+    learnt(tmp_path)
+    all_gone(lab, besides=fork_servers)
+
+
+def test_of_two_nodes_that_do_not_reach_each_other_one_is_dismissed(lab: Lab, tmp_path: Path) -> None:
+    jobs = [node(lab, place, tmp_path, "--stall-timeout", "5s") for place in range(3)]
+    entered(jobs[0], 0, 3)
+    until((tmp_path / "1.0").exists, 60, "the first step")
+    lab[1].part(lab[2], True)
+    assert jobs[2].wait(60) == 1, texts(jobs)
+    why = "node 1 (node2) and node 2 (node3) do not reach each other, though node 0 reaches both"
+    assert f"{why}\n  this node was dismissed" in jobs[2].err
+    entered(jobs[0], "[12]", 2)
+    jobs[0].wait_for(f"node 2 (node3) was dismissed: {why}")
+    (tmp_path / "end").touch()
+    assert codes(jobs[:2]) == [0, 0], texts(jobs)
     learnt(tmp_path)
     all_gone(lab, besides=fork_servers)
 

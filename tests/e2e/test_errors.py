@@ -13,6 +13,7 @@ from phalanx.launcher.command import Command
 from phalanx.launcher.coordination import port
 from tests.kit.cli import phalanx, run
 
+pytestmark = pytest.mark.smoke
 BAD = {
     "no script": (("run",), "there is no script to run"),
     "no such script": (("run", "nowhere.py"), "no such script: nowhere.py"),

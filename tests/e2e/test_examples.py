@@ -83,6 +83,7 @@ def said(result: Result, line: str) -> dict[str, tuple[str, ...]]:
 # torch.distributed
 
 
+@pytest.mark.smoke
 def test_hello() -> None:
     assert sorted(said(example("hello"), r"rank (\d) of 4: the ranks add up to (6)")) == ["0", "1", "2", "3"]
 
@@ -91,6 +92,7 @@ def test_the_old_way() -> None:
     assert sorted(re.findall(r"my local rank is (\d) of 2", example("oldway").out)) == ["0", "1"]
 
 
+@pytest.mark.smoke
 def test_collectives() -> None:
     names = said(example("collectives"), r"rank (\d) of 4: \d+ collectives are right: (.+)")
     assert sorted(names) == ["0", "1", "2", "3"]
@@ -194,7 +196,7 @@ def last(lines: list[str], epochs: int, pattern: str) -> list[float]:
 
 @pytest.mark.imported
 @pytest.mark.parametrize("kind", ["plain", "ddp", "phalanx"])
-@pytest.mark.parametrize(("model", "epochs", "percent"), [("digits", 4, 94), ("resnet", 3, 88)])
+@pytest.mark.parametrize(("model", "epochs", "percent"), [("digits", 2, 85), ("resnet", 2, 75)])
 def test_images(model: str, epochs: int, percent: float, kind: str) -> None:
     lines = told(kind, model if kind == "phalanx" else f"{model}_{kind}", "--epochs", str(epochs))
     found = last(lines, epochs, r"([\d.]+)% of 360 new \w+ are (?:read|told) right$")
@@ -205,11 +207,11 @@ def test_images(model: str, epochs: int, percent: float, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "ddp", "phalanx"])
 def test_gpt(kind: str) -> None:
-    lines = told(kind, "gpt" if kind == "phalanx" else f"gpt_{kind}", "--epochs", "2")
-    found = last(lines, 2, r"loss ([\d.]+) on new text, 4\.\d+ by blind guess$")
+    lines = told(kind, "gpt" if kind == "phalanx" else f"gpt_{kind}", "--epochs", "1")
+    found = last(lines, 1, r"loss ([\d.]+) on new text, 4\.\d+ by blind guess$")
     assert len(found) == (2 if kind == "ddp" else 1), lines
     assert len(set(found)) == 1
-    assert found[0] < 2.8
+    assert found[0] < 3.2
 
 
 @pytest.mark.imported
@@ -229,6 +231,7 @@ def test_any_number_of_ranks_gives_the_same_numbers(tmp_path: Path, torchrun: To
     assert losses[2] == pytest.approx(losses[0], abs=0.002)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("kind", "most"), [("_ddp", 16), ("", 20)])
 def test_few_lines_make_it_distributed(model: str, kind: str, most: int) -> None:
@@ -260,6 +263,7 @@ def test_digits_of_mnist(tmp_path: Path) -> None:
     assert sum("% of 20 new digits are read right" in line for line in lines) == 1
 
 
+@pytest.mark.smoke
 def test_digits_that_are_not_there(tmp_path: Path) -> None:
     script = str(EXAMPLES / "digits.py")
     result = phalanx("run", "-g", "2", "--cpu", script, "--data", str(tmp_path / "none"), env=places)
@@ -284,6 +288,7 @@ def test_digits_go_on_where_they_were(tmp_path: Path) -> None:
 # Going on after a death
 
 
+@pytest.mark.smoke
 def test_survive() -> None:
     """Others were there all the time, and whoever has taken the place of the killed one has what they have. Whether
     they had come through step 30 as well, by what it had sent before it was killed, is up to the network."""
@@ -380,10 +385,12 @@ def test_demo_in_a_terminal() -> None:
     assert "rank 1 failed: RuntimeError: this rank has read a broken sample" in job.out
 
 
+@pytest.mark.smoke
 def test_the_demo_is_the_example() -> None:
     assert Path(digits.__file__).read_text() == (EXAMPLES / "digits.py").read_text()
 
 
+@pytest.mark.smoke
 def test_a_demo_that_learns_too_little_fails() -> None:
     result = phalanx("run", "-g", "2", "--cpu", digits.__file__, "--epochs", "0", "--at-least", "95", env=places)
     assert result.code == 1
@@ -393,6 +400,7 @@ def test_a_demo_that_learns_too_little_fails() -> None:
 # What is said of them
 
 
+@pytest.mark.smoke
 def test_every_example_is_listed_with_its_command() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     for path in sorted(EXAMPLES.glob("*.py")):

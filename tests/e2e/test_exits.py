@@ -62,6 +62,7 @@ def test_one_that_hangs_in_the_teardown_is_ended(options: tuple[str, ...], tmp_p
     assert len(LAST.findall(job.out)) == 1  # it is no failure
 
 
+@pytest.mark.smoke
 @pytest.mark.warmed
 def test_one_that_failed_before_it_hung_has_failed(tmp_path: Path) -> None:
     job, _ = begin("teardown", tmp_path, "1")

@@ -17,7 +17,7 @@ from tests.kit.cgroup import cgroup
 from tests.kit.cli import phalanx, run, start
 from tests.kit.handle import Handle
 
-pytestmark = pytest.mark.xdist_group("failures")  # they share a warm fork server
+pytestmark = [pytest.mark.smoke, pytest.mark.xdist_group("failures")]  # they share a warm fork server
 
 
 def block(err: str) -> str:
@@ -40,11 +40,11 @@ def test_the_first_cause_is_named_with_its_exception_and_frames(way: tuple[str, 
     said = block(result.err)
     assert result.code == 1
     assert said.startswith("phalanx: rank 1 failed: BadBatch: no shard called 'evaluate': é ü 数")
-    assert "exit code 1" in said
     assert "in step" in said
     assert "boom.py:20" in said
-    assert "before the end" in said
-    assert "other rank" not in said
+    assert "afterwards" not in said
+    assert result.err.count("Traceback") == 0
+    assert "[1] before the end" in result.out
 
 
 @pytest.mark.warmed
@@ -77,8 +77,8 @@ def test_ranks_that_fail_because_a_peer_is_gone_are_not_the_cause(tmp_path: Path
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (("code", "7"), 7, "exit code 7"),
-        (("text",), 1, "exit code 1"),
+        (("code", "7"), 7, "rank 0 failed: sys.exit(7)"),
+        (("text",), 1, "rank 0 failed: sys.exit: "),
         (("at once", "41"), 41, "exit code 41"),
         (("signal", "SIGSEGV"), 139, "SIGSEGV (Segmentation fault)"),
         (("signal", "SIGTERM"), 143, "SIGTERM (Terminated)"),
@@ -160,6 +160,7 @@ def test_restarts_run_out() -> None:
     result = phalanx("run", "-g", "2", "--cpu", "--max-restarts", "1", script("boom.py"), "1")
     assert result.code == 1
     assert result.err.count("rank 1 failed: BadBatch") == 2
+    assert "Traceback" not in result.err
     assert "restart 1 of 1" in result.err
 
 
@@ -185,7 +186,7 @@ def test_what_an_exception_was_raised_because_of_is_told_and_every_rank_that_rai
     assert "    the trainer" in said
     assert "  caused by: ModuleNotFoundError: No module named 'no_such_module'" in said
     assert f"    {chain}:1 in inner" in said
-    assert "  1 other rank failed after it" in said
+    assert any(line.startswith("  afterwards: rank ") and line.endswith(" failed in the same way") for line in said)
 
 
 @pytest.mark.warmed
@@ -199,3 +200,87 @@ def test_a_crash_shows_the_line_that_faulthandler_has_written(tmp_path: Path) ->
     assert result.code == 139
     assert said.startswith("phalanx: rank 0 failed: Fatal Python error: Segmentation fault\n  ended with SIGSEGV")
     assert f"{crash}:4 in crash" in said
+
+
+@pytest.mark.warmed
+def test_a_typo_is_told_once_and_not_retried_and_the_logs_have_it_whole(tmp_path: Path) -> None:
+    typo = write(
+        tmp_path / "typo.py",
+        "import phalanx\ndef train(run):\n    learning_rate = 0.1\n    print(learning_rat)\nphalanx.main(train)\n",
+    )
+    result = phalanx("run", "-g", "3", "--cpu", typo)
+    said = result.err.splitlines()[1:]
+    assert result.code == 1
+    assert len(said) == 6, result.err
+    assert said[0].endswith("NameError: name 'learning_rat' is not defined. Did you mean: 'learning_rate'?")
+    assert said[1:3] == [f"  {typo}:4 in train", "      print(learning_rat)"]
+    assert said[3].endswith(" failed in the same way")
+    assert said[5] == "  not retrying: an error in the script or its arguments"
+    assert "Traceback (most recent call last):" in (folder(said[4]) / "stderr.log").read_text()
+
+
+@pytest.mark.warmed
+def test_an_innocent_rank_is_told_in_one_line_and_verbose_shows_everything(tmp_path: Path) -> None:
+    bad = write(
+        tmp_path / "bad.py",
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print('a warning', file=sys.stderr)\n"
+        "if dist.get_rank() == 1: raise ValueError('é ü 数\\n' + 'line\\n' * 2000)\n"
+        "while True: dist.all_reduce(torch.ones(1))\n",
+    )
+    result = phalanx("run", "-g", "2", "--cpu", bad)
+    assert result.code == 1
+    assert sorted(line for line in result.err.splitlines() if line.startswith("[")) == [
+        "[0] a warning",
+        "[1] a warning",
+    ]
+    said = block(result.err).splitlines()
+    assert said[0] == "phalanx: rank 1 failed: ValueError: é ü 数"
+    assert len(said) < 12
+    assert said[1:6] == ["    line"] * 4 + ["    …"]
+    assert set(said[-2:-1]) <= {
+        "  afterwards: rank 0 lost the peer",
+        "      if dist.get_rank() == 1: raise ValueError(",
+    }
+    loud = phalanx("run", "-g", "2", "--cpu", "--verbose", bad)
+    assert loud.err.count("[1] line\n") == 2000
+    assert "[1] Traceback (most recent call last):" in loud.err
+    assert "rank1" not in loud.err
+
+
+@pytest.mark.warmed
+def test_a_usage_error_is_told_once(tmp_path: Path) -> None:
+    usage = write(
+        tmp_path / "usage.py",
+        "import argparse\n"
+        "parser = argparse.ArgumentParser(prog='usage.py')\n"
+        "parser.add_argument('--lr', required=True)\n"
+        "parser.parse_args()\n",
+    )
+    result = phalanx("run", "-g", "3", "--cpu", "--max-restarts", "3", usage)
+    assert result.code == 2
+    assert result.err.count("the following arguments are required: --lr") == 1
+    assert result.err.count("usage: usage.py [-h] --lr LR") == 1
+    assert f"  {usage}:4 in <module>" in result.err
+    assert "  not retrying: an error in the script or its arguments" in result.err
+    shown = phalanx("run", "-g", "2", "--cpu", usage, "--help")
+    assert shown.code == 0
+    assert shown.out.count("usage: usage.py") == 2
+
+
+@pytest.mark.warmed
+def test_ctrl_c_is_one_line_and_one_state(tmp_path: Path) -> None:
+    loop = write(
+        tmp_path / "loop.py",
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print('ready', flush=True)\n"
+        "while True: dist.all_reduce(torch.ones(1))\n",
+    )
+    job = start("run", "-g", "2", "--cpu", loop)
+    job.wait_for("ready", 2)
+    job.signal(signal.SIGINT)
+    assert job.wait() == 130
+    assert job.err.splitlines()[1:] == ["phalanx: stopped by Ctrl-C"]
+    assert "stopped by Ctrl-C" in phalanx("ps", "--all").out

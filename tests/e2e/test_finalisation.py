@@ -85,6 +85,7 @@ def test_files_that_nobody_closes_are_complete(tmp_path: Path, way: str, words: 
     assert not [*tmp_path.glob("temporary*")]
 
 
+@pytest.mark.smoke
 def test_what_python_itself_holds_is_finalized_too(tmp_path: Path) -> None:
     assert run("cold", "finalisation.py", str(tmp_path / "told"), "held", cwd=str(SCRIPTS)) == 0
     told = (tmp_path / "told").read_text().splitlines()

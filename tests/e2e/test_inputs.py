@@ -86,6 +86,7 @@ def test_other_encodings(way: str, env: dict[str, str], tmp_path: Path) -> None:
     same(way, "report.py", "café", cwd=report(tmp_path), env=env)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("script", ["app", "app.pyz", "link", "report.pyc", "compiled"])
 def test_what_python_can_run_runs_with_a_warm_fork_server(script: str, tmp_path: Path) -> None:
     same("warm", script, "x", cwd=report(tmp_path))
@@ -100,23 +101,26 @@ def test_a_script_from_standard_input(way: str, tmp_path: Path) -> None:
     assert each.out.count("end") == 2
 
 
+@pytest.mark.smoke
 def test_standard_input_cannot_go_to_hosts(tmp_path: Path) -> None:
     result = phalanx("run", "--hosts", "nowhere.invalid,other.invalid", "-", cwd=str(tmp_path), input="print()")
     assert result.code == 2
     assert "--hosts cannot run a script from standard input" in result.err
 
 
+@pytest.mark.smoke
 def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("print('hello')")
     env = {"PHALANX_HOME": None, "XDG_STATE_HOME": None, "HOME": "/dev/null", "TMPDIR": str(tmp_path)}
     result = phalanx("run", "--cpu", "-g", "1", "--fresh", "s.py", cwd=str(tmp_path), env=env)
     assert (result.code, result.out) == (0, "hello\n")
     kept = tmp_path / f"phalanx-{os.getuid()}"
-    assert result.err.count("the home folder cannot be written: runs are kept in") == 1
+    assert result.err.count("the home folder cannot be used: runs are kept in") == 1
     assert f"output in {kept}/runs/" in result.err
     assert str(kept) in phalanx("ps", "--all", cwd=str(tmp_path), env=env).out
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("words", "env", "named"),
     [
@@ -138,8 +142,9 @@ def test_a_given_folder_that_cannot_be_written(
     assert ("fix: " in result.err) == bool(named)
 
 
-@EVERY_WAY
-@pytest.mark.parametrize("module", ["phalanx.py", "phalanx/__init__.py"])
+@pytest.mark.parametrize(
+    ("way", "module"), [("cold", "phalanx.py"), ("fresh", "phalanx/__init__.py"), ("warm", "phalanx/__init__.py")]
+)
 def test_a_module_of_the_users_that_is_called_phalanx(way: str, module: str, tmp_path: Path) -> None:
     (tmp_path / module).parent.mkdir(exist_ok=True)
     (tmp_path / module).write_text("import os\npid = os.getpid()")
@@ -147,8 +152,7 @@ def test_a_module_of_the_users_that_is_called_phalanx(way: str, module: str, tmp
         "import os, torch\nimport phalanx\nprint(phalanx.__file__, phalanx.pid == os.getpid(), torch.ones(1))\n"
     )
     found = run((COMMAND, "run", "--cpu", "-g", "1", *WAYS[way], "s.py"), cwd=str(tmp_path))
-    assert (found.out, found.code) == (python("s.py", cwd=str(tmp_path)).out, 0), found.err
-    assert f"{tmp_path / module} True" in found.out
+    assert (found.out, found.code) == (f"{tmp_path / module} True tensor([1.])\n", 0), found.err
 
 
 @EVERY_WAY
@@ -200,3 +204,16 @@ def test_a_standard_input_that_is_closed(way: str, tmp_path: Path) -> None:
     words = (*PHALANX, "run", "--cpu", "-g", "1", *WAYS[way], "s.py")
     found = run(("sh", "-c", 'exec "$@" <&-', "sh", *words), cwd=str(tmp_path))
     assert (found.out, found.code) == ("/dev/null\n", 0), found.err
+
+
+def test_escapes_of_a_rank_are_shown_and_not_sent(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("raise ValueError('\\x1b]0;mine\\x07\\x1b[2J\\x9b1A')")
+    (tmp_path / "\x1b[2J.py").write_text("import torch\nopt = torch.optim.SGD([]); opt.step(")
+    ended = phalanx("run", "--cpu", "-g", "2", "bad.py", cwd=str(tmp_path))
+    assert r"failed: ValueError: \x1b]0;mine\x07\x1b[2J\x9b1A" in ended.err
+    told = [phalanx(*words, cwd=str(tmp_path)) for words in (("why",), ("ps", "--all"))]
+    told += [phalanx("plan", "--env", "ODD=\x1b]0;mine\x07", "bad.py", cwd=str(tmp_path))]
+    told += [phalanx("lint", "\x1b[2J.py", cwd=str(tmp_path)), phalanx("run", "\x1b[3J.py", cwd=str(tmp_path))]
+    for one in (*told, ended):
+        assert b"\x1b" not in one.raw_out + one.raw_err
+        assert rb"\x1b" in one.raw_out + one.raw_err or b"ValueError: ]0;mine [2J" in one.raw_out  # ps: one line

@@ -14,10 +14,7 @@ from phalanx.errors import LaunchError, UsageError
 from tests.kit.cli import python
 from tests.kit.proc import until
 
-
-@pytest.fixture(autouse=True)
-def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PHALANX_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.warmed
 
 
 def written(folder: Path, text: str) -> str:
@@ -26,6 +23,7 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.smoke
 def test_a_script(tmp_path: Path) -> None:
     script = written(tmp_path, "import os, sys; print(os.environ['RANK'], sys.argv[1:], os.environ['EXTRA'])")
     job = launch(script, ["--lr", "0.1"], workers=2, cpu=True, env={"EXTRA": "yes"}, show=False)
@@ -47,6 +45,7 @@ def test_one_that_fails_says_why(tmp_path: Path) -> None:
     assert "failed" in job.why()
 
 
+@pytest.mark.smoke
 def test_one_that_cannot_begin_says_why() -> None:
     job = launch("/nowhere/train.py", workers=1, cpu=True, show=False)
     with pytest.raises(LaunchError, match=r"/nowhere/train\.py"):
@@ -89,6 +88,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.smoke
 def test_a_function_and_what_it_returns(tmp_path: Path) -> None:
     before = {*glob.glob(f"{tempfile.gettempdir()}/phalanx-call-*")}
     found = python(written(tmp_path, CALLER))
@@ -96,6 +96,14 @@ def test_a_function_and_what_it_returns(tmp_path: Path) -> None:
     assert {*glob.glob(f"{tempfile.gettempdir()}/phalanx-call-*")} <= before
 
 
+@pytest.mark.smoke
 def test_a_function_that_cannot_be_sent() -> None:
     with open("/dev/null") as file, pytest.raises(UsageError, match="cannot be sent to the ranks"):
         launch(print, [file], workers=1)
+
+
+def test_files_in_the_current_folder_do_not_replace_ours(tmp_path: Path) -> None:
+    for name in ("phalanx", "msgspec", "json", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(9)")
+    with launch(os.getcwd, workers=2, cpu=True, cwd=tmp_path, show=False) as job:
+        assert job.result(60) == [str(tmp_path)] * 2

@@ -54,6 +54,7 @@ def test_it_is_named_and_may_finish(way: tuple[str, ...], tmp_path: Path) -> Non
     assert "ending" not in job.err
 
 
+@pytest.mark.smoke
 @pytest.mark.warmed
 @pytest.mark.parametrize("how", ["group", "daemon"])
 def test_however_it_was_started(how: str, tmp_path: Path) -> None:
@@ -113,6 +114,7 @@ def test_what_one_run_left_alone_another_does_not_end(tmp_path: Path) -> None:
     assert (tmp_path / "finished").exists()
 
 
+@pytest.mark.smoke
 @pytest.mark.warmed
 def test_after_a_failure_nothing_stays(tmp_path: Path) -> None:
     job, pid = begin(tmp_path, "--linger", "forever", args=("--code", "3"))

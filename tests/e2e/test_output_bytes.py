@@ -10,6 +10,7 @@ import pytest
 
 from tests.kit.cli import PHALANX, PYTHON, TORCHRUN, environment, phalanx, python, terminal, torchrun
 
+pytestmark = pytest.mark.warmed
 ALTERNATING = """
 import ctypes, logging, os, subprocess, sys
 libc = ctypes.CDLL(None)
@@ -36,7 +37,7 @@ os.write(1, b"no newline, half a character: \\xe2\\x82")
 
 def joined(words: tuple[str, ...], tmp_path: Path) -> bytes:
     """What comes from `words 2>&1 | cat`."""
-    env = environment({"TMPDIR": str(tmp_path)})
+    env = environment({"TMPDIR": str(tmp_path)} if words[: len(TORCHRUN)] == TORCHRUN else {})  # it leaves its logs
     return subprocess.run(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, timeout=60
     ).stdout
@@ -69,6 +70,7 @@ def test_stdout_and_stderr_on_a_terminal_are_in_their_order(ranks: int, tmp_path
     assert shown == plain
 
 
+@pytest.mark.smoke
 def test_one_rank_in_a_file_is_byte_for_byte_pythons(tmp_path: Path) -> None:
     script = tmp_path / "bytes.py"
     script.write_text(BYTES)
@@ -79,6 +81,7 @@ def test_one_rank_in_a_file_is_byte_for_byte_pythons(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.smoke
 def test_what_phalanx_says_is_not_on_stdout(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text("print('out', end='')\nraise SystemExit(3)\n")

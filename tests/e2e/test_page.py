@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.contract import events
-from phalanx.launcher.runs import views
 from phalanx.launcher.runs.run_folder import RunRecord
+from phalanx.launcher.viewers import views
 from tests.e2e.places import READY, script
 from tests.kit.cli import Handle, alive, descendants, free_port, phalanx, start, until
 from tests.kit.proc import command

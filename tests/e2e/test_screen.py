@@ -61,6 +61,7 @@ def here(term: VirtualTerminal) -> None:
     term.until(r"rank 0 is here; input '', a terminal: False")
 
 
+@pytest.mark.smoke
 def test_a_screen_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None:
     with terminal(*words, "-", env=places) as job:
         term = VirtualTerminal(job)
@@ -124,7 +125,7 @@ def test_who_leaves_and_who_stops_it_from_elsewhere(words: tuple[str, ...], tmp_
             there.type("q")
             assert other.wait() == 0
             assert lines.wait() == 143
-            assert "failed with exit code 143" in lines.out.splitlines()[-1]
+            assert "stopped by SIGTERM" in lines.out.splitlines()[-1]
             assert "\x1b" not in lines.out
 
 
@@ -158,6 +159,7 @@ def test_ctrl_z_and_a_run_that_is_killed(words: tuple[str, ...], tmp_path: Path)
         job.wait()
 
 
+@pytest.mark.smoke
 def test_without_a_terminal(words: tuple[str, ...], tmp_path: Path) -> None:
     for name in ("go", "end"):
         (tmp_path / name).touch()

@@ -90,7 +90,7 @@ def test_every_second_has_its_letters(trained: Told) -> None:
         for sight in seen:
             for glance in sight.ranks:
                 if glance.rank == rank:
-                    assert len(glance.phases) in (0, round(sight.seconds * 10))
+                    assert len(glance.phases) <= round(sight.seconds * 10)  # fewer of a rank that is new
                     letters += glance.phases
         assert set(letters.lower()) <= {*events.LETTERS.values(), events.UNSEEN}
         assert sum(letter.isupper() for letter in letters) >= 10  # steps
@@ -124,6 +124,7 @@ print("Epoch 2 val_loss: 0.5", flush=True)
 """
 
 
+@pytest.mark.smoke
 def test_the_loss_that_a_plain_script_prints_is_seen(env: Env, tmp_path: Path) -> None:
     path = tmp_path / "prints.py"
     path.write_text(PLAIN)

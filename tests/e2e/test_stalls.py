@@ -13,6 +13,7 @@ import pytest
 
 from phalanx.contract import events
 from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.ipc.control_messages import WhyQuery, WhyReply
 from phalanx.launcher.runs.run_folder import RunRecord
 from tests.e2e.crew import codes, together
 from tests.e2e.places import script
@@ -50,6 +51,7 @@ KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 # With a group of ours, where the others have gloo. Ranks that differ it tells at once: test_checker.py.
 SHM = ("data", "sleeps", "order", "send", "both", "stopped", "backtrack", "asks", "waits", "fifo", "absent", "once")
+SMOKE = {"uneven", "skipped", "shape", "stopped"}  # one who waits, two whose calls differ, one who cannot run
 GROUPS = [pytest.mark.xdist_group(f"explain-{number}") for number in range(2)]  # each has a warm fork server
 
 
@@ -84,7 +86,13 @@ def marked(kind: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# here: {kind}"))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=GROUPS[at % 2]) for at, kind in enumerate(KINDS)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[GROUPS[at % 2], *([pytest.mark.smoke] if kind in SMOKE else [])])
+        for at, kind in enumerate(KINDS)
+    ],
+)
 def test_what_hangs_is_named(tmp_path: Path, kind: str) -> None:
     done = phalanx(*words(kind, tmp_path, "--on-hang", "stop"), env=places)
     folder = folder_of(done.err)
@@ -159,16 +167,17 @@ def test_whoever_asks_is_answered_and_the_end_says_it_again(tmp_path: Path) -> N
     with start(*words("sleeps", tmp_path), env=places) as job:
         job.wait_for("rank 2 is sleeping", timeout=60)
         record = RunRecord(**json.loads((folder_of(job.err) / "run.json").read_text()))
-        answer = control_socket.request(record, {"ask": "why"}, timeout=30)
-        assert answer["is"] == "why"
-        assert [(each["kind"], each["ranks"]) for each in answer["verdicts"]] == [("sleep", [2])]
-        assert [rank["rank"] for rank in answer["evidence"]["ranks"]] == [0, 1, 2]
-        assert answer["verdicts"][0]["text"] in answer["report"]
+        answer = control_socket.request(record, WhyQuery(), WhyReply, timeout=30)
+        assert isinstance(answer, WhyReply)
+        assert [(each.kind, each.ranks) for each in answer.verdicts] == [("sleep", (2,))]
+        assert [rank.rank for rank in answer.evidence.ranks] == [0, 1, 2]
+        assert answer.verdicts[0].text in answer.report
         job.process.send_signal(signal.SIGINT)
         assert job.wait(60) == 128 + signal.SIGINT
         assert "the run was stalled when it ended:\n  rank 2 is sleeping" in job.err
 
 
+@pytest.mark.smoke
 @GROUPS[1]
 def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
     done = phalanx(*words("once", tmp_path, "--on-hang", "kill", "--max-restarts", "1"), env=places)
@@ -182,10 +191,11 @@ def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
 ASKS = """
 import sys
 from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.ipc.control_messages import WhyQuery, WhyReply
 from phalanx.launcher.runs import run_folder
 (run,) = [run for run in run_folder.all_runs(sys.argv[1]) if run.alive]
-answer = control_socket.request(run, {"ask": "why"}, timeout=60)
-print(answer["is"], [(rank["rank"], rank["node"], bool(rank["threads"])) for rank in answer["evidence"]["ranks"]])
+answer = control_socket.request(run, WhyQuery(), WhyReply, timeout=60)
+print("why", [(rank.rank, rank.node, bool(rank.threads)) for rank in answer.evidence.ranks])
 """
 
 

@@ -58,7 +58,10 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize(("backend", "body", "said"), LATE.values(), ids=LATE.keys())
+@pytest.mark.parametrize(
+    ("backend", "body", "said"),
+    [pytest.param(*late, id=name, marks=[pytest.mark.smoke] * (name == "shm")) for name, late in LATE.items()],
+)
 def test_who_did_not_come_is_named_and_not_its_victim(tmp_path: Path, backend: str, body: str, said: str) -> None:
     path = tmp_path / "late.py"
     path.write_text(HEAD.format(backend=backend) + body)

@@ -29,6 +29,7 @@ def test_the_whole_tour_in_a_pipe() -> None:
         assert re.search(rf"^{scene.name}  {re.escape(scene.title)}$", result.out, re.MULTILINE)
 
 
+@pytest.mark.smoke
 def test_one_scene_line_by_line() -> None:
     result = phalanx("tour", "all_to_all", "--ranks", "3")
     assert result.code == 0, result.err
@@ -66,11 +67,13 @@ def test_the_most_ranks_still_fit() -> None:
     assert max(map(len, result.out.splitlines())) <= 80
 
 
+@pytest.mark.smoke
 def test_list() -> None:
     result = phalanx("tour", "--list")
     assert [line.split()[0] for line in result.out.splitlines()] == list(scenes.NAMES)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("words", "said"),
     [(("allreduce",), "fix: phalanx tour all_reduce"), (("--ranks", "1"), "2 to 8"), (("--ranks", "9"), "2 to 8")],
@@ -81,6 +84,7 @@ def test_what_it_does_not_show(words: tuple[str, ...], said: str) -> None:
     assert said in result.err
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("scene", [scene for scene in SCENES if scene.after], ids=lambda scene: scene.name)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_a_wrong_number_is_found(scene: TourScene, world: int) -> None:

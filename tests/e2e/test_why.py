@@ -8,6 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.places import script
 from tests.kit.cli import phalanx, start
 from tests.kit.lab import Lab, Slurm
@@ -34,6 +36,7 @@ def test_of_a_run_that_goes_on_and_of_its_remains(tmp_path: Path) -> None:
     assert "ranks 0, 1 were running" in told.out
 
 
+@pytest.mark.smoke
 def test_of_a_run_that_failed(tmp_path: Path) -> None:
     env = {"PHALANX_HOME": str(tmp_path)}
     assert phalanx("run", "-g", "2", "--fresh", "--cpu", SCRIPT, "fails", env=env).code == 1
@@ -46,6 +49,7 @@ def test_of_a_run_that_failed(tmp_path: Path) -> None:
     assert {event["event"] for event in facts["events"]} >= {"worker-started", "worker-exited", "worker-failed"}
 
 
+@pytest.mark.smoke
 def test_nothing_to_ask_about(tmp_path: Path) -> None:
     env = {"PHALANX_HOME": str(tmp_path)}
     for words, seen in (

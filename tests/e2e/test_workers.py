@@ -41,6 +41,7 @@ IMPORTED = (
 ECHO = "import sys, os; print(os.environ['RANK'], repr(sys.stdin.read()))"
 
 
+@pytest.mark.smoke
 @pytest.mark.warmed
 @pytest.mark.parametrize(
     ("options", "reader"), [((), "0"), (("--stdin", "1"), "1"), (("--stdin", "none"), None)], ids=["0", "1", "none"]
@@ -52,6 +53,7 @@ def test_stdin_goes_to_one_rank(tmp_path: Path, options: tuple[str, ...], reader
     assert read == {rank: "'hello'" if rank == reader else "''" for rank in ("0", "1")}
 
 
+@pytest.mark.smoke
 @pytest.mark.warmed
 def test_a_terminal_can_be_read_from(tmp_path: Path) -> None:
     write(tmp_path, ask="import os\nif os.environ['RANK'] == '0': print('hello', input('who? '))\n")
@@ -110,6 +112,7 @@ def test_a_fork_server_that_is_not_safe_to_fork_says_so_and_fresh_ones_start(
     assert way(result.err) == "fresh"
 
 
+@pytest.mark.smoke
 def test_fresh_and_no_python_never_import_torch(tmp_path: Path) -> None:
     write(tmp_path, main="import sys; print('torch' in sys.modules)")
     fresh = phalanx("run", "-g", "1", "--cpu", "--fresh", "main.py", cwd=str(tmp_path))
@@ -119,6 +122,7 @@ def test_fresh_and_no_python_never_import_torch(tmp_path: Path) -> None:
     assert way(program.err) == "fresh"
 
 
+@pytest.mark.smoke
 def test_a_script_that_needs_no_torch_runs_where_torch_cannot_be_imported(tmp_path: Path) -> None:
     write(tmp_path, torch="raise ImportError('broken here')", main="print('fine')")
     result = phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path))
@@ -154,6 +158,7 @@ def test_own_modules_are_read_anew_every_time(tmp_path: Path) -> None:
     assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "2\n"
 
 
+@pytest.mark.smoke
 @pytest.mark.warmed
 def test_the_store_listens_on_loopback_alone(tmp_path: Path) -> None:
     write(
@@ -168,6 +173,7 @@ def test_the_store_listens_on_loopback_alone(tmp_path: Path) -> None:
     assert re.fullmatch(r"\['0100007F:[0-9A-F]{4}'\]\n", result.out), result.out + result.err
 
 
+@pytest.mark.smoke
 def test_a_given_port_is_the_one_that_workers_meet_at() -> None:
     port = str(free_port())
     asked = ("--master-port", port, "--no-python", "printenv", "MASTER_ADDR", "MASTER_PORT")
@@ -199,9 +205,10 @@ def test_two_runs_with_one_id_have_names_of_their_own(tmp_path: Path) -> None:
     names = [phalanx(*asked, cwd=str(tmp_path)).out.split() for _ in range(2)]
     assert names[0] == ["a/b", "a-b"]
     assert names[1][0] == "a/b"
-    assert names[1][1].startswith("a-b_")
+    assert names[1][1] == "a-b.2"
 
 
+@pytest.mark.smoke
 def test_a_process_that_the_kernel_refuses_is_told() -> None:
     with cgroup("pids", "pids.max", 8) as enter:
         words = (sys.executable, "-m", "phalanx", "run", "-g", "12", "--cpu", "--no-python", "sleep", "600")
@@ -211,6 +218,7 @@ def test_a_process_that_the_kernel_refuses_is_told() -> None:
     assert "Traceback" not in result.err
 
 
+@pytest.mark.smoke
 @pytest.mark.warmed
 def test_a_store_that_is_killed_is_replaced(tmp_path: Path) -> None:
     write(
@@ -241,6 +249,7 @@ def test_a_warm_fork_server_serves_one_run_after_another(tmp_path: Path) -> None
     assert way(phalanx("run", "-g", "2", "--cpu", "main.py", cwd=str(tmp_path)).err) == "cold"
 
 
+@pytest.mark.smoke
 @pytest.mark.warmed
 def test_two_runs_at_once_from_one_warm_fork_server() -> None:
     jobs = [start("run", "-g", "2", "--cpu", script("sleepy.py"), "--seconds", "1") for _ in range(2)]
@@ -274,6 +283,7 @@ def test_what_is_stale_is_noticed_and_not_used(tmp_path: Path) -> None:
         assert used() == ("cold", True)
 
 
+@pytest.mark.smoke
 @pytest.mark.warmed
 def test_the_socket_is_for_this_user_alone() -> None:
     (socket,) = Path(os.environ["PHALANX_HOME"], "warm").glob("*.sock")
@@ -284,6 +294,7 @@ def test_the_socket_is_for_this_user_alone() -> None:
 # -- explain
 
 
+@pytest.mark.smoke
 @pytest.mark.warmed
 def test_explain_says_what_run_does(tmp_path: Path) -> None:
     write(tmp_path, main="import os, json; print(json.dumps(dict(os.environ)))")
@@ -305,6 +316,7 @@ def test_explain_says_what_run_does(tmp_path: Path) -> None:
     assert "--nproc-per-node 2" in explained["torchrun"]
 
 
+@pytest.mark.smoke
 def test_explain_starts_nothing_and_is_readable(tmp_path: Path) -> None:
     write(tmp_path, main="")
     result = phalanx("plan", "-g", "3", "--cpu", "main.py", cwd=str(tmp_path))

@@ -75,7 +75,7 @@ class Lane:
     def phalanx(self, kind: Kind, way: str) -> Outcome:
         if way == "warm":
             self.warm_up()
-        options = ["--quiet", "--no-page", "--cpu", "--log-line-prefix-template", PREFIX, *WAYS[way]]
+        options = ["--quiet", "--verbose", "--no-page", "--cpu", "--log-line-prefix-template", PREFIX, *WAYS[way]]
         if kind.old_launcher:
             options.append("--pass-local-rank")
         ended = self._run(kind, (*PHALANX, "run", *options), way)

@@ -26,7 +26,10 @@ ONE = (  # on a whole GPU
     "tests/train/gpu_checkpoint.py",
     "tests/train/gpu_snapshot.py",
     "tests/train/gpu_survive.py",
+    "tests/bench/gpu_comm.py",
+    "tests/watch/gpu_watch.py",
 )
+RANK = ("tests/launcher/gpu_probe.py",)  # the same, as the only rank of a run
 SEVERAL = ("tests/gpu/survive.py", "tests/gpu/verdicts.py", "tests/e2e/gpu_ends.py")
 LIMIT = 900.0
 OPTIONS = "PHALANX_GPU_OPTIONS"  # of `phalanx run`, for scripts with several ranks
@@ -58,13 +61,13 @@ def four() -> Iterator[list[str]]:
             asked("-i", "0", "-mig", "0")
 
 
-def passes(script: str, options: list[str]) -> bool:
+def passes(script: str, options: list[str], *launcher: str) -> bool:
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), OPTIONS: " ".join(options)}
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, script],
+            [sys.executable, *launcher, script],
             cwd=ROOT,
             env=environ,
             stdout=subprocess.PIPE,
@@ -89,13 +92,14 @@ def main() -> int:
     if not asked("-L").strip():
         print("no NVIDIA GPU here")
         return 2
-    one, several = ([script for script in scripts if only in script] for scripts in (ONE, SEVERAL))
+    one, rank, several = ([script for script in scripts if only in script] for scripts in (ONE, RANK, SEVERAL))
     failed = [script for script in one if not passes(script, [])]
+    failed += [script for script in rank if not passes(script, [], "-m", "phalanx", "run", "-g", "1")]
     if several:
         with four() as options:
             print(f"four ranks: {' '.join(options) or 'a device each'}", flush=True)
             failed += [script for script in several if not passes(script, options)]
-    print(f"{len(one) + len(several)} scripts, {len(failed)} failed {' '.join(failed)}")
+    print(f"{len(one) + len(rank) + len(several)} scripts, {len(failed)} failed {' '.join(failed)}")
     return 1 if failed else 0
 
 

@@ -28,6 +28,8 @@ told: dict[str, Any] = {
     "samples": 8,
     "strategy": "ddp",
     "compile": False,
+    "graph": False,  # forward and backward are CUDA graphs
+    "ready": True,  # to survive a death
     "precision": None,
     "checkpoints": False,
     "pause": 0.0,
@@ -85,13 +87,16 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for place, layer in enumerate(self.layers):
             x = torch.relu(layer(x)) + x
-            if place == len(self.layers) // 2 and not told["compile"]:
+            if place == len(self.layers) // 2 and not told["compile"] and not told["graph"]:
                 x = Dies.apply(x)
         return x
 
 
 def make() -> tuple[Net, torch.optim.Optimizer]:
     net = Net().to("cuda")
+    if told["graph"]:
+        alike = torch.randn(told["samples"] // int(os.environ["WORLD_SIZE"]), told["width"], device="cuda")
+        net = torch.cuda.make_graphed_callables(net, (alike,))
     return net, torch.optim.AdamW(net.parameters(), lr=1e-4)
 
 
@@ -111,8 +116,9 @@ def train(run: phalanx.Run) -> None:
     data = Rows(told["steps"] * told["samples"], told["width"])
     loader = run.loader(data, global_batch=told["samples"], shuffle=True)
     model, opt = run.once(make)
-    options = {"folder": str(folder / "checkpoints"), "every": 10} if told["checkpoints"] else {}
-    run.keep(model=model, opt=opt, data=loader, **options)
+    if told["checkpoints"]:
+        run.checkpoints(folder / "checkpoints", every=10)
+    run.keep(model=model, opt=opt, data=loader)
     wrapping = {"compile": True} if told["compile"] else {}
     if told["precision"]:
         wrapping["precision"] = told["precision"]
@@ -139,4 +145,9 @@ def train(run: phalanx.Run) -> None:
 
 if __name__ == "__main__":
     (folder / f"began.{os.getpid()}").write_text(f"{time.time():.3f}")
-    phalanx.main(train)
+    if told["ready"]:
+        phalanx.main(train)
+    else:
+        run = phalanx.init()
+        train(run)
+        run.close()

@@ -11,7 +11,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import TypedDict, Unpack
 
 from tests.kit import state
 from tests.kit.handle import Handle, Terminal, resize, take_terminal
+from tests.kit.ports import free_port
 from tests.kit.proc import alive, command, descendants, every, until
 
 __all__ = [
@@ -250,13 +250,6 @@ def environment(changes: Env | None = None) -> dict[str, str]:
         else:
             env[name] = value
     return env
-
-
-def free_port() -> int:
-    """A port that was free a moment ago, for an option that must be given a number."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _holders(job: Handle) -> str:

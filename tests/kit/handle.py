@@ -81,6 +81,7 @@ class Handle:
     def wait_for(self, text: str | re.Pattern[str], count: int = 1, timeout: float = 60) -> Matches:
         """Until the text was written `count` times; return the matches. Fails at once when it cannot come."""
         pattern = re.compile(re.escape(text)) if isinstance(text, str) else text
+        limit = timeout * proc.SLOWEST
         found: Matches = []
 
         def settled() -> bool:
@@ -88,9 +89,9 @@ class Handle:
             return len(found) >= count or not self._open
 
         with self._news:
-            in_time = self._news.wait_for(settled, timeout)
+            in_time = self._news.wait_for(settled, limit)
         if len(found) < count:
-            why = "the command ended" if in_time else f"{timeout:g} s passed"
+            why = "the command ended" if in_time else f"{limit:g} s passed"
             self._fail(f"{pattern.pattern!r} was written {len(found)} times, not {count}, when {why}")
         return found
 
@@ -99,13 +100,14 @@ class Handle:
 
     def wait(self, timeout: float = 60) -> int:
         """The exit code; minus the number of the signal that killed it."""
+        limit = timeout * proc.SLOWEST
         if self.process.poll() is None:
             # Not Popen's own wait, which with a timeout looks only every 50 ms.
             ending = self._ending()
-            ended, _, _ = select.select([ending], [], [], timeout)
+            ended, _, _ = select.select([ending], [], [], limit)
             os.close(ending)
             if not ended:
-                self._fail(f"did not end in {timeout:g} s")
+                self._fail(f"did not end in {limit:g} s")
         if self.ended is None:
             self.ended = time.monotonic()
         self._drain(1)

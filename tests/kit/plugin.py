@@ -14,13 +14,15 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Protocol
 
+import hypothesis
 import pytest
 
-from tests.kit import cli, handle, imported, leaks, state
+from tests.kit import cli, handle, imported, leaks, ports, state, tiers
 from tests.kit.lab import fixtures
 
 # What a scheduler, a launcher or a user's shell may have set, and what would change what is tested.
@@ -29,15 +31,6 @@ FOREIGN_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHON_EXEC"),
 }
-
-
-# Tests of the second tier: they need namespaces, sshd, Slurm, MPI, Chromium, sanitizers, torch's own suite or torchrun.
-SYSTEM_FIXTURES = {"lab", "_lab", "ssh", "slurm"}
-SYSTEM_FILES = (
-    *("e2e/test_mpi.py", "e2e/test_browser.py", "e2e/test_page.py", "e2e/test_compat.py"),
-    *("bench/test_browser.py", "watch/test_page.py"),
-    *("collectives/test_suite.py", "collectives/test_mpi.py", "collectives/test_native.py", "faithful/"),
-)
 
 
 class Places(Protocol):
@@ -90,59 +83,28 @@ def _inside(folder: str) -> list[str]:
 _places = pytest.StashKey[Own]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--failed-to", metavar="FILE", help="what has failed, a line each: pytest @FILE runs that again")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leaves(*patterns, why): what the test is allowed to leave behind")
-    config.addinivalue_line(
-        "markers", "system: needs namespaces, Slurm, MPI, Chromium, sanitizers, torch's own suite or torchrun; set here"
-    )
+    for line in tiers.MARKERS:
+        config.addinivalue_line("markers", line)
     config.addinivalue_line("markers", "warmed: what the test runs finds torch imported already")
     config.addinivalue_line(
         "markers", "imported: plain Python does, too, where the test starts it by tests.kit.imported"
     )
     config.pluginmanager.register(fixtures, "lab")
+    hypothesis.settings.register_profile("kit", deadline=None)  # a busy machine may take seconds for any example
+    hypothesis.settings.load_profile("kit")
     state.adopt_orphans()
     # A shell that runs us in the background ignores these, and every command of a test would inherit that.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    ports.claim()  # here: in a test it would look like a leaked descriptor
     config.stash[_places] = Own()
-    if config.getoption("failed_to") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Failed(config), "failed-to")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        below = os.path.relpath(item.path, os.path.dirname(os.path.dirname(__file__)))
-        if below.startswith(SYSTEM_FILES) or SYSTEM_FIXTURES.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker("system")
-
-
-class _Failed:
-    """pytest's own --last-failed does not find again what xdist has put into a group."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._file = str(config.getoption("failed_to"))
-        self._names: dict[str, None] = {}
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._file)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self._names[ungrouped(report.nodeid)] = None
-
-    def pytest_sessionfinish(self) -> None:
-        if self._names:  # or it has ended for another reason, and there is nothing to run again
-            with open(self._file, "w") as file:
-                file.writelines(f"{name}\n" for name in self._names)
-
-
-def ungrouped(name: str) -> str:
-    """A test without the group that xdist puts behind it."""
-    return name.rpartition("@")[0] if name.rfind("@") > name.rfind("]") else name
+    tiers.sort(items)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -184,5 +146,15 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         found = before.leaks()
         before.clean(found)
     places.renew()
-    if found:
-        pytest.fail("\n".join(str(leak) for leak in found), pytrace=False)
+    left = [str(leak) for leak in found] + _leave_group()
+    if left:
+        pytest.fail("\n".join(left), pytrace=False)
+
+
+def _leave_group() -> list[str]:
+    """Leave a process group that the test has formed in this process: the next test would find it."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return []
+    dist.destroy_process_group()
+    return ["leaked the default process group of this process"]

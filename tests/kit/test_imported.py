@@ -23,6 +23,7 @@ sys.exit(len(sys.argv))
 """
 
 
+@pytest.mark.extended
 def test_it_is_as_one_that_was_just_started(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(SCRIPT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,20 @@ def test_the_first_failure_of_all_nodes_decides(own_first: bool) -> None:
     assert isinstance(result, RunResult)
     assert result.code == (3 if own_first else 4)
     assert ("on node 1" in result.text) is not own_first
+
+
+def test_what_became_of_the_ranks_of_other_nodes_is_added_to_the_first_cause() -> None:
+    found, _ = results()
+    lost = FailureReport(rank=2, code=1, time=NOW + 1, block="rank 2 failed")
+    found.add(1, AttemptEnded(attempt=0, failed=3, not_stopped=3, first=lost, lost_peer=(2, 3)))
+    result = evaluate(found, replace(own(), block="rank 0 failed\n  all of its output: /x"))
+    assert isinstance(result, RunResult)
+    assert result.text.splitlines() == [
+        "rank 0 failed",
+        "  afterwards: ranks 2, 3 on other nodes lost the peer",
+        "  afterwards: 1 rank failed on other nodes",
+        "  all of its output: /x",
+    ]
 
 
 def test_a_restart_prints_the_failure() -> None:

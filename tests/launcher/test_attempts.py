@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from phalanx.errors import LaunchError
+from phalanx.launcher.actions import StartAttempt
 from phalanx.launcher.agent.attempts import AttemptLoop
 from phalanx.launcher.agent.stopping.end_request import EndRequest
-from phalanx.launcher.coordination.coordinator import AttemptReport, RunResult, StartAttempt
+from phalanx.launcher.coordination.coordinator import AttemptReport, RunResult
+from phalanx.launcher.runs import root_cause
 
 PLAN: Any = SimpleNamespace(shutdown=SimpleNamespace(linger=0.0))
 
@@ -25,6 +27,9 @@ class Output:
     async def drained(self, timeout: float) -> None:
         pass
 
+    async def settle_forwarded(self, *, succeeded: list[int], reported: object) -> None:
+        self.succeeded, self.after_signal = succeeded, reported is not None
+
     def close(self) -> None:
         self.closed = True
 
@@ -34,8 +39,10 @@ class Group:
 
     def __init__(self, number: int, *, failed: bool) -> None:
         self.number = number
-        self.workers = SimpleNamespace(failed=failed, ranks={})
-        self.failures = SimpleNamespace(explain=lambda _: ([], "rank 0 failed"))
+        workers = [SimpleNamespace(seat=SimpleNamespace(rank=rank), code=rank) for rank in range(2)]
+        self.workers = SimpleNamespace(failed=failed, ranks={}, values=lambda: workers)
+        self.failures = SimpleNamespace(explain=lambda: ([], "rank 0 failed"))
+        self.lost_with_fork_server = False
         self.output = Output()
         self.over = asyncio.Event()
         self.over.set()
@@ -57,6 +64,8 @@ class Node:
         self.reports: list[AttemptReport] = []
         self.groups: list[Group] = []
         self.calls: list[str] = []
+        self.released: list[list[int]] = []  # ranks whose tracebacks were shown after all
+        self.dropped: list[Any] = []  # which tracebacks were not shown, because a message reported the failure
         self.ready = True
         self.at_start: Callable[[], None] = lambda: None
         self._failures, self._results = failures, results
@@ -64,7 +73,8 @@ class Node:
     async def run(self) -> RunResult:
         node: Any = self
         watchers: Any = SimpleNamespace(start=lambda _: None, attempt_over=lambda: None)
-        context: Any = SimpleNamespace(folder=SimpleNamespace(name="run"))
+        console = SimpleNamespace(drop_withheld=self._dropped, release_withheld=self.released.append)
+        context: Any = SimpleNamespace(folder=SimpleNamespace(name="run"), console=console)
         loop = AttemptLoop(
             node,
             node,
@@ -76,6 +86,9 @@ class Node:
             succeeded=lambda _: self.calls.append("succeeded"),
         )
         return await loop.run()
+
+    def _dropped(self, matches: Any = None) -> None:
+        self.dropped.append(matches)
 
     # -- the coordinator
 
@@ -150,6 +163,8 @@ def test_the_last_attempt_fails() -> None:
     node = Node([True], [RunResult(3, "rank 0 failed")])
     assert asyncio.run(node.run()) == RunResult(3, "rank 0 failed")
     assert node.calls == ["end"]
+    # The message covers the failed ranks. Nothing else tells of an exception in rank 0, which exited with 0.
+    assert (node.released, node.dropped) == ([[0]], [None])
 
 
 def test_success_here_after_which_node_0_wants_another_attempt() -> None:
@@ -166,13 +181,15 @@ def test_a_signal_hides_failures_and_nothing_lingers() -> None:
     asyncio.run(node.run())
     assert node.reports == [AttemptReport(0)]
     assert node.calls == ["end"]
+    assert (node.released, node.dropped) == ([], [root_cause.stopped_by_signal])
 
 
 def test_a_lost_fork_server_is_the_cause() -> None:
     node = Node([True], [RunResult(137)])
-    node.at_start = lambda: setattr(node, "lost", "killed by SIGKILL")
+    node.lost = "killed by SIGKILL"
+    node.at_start = lambda: setattr(node.groups[-1], "lost_with_fork_server", True)
     asyncio.run(node.run())
-    assert "the fork server was ended from outside: killed by SIGKILL" in node.reports[0].trouble
+    assert "the fork server was lost: killed by SIGKILL" in node.reports[0].trouble
 
 
 def test_an_error_ends_the_run_without_a_report_and_output_is_closed() -> None:

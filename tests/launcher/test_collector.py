@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import stat
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,11 +48,13 @@ def test_the_page_remembers_the_last_looks() -> None:
         own.look(number * 100_000_000, number, 0, number % len(PHASES), number)
     found = status_slot.looks(memory, 1, 0.0)
     assert len(found) == status_slot.RING
-    assert found[-1] == SlotLook(20.0, 0, (1 << 20) + 20)
-    assert found[0] == SlotLook(13.7, 7, (1 << 20) + 13)
+    assert found[-1] == SlotLook(20.0, 200 % len(PHASES), (1 << 20) + 20)
+    assert found[0] == SlotLook(13.7, 137 % len(PHASES), (1 << 20) + 13)
     assert [one.time for one in status_slot.looks(memory, 1, 19.8)] == [19.9, 20.0]
     assert status_slot.looks(memory, 0, 0.0) == []
-    assert status_slot.read(memory, 1).phases["idle"] == 199
+    assert status_slot.read(memory, 1).phases["idle"] == max(
+        n for n in range(201) if n % len(PHASES) == PHASES.index("idle")
+    )
 
 
 def test_looks_are_never_read_half_written() -> None:
@@ -117,6 +119,13 @@ def test_shares_are_of_what_was_seen() -> None:
     assert rank_samples.shares([look(0, phase) for phase in seen]) == (0.2, 0.4, 0.2)
 
 
+def test_a_rank_that_sleeps_does_not_compute() -> None:
+    assert rank_samples.shares([look(0, phase) for phase in ("sleep", "sleep", "sleep", "idle")]) == (0.0, 0.25, 0.0)
+    own = [look(0, phase) for phase in ("forward", "idle", "idle", "idle", "data")]
+    assert rank_samples.shares(own, 0.5) == (0.2, 0.3, 0.0)  # it sleeps for milliseconds, in between
+    assert rank_samples.shares(own, 3.0) == (0.2, 0.8, 0.0)
+
+
 def test_samples_a_second_are_those_of_the_last_seconds() -> None:
     worker, seen = Worker(seat(), ""), rank_samples._WorkerHistory()
     assert seen.rate(worker) == -1
@@ -176,11 +185,17 @@ class Coordinator:
     def members(self) -> dict[int, tuple[int, ...]]:
         return self.ranks
 
+    def backlog(self, to: int | None) -> int:
+        return 0
+
     def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
         self.sent.append(frame)
 
     def address(self, member: int) -> str:
         return ""
+
+    def dismiss(self, ranks: Sequence[int], why: str) -> bool:
+        return False
 
 
 class Scene:
@@ -417,14 +432,16 @@ async def _printed(scene: Scene) -> None:
         file.write("loss 7\n")
     await _read(scene)
     assert len(scene.of(events.MetricsMeasured)) == 2
-    # Of all that comes at once the last is kept.
+    # Of all that comes at once the last is kept, with a value that came once.
     for step in range(20):
-        scene.collector.measured(worker_messages.MeasuredStep(step=step, values={"loss": 1.0}))
+        seldom = {"accuracy": 0.9} if step == 7 else {}
+        scene.collector.measured(worker_messages.MeasuredStep(step=step, values={"loss": 1.0, **seldom}))
     scene.sampler.concluded()
     scene.second()  # nothing more of this attempt
     kept = [events.decode(text) for text in Path(scene.folder.path, "samples.jsonl").read_bytes().splitlines()]
     assert [event.step for event in kept if isinstance(event, events.MetricsMeasured)][2:] == [0, 19]
     assert isinstance(kept[-1], events.MetricsMeasured)
+    assert kept[-1].values == {"loss": 1.0, "accuracy": 0.9}
     assert len([event for event in kept if isinstance(event, events.ClusterSample)]) == len(
         scene.of(events.ClusterSample)
     )

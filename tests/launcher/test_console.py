@@ -15,6 +15,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 
 from phalanx.launcher.output import sink as sink_module
 from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.display import FailureText
 from phalanx.launcher.output.filters import Std
 from phalanx.launcher.output.line_model import LineModel, columns, overwrite, plain
 from phalanx.launcher.output.log_tail import LogTail
@@ -252,6 +254,23 @@ def test_colour_is_what_was_asked_for(colour: bool | None, expected: bytes) -> N
         once(shown.console, 1, "x\n")
         shown.console.close()
         assert shown.out == expected
+
+
+def test_escapes_in_a_message_are_shown_and_not_sent(terminal: Terminal) -> None:
+    odd = "node 1 (\x1b]52;c;cm0K\x07): \x1b[2Jall is well\r"
+    with tempfile.TemporaryFile() as file:
+        console = Console(2, out=file.fileno(), err=terminal.fd)
+        console.waiting(odd)
+        console.say(odd)
+        console.say(FailureText(odd))
+        console.say("the end")
+        console.close()
+    until(lambda: b"the end" in terminal.data, lambda: terminal.data)
+    # Only what the console itself writes is left: colours, and what erases the status line.
+    left = re.sub(rb"\x1b\[[0-9;]*[mKJA]|[\r\n]", b"", terminal.data)
+    assert b"\x1b" not in left
+    assert b"\x07" not in left
+    assert left.count(rb"\x1b]52;c;cm0K\x07): \x1b[2Jall is well") >= 2
 
 
 def test_colour_is_on_where_the_stream_is_a_terminal(terminal: Terminal) -> None:
@@ -948,3 +967,65 @@ def test_a_file_gets_what_a_terminal_does_not_show(terminal: Terminal) -> None:
         console.close()
         os.close(file)
     assert b"unseen" not in terminal.data
+
+
+TRACED = b'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\nValueError: bad\n'
+
+
+def failing(console: Console, rank: int, folder: Path) -> LogTail:
+    """A worker that prints a line and its last traceback, as torch does."""
+    (folder / "traceback.txt").write_bytes(TRACED)
+    tail = console.attach(rank, Std.ERR, None, 0, live=False, traceback=str(folder / "traceback.txt"))
+    tail.unkept(b"a warning\n" + b"".join(b"[rank%d]: %b" % (rank, line) for line in TRACED.splitlines(keepends=True)))
+    return tail
+
+
+def test_a_traceback_is_not_shown_once_its_failure_was_reported(tmp_path: Path) -> None:
+    with Captured(2) as shown:
+        failing(shown.console, 1, tmp_path).end()
+        shown.caught_up()
+        shown.console.say("rank 1 failed: ValueError: bad")
+        shown.console.drop_withheld()
+        shown.console.close()
+        assert shown.err == b"[1] a warning\nphalanx: mark 1.\nphalanx: rank 1 failed: ValueError: bad\n"
+
+
+def test_a_traceback_that_nothing_reports_is_shown_at_the_end_with_one_prefix(tmp_path: Path) -> None:
+    with Captured(2) as shown:
+        failing(shown.console, 1, tmp_path).end()
+        shown.console.close()
+        text = b"".join(b"[1] " + line for line in TRACED.splitlines(keepends=True))
+        assert shown.err == b"[1] a warning\n" + text
+
+
+def test_the_traceback_of_a_rank_that_succeeded_is_shown_and_that_of_a_living_one_waits(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    with Captured(2) as shown:
+        failing(shown.console, 0, tmp_path / "0").end()
+        living = failing(shown.console, 1, tmp_path / "1")
+        shown.caught_up()
+        shown.console.drop_withheld(ended=True)
+        shown.caught_up()
+        assert b"ValueError" not in shown.err
+        shown.console.release_withheld([1])
+        shown.caught_up()
+        assert shown.err.count(b"[1] ValueError: bad") == 1
+        assert b"[0] ValueError" not in shown.err
+        living.end()
+
+
+def test_a_failure_is_in_colour_on_a_terminal() -> None:
+    block = "rank 1 failed: ValueError: bad\n  /w/a.py:3 in f\n      f(x)\n  afterwards: rank 0 lost the peer"
+    with Captured(2, terminal=True) as shown:
+        shown.console.say(FailureText(block))
+        shown.caught_up()
+        head, place, source, others = shown.err.splitlines()[:4]
+        assert head == b"\x1b[1;31mphalanx: rank 1 failed: ValueError: bad\x1b[0m"
+        assert place == b"  \x1b[36m/w/a.py:3\x1b[0m in f"
+        assert source == b"      f(x)"
+        assert others == b"\x1b[2m  afterwards: rank 0 lost the peer\x1b[0m"
+    with Captured(2) as shown:
+        shown.console.say(FailureText(block))
+        shown.caught_up()
+        assert shown.err.startswith(f"phalanx: {block}\n".encode())

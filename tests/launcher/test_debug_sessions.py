@@ -11,13 +11,14 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from phalanx.contract import encoding
 from phalanx.control import messages
 from phalanx.control.messages import RpcFrame
+from phalanx.control.outbox import LimitExceededError
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.debug import debugger, terminal
@@ -25,8 +26,11 @@ from phalanx.forkserver.debug.terminal import TerminalStream
 from phalanx.launcher.debug.attachment import Attachment, AttachRefused
 from phalanx.launcher.debug.remote_streams import ATTACH, KIND, AttachRequest
 from phalanx.launcher.debug.sessions import DebugSessions
-from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.ipc import control_messages, control_socket
+from phalanx.launcher.ipc.control_messages import QueryRefused, SearchQuery, SearchReply, WhyQuery, WhyReply
 from phalanx.launcher.ipc.node_rpc import NodeRpc
+from phalanx.launcher.rendezvous_config import AttachFrom
+from phalanx.watch.source import SearchResult
 
 
 class Network:
@@ -50,7 +54,15 @@ class Network:
 class Node:
     """One that has one rank, with its own number."""
 
-    def __init__(self, network: Network, number: int, size: int, *, trusted: bool = True) -> None:
+    def __init__(
+        self,
+        network: Network,
+        number: int,
+        size: int,
+        *,
+        trusted: bool = True,
+        attach_from: AttachFrom = "all",
+    ) -> None:
         self.number, self.network, self.leads = number, network, number == 0
         self.size = size
         network.nodes[number] = self
@@ -65,7 +77,9 @@ class Node:
         self.comes = True
         console: Any = SimpleNamespace(say=self.said.append, terminal=lambda _: False)
         folder: Any = SimpleNamespace(name="run")
-        self.debugging = DebugSessions(self, self, self.rpc, console=console, folder=folder, trusted=trusted)
+        self.debugging = DebugSessions(
+            self, self, self.rpc, console=console, folder=folder, trusted=trusted, attach_from=attach_from
+        )
 
     # the coordinator
 
@@ -74,6 +88,9 @@ class Node:
 
     def send_rpc(self, frame: RpcFrame, to: int | None) -> None:
         self.network.letters.append((0 if to is None else to, None if self.leads else self.number, frame))
+
+    def backlog(self, to: int | None) -> int:
+        return 0
 
     # the agent, and the probe of its worker
 
@@ -122,6 +139,26 @@ def test_ctrl_c_from_one_node_to_another_goes_one_way() -> None:
     play(scene)
 
 
+def test_attaching_from_another_node_is_a_right_of_its_own() -> None:
+    async def scene(network: Network) -> None:
+        nodes = [Node(network, number, 3, attach_from="leader") for number in range(3)]
+        for rank in (0, 2):  # of node 0, and of another member
+            with pytest.raises(AttachRefused, match="only node 0 may attach a debugger"):
+                await opened(network, nodes[1], rank)
+        assert not nodes[0].asked + nodes[2].asked
+        for node in (nodes[0], nodes[1]):
+            found = await opened(network, node, 1)  # from node 0, and on its own node
+            assert found.sock is not None
+            found.sock.close()
+            network.nodes[1].debugging._ranks.workers.clear()
+        closed = Node(network, 2, 3, attach_from="none")
+        with pytest.raises(AttachRefused, match="--attach-from none"):
+            await opened(network, nodes[0], 2)
+        assert not closed.asked
+
+    play(scene)
+
+
 def test_without_a_token_nobody_debugs_from_another_node() -> None:
     async def scene(network: Network) -> None:
         nodes = [Node(network, number, 2, trusted=False) for number in range(2)]
@@ -135,6 +172,15 @@ def test_without_a_token_nobody_debugs_from_another_node() -> None:
         assert (await opened(network, nodes[0], 0)).how == "stopped"  # on its own node
 
     play(scene)
+
+
+async def flood(lead: Node) -> None:
+    for number in range(3, 1003, 2):
+        request = encoding.encode(AttachRequest(stream=number, rank=1))
+        lead.rpc.receive(1, RpcFrame(kind=ATTACH, number=number, content=request))
+        await asyncio.sleep(0)
+        for data in (b"d" * 200_000, b"a-1", b"ax", b"e", b"c"):
+            lead.rpc.receive(1, RpcFrame(kind=KIND, number=number, content=data))
 
 
 def test_what_another_node_writes_may_be_anything() -> None:
@@ -160,12 +206,8 @@ def test_what_another_node_writes_may_be_anything() -> None:
             lead.rpc.receive(1, RpcFrame(kind=KIND, number=0, content=kind.encode() + json.dumps(said).encode()))
         assert lead.attempt.debugged == {1}  # of its own ranks
         assert not lead.said
-        for number in range(3, 1003, 2):
-            request = encoding.encode(AttachRequest(stream=number, rank=1))
-            lead.rpc.receive(1, RpcFrame(kind=ATTACH, number=number, content=request))
-            await asyncio.sleep(0)
-            for data in (b"d" * 200_000, b"a-1", b"ax", b"e", b"c"):
-                lead.rpc.receive(1, RpcFrame(kind=KIND, number=number, content=data))
+        with pytest.raises(LimitExceededError):  # it is dropped
+            await flood(lead)
         await asyncio.sleep(0)
         assert len(lead.debugging._streams) <= 2 * 64
 
@@ -191,6 +233,23 @@ def test_messages_that_never_end_or_are_too_long_cost_little_and_are_not_read() 
     assert read == [(2, 5, b"ab"), (3, 5, b"x" * 50_000)]
 
 
+def test_a_run_that_has_just_started_is_waited_for(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = SimpleNamespace(id="run", pid=os.getpid(), folder=str(tmp_path), host="", alive=True)
+    monkeypatch.setattr(control_socket, "STARTING", 0.05)
+    with pytest.raises(LaunchError, match="it is just starting, and can be asked in a moment"):
+        control_socket.call(run, WhyQuery())
+    monkeypatch.setattr(control_socket, "STARTING", 60.0)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind("")  # the kernel chooses an abstract address
+    server.listen()
+    named = server.getsockname().decode().removeprefix("\0")
+    later = threading.Timer(0.1, (tmp_path / "control").write_text, [f"{named} key"])
+    later.start()
+    with server, control_socket.call(run, WhyQuery()):
+        pass
+    later.join()
+
+
 def test_the_control_socket_answers_who_knows_the_key(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_socket, "HANDLER_TIMEOUT", 0.1)
 
@@ -198,24 +257,31 @@ def test_the_control_socket_answers_who_knows_the_key(tmp_path: Any, monkeypatch
         folder: Any = SimpleNamespace(path=str(tmp_path))
         one = control_socket.ControlSocket(folder)
 
-        async def answer(question: wire.Message) -> wire.Message:
-            assert "key" not in question
-            return {"is": question["ask"]}
+        async def answer(query: SearchQuery) -> SearchReply:
+            return SearchReply(found=(SearchResult(rank=3, stream="stdout", at=0, line=query.text),))
 
-        one.serve("why", answer)
+        one.serve(SearchQuery, answer)
         assert os.stat(tmp_path / "control").st_mode & 0o777 == 0o600
         own = os.getpid()
         run: Any = SimpleNamespace(id="run", pid=own, folder=str(tmp_path), host="", started=linux.start_time(own))
 
-        def ask(**question: str) -> Any:
-            return control_socket.request(run, question, timeout=10)
+        def ask(query: Any, kind: Any = SearchReply) -> Any:
+            return control_socket.request(run, query, kind, timeout=10)
 
-        assert await asyncio.to_thread(ask, ask="why") == {"is": "why"}
-        assert (await asyncio.to_thread(ask, ask="what"))["is"] == "refused"
+        assert (await asyncio.to_thread(ask, SearchQuery(text="\udcff"))).found[0].line == "\\xff"
+        assert await asyncio.to_thread(ask, WhyQuery()) == QueryRefused(why="none of its ranks has started")
+        wrong = await asyncio.to_thread(ask, SearchQuery(text=cast("str", 5)))
+        assert wrong == QueryRefused(why="invalid query: Expected `str`, got `int` - at `$.text`")
+        with pytest.raises(LaunchError, match="unexpected reply of run: SearchReply"):
+            await asyncio.to_thread(ask, SearchQuery(text=""), WhyReply)
+        monkeypatch.setattr(control_messages, "REPLY_LIMIT", 100)
+        with pytest.raises(LaunchError, match="unreadable reply of the agent: a message of"):
+            await asyncio.to_thread(ask, SearchQuery(text="x" * 100))
         name, key = (tmp_path / "control").read_text().split()
         silent = socket.socket(socket.AF_UNIX)
         silent.connect(f"\0{name}")
-        for words in (b'{"ask":"why"}', b'{"ask":"why","key":"%s"}' % key.encode()[:-1], b"[]", b"[" * 60_000):
+        why = b'{"query":{"query":"why"},"key":"%s"}'
+        for words in (b'{"query":{"query":"why"}}', why % key.encode()[:-1], b"[]", b"[" * 60_000):
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(f"\0{name}")
                 stranger.sendall(len(words).to_bytes(4, "big") + words)
@@ -227,7 +293,7 @@ def test_the_control_socket_answers_who_knows_the_key(tmp_path: Any, monkeypatch
             assert await asyncio.to_thread(wire.receive, long) is None
         run.pid += 1
         with pytest.raises(LaunchError, match="another process"):
-            await asyncio.to_thread(ask, ask="why")
+            await asyncio.to_thread(ask, WhyQuery())
         one.close()
         silent.close()
         assert not (tmp_path / "control").exists()

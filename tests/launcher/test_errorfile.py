@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,57 @@ def test_a_syntax_error_is_shown_with_its_own_line(tmp_path: Path) -> None:
         compile("x = (1,\ny = 2\n", "/w/broken.py", "exec")
     record = written(tmp_path / "error.json", raised.value)
     assert record["frames"][-1] == ["/w/broken.py", 1, "", "x = (1,"]
+
+
+def test_the_hint_that_python_prints_is_part_of_the_message(tmp_path: Path) -> None:
+    printed = "Traceback …\nNameError: name 'rat' is not defined. Did you mean: 'rate'?\n"
+    path = tmp_path / "error.json"
+    error_file.write(str(path), NameError, NameError("name 'rat' is not defined"), None, printed)
+    assert read_error_file(path.read_text()).exception.endswith("is not defined. Did you mean: 'rate'?")
+    # phalanx.main has written the file before the traceback was printed.
+    path.unlink()
+    error_file.write(str(path), NameError, NameError("name 'rat' is not defined"), None)
+    before = json.loads(path.read_text())["time"]
+    error_file.write(str(path), NameError, NameError("name 'rat' is not defined"), None, printed)
+    found = read_error_file(path.read_text())
+    assert found.exception.endswith("is not defined. Did you mean: 'rate'?")
+    assert found.when == before
+
+
+SCRIPT = """
+import sys
+from phalanx.forkserver.child import setup
+setup.record_exceptions(sys.argv[1])
+def give_up():
+    sys.exit(*eval(sys.argv[2]))
+give_up()
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "text"),
+    [("[3]", 3, "sys.exit(3)"), ("['no data']", 1, "sys.exit: no data"), ("[259]", 3, "sys.exit(259)")],
+)
+def test_where_sys_exit_was_called_is_written(tmp_path: Path, status: str, code: int, text: str) -> None:
+    path = tmp_path / "error.json"
+    done = subprocess.run([sys.executable, "-c", SCRIPT, path, status], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    found = read_error_file(path.read_text())
+    assert (found.exception, found.kind, found.code) == (text, "SystemExit", code)
+    assert [frame[2] for frame in found.stack] == ["<module>", "give_up"]
+
+
+@pytest.mark.parametrize("status", ["[]", "[0]", "[None]"])
+def test_an_exit_without_an_error_is_not_written(tmp_path: Path, status: str) -> None:
+    path = tmp_path / "error.json"
+    done = subprocess.run([sys.executable, "-c", SCRIPT, path, status], check=False)
+    assert (done.returncode, path.exists()) == (0, False)
+
+
+def test_what_is_printed_is_also_in_a_file(tmp_path: Path) -> None:
+    script = SCRIPT.rpartition("give_up")[0] + "{}['é']"
+    command = [sys.executable, "-c", script, tmp_path / "error.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("KeyError: 'é'\n")
+    assert (tmp_path / "traceback.txt").read_text() == done.stderr

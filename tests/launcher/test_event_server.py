@@ -19,12 +19,13 @@ from phalanx.control import messages
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
 from phalanx.launcher.ipc import control_socket
+from phalanx.launcher.ipc.control_messages import SearchReply, WatchQuery
 from phalanx.launcher.ipc.control_socket import ControlSocket
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RequestHandler
 from phalanx.launcher.output import log_reader
-from phalanx.launcher.runs import event_cursor, run_folder, views
+from phalanx.launcher.runs import event_cursor, finished_run, run_folder
 from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
-from phalanx.launcher.viewers import event_server, log_queries, viewer
+from phalanx.launcher.viewers import event_server, log_queries, viewer, views
 from phalanx.launcher.viewers.event_server import EventServer
 from phalanx.launcher.workers.watched import WatchContext
 from phalanx.watch.source import SearchResult
@@ -79,12 +80,15 @@ class Node:
         self.folder.sample(events.ClusterSample(time=time.time(), seconds=1.0, ranks=glances))
 
     def call(self, since: float | None = None) -> Any:
-        return control_socket.call(self.record, {"ask": "watch", "since": since})
+        return control_socket.call(self.record, WatchQuery(since=since))
 
     # -- Carrier
 
     def members(self) -> dict[int, tuple[int, ...]]:
         return {number: node.ranks for number, node in self.others.items()}
+
+    def backlog(self, to: int | None) -> int:
+        return 0
 
     def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
         node, who = (self.others[to], None) if to is not None else (self.leader, self.number)
@@ -320,9 +324,9 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
         async with nodes(tmp_path, 4) as (leader, one, _, broken):
             for said in (
                 b"[1]",
-                b'{"found": 5}',
-                b'{"found": [{"rank": "0"}]}',
-                b'{"found": [], "start": "x"}',
+                b'{"reply": "search", "found": 5}',
+                b'{"reply": "search", "found": [{"rank": "0"}]}',
+                b'{"reply": "why"}',
                 b"[" * 9999,
             ):
                 broken.rpc.serve("query", replies(said))
@@ -332,8 +336,8 @@ def test_one_node_that_is_broken_is_told_of_and_the_others_are_heard(tmp_path: P
                     assert [line.rank for line in found if line.rank >= 0] == [0, 1, 2]
                     with pytest.raises(LaunchError):
                         await source.log(3, "stdout")
-            lies = {"is": "search", "found": [{"rank": 0, "stream": "stdout", "at": 0, "line": "speaks as another"}]}
-            broken.rpc.serve("query", replies(msgspec.json.encode(lies)))
+            lie = SearchResult(rank=0, stream="stdout", at=0, line="speaks as another")
+            broken.rpc.serve("query", replies(msgspec.json.encode(SearchReply(found=(lie,)))))
             assert [line.line for line in await views.of(leader.record).search("speaks")] == [
                 f"rank {rank} speaks" for rank in range(3)
             ]
@@ -513,7 +517,7 @@ def test_a_run_whose_agent_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_machine_on_a_disk_that_is_shared(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(views, "_POLL_INTERVAL", 0.02)
+    monkeypatch.setattr(finished_run, "_POLL_INTERVAL", 0.02)
     folder = RunFolder(str(tmp_path))
     record = RunRecord(
         id="run",

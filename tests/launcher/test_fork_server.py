@@ -39,12 +39,12 @@ def start(fork_server: ForkServerClient, folder: Path, **order: object) -> str:
     with open(os.devnull) as nothing, open(folder / "err", "wb") as err:
         fds = [nothing.fileno(), err.fileno(), err.fileno()]
         fork_server.send({"do": "start", "name": "0", "environ": {}, "exec": ["true"], **order}, fds)
-    born = heard(fork_server)
-    assert (born["is"], born["name"]) == ("born", "0")
+    started = heard(fork_server)
+    assert (started["is"], started["name"]) == ("started", "0")
     return (folder / "err").read_text()
 
 
-def test_a_child_is_born_and_its_end_is_told(fresh: ForkServerClient, tmp_path: Path) -> None:
+def test_a_child_is_started_and_its_end_is_reported(fresh: ForkServerClient, tmp_path: Path) -> None:
     start(fresh, tmp_path, exec=["sh", "-c", "exit 7"])
     ended = heard(fresh)
     assert (ended["is"], os.waitstatus_to_exitcode(ended["status"])) == ("exited", 7)
@@ -73,8 +73,8 @@ def test_what_a_child_left_behind_is_swept(fresh: ForkServerClient, tmp_path: Pa
     assert heard(fresh)["is"] == "exited"
     left = int(pid_file.read_text())
     assert os.path.exists(f"/proc/{left}")
-    fresh.send({"do": "sweep", "id": 1})
-    assert heard(fresh) == {"is": "swept", "id": 1}
+    fresh.send({"do": "end_orphans", "id": 1})
+    assert heard(fresh) == {"is": "orphans_ended", "id": 1}
     assert not os.path.exists(f"/proc/{left}")
 
 

@@ -23,7 +23,10 @@ class Server:
         ours, self._sock = socket.socketpair()
         self.received: list[Any] = []
         self.connection = ForkServerConnection(
-            ForkServerClient(ours, "warm", ready=ready), self.received.append, lambda: self.received.append("lost")
+            ForkServerClient(ours, "warm", ready=ready),
+            self.received.append,
+            lambda: self.received.append("lost"),
+            timeout=60.0,
         )
 
     def send(self, message: wire.Message) -> None:
@@ -45,10 +48,10 @@ def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_imports_are_waited_for_and_messages_about_processes_passed_on() -> None:
     async def scene() -> None:
         server = Server()
-        server.send({"is": "born", "name": "0", "pid": 8})
+        server.send({"is": "started", "name": "0", "pid": 8})
         server.send(READY)
         assert await server.connection.ready() == READY
-        assert server.received == [{"is": "born", "name": "0", "pid": 8}]
+        assert server.received == [{"is": "started", "name": "0", "pid": 8}]
         assert await Server(ready=READY).connection.ready() == READY
 
     play(scene)
@@ -76,12 +79,12 @@ def test_a_request_has_an_answer_which_is_empty_if_the_fork_server_is_lost() -> 
         assert server.request() == {"do": "orphans", "id": 1}
         server.send({"is": "orphans", "id": 1, "pids": [9]})
         assert await asking == {"is": "orphans", "id": 1, "pids": [9]}
-        asking = asyncio.create_task(server.connection.ask("sweep"))
+        asking = asyncio.create_task(server.connection.ask("end_orphans"))
         await asyncio.sleep(0)
         server.close()
         assert await asking == {}
         assert server.received == ["lost"]
-        assert await server.connection.ask("sweep") == {}
+        assert await server.connection.ask("end_orphans") == {}
 
     play(scene)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -13,13 +14,18 @@ import pytest
 
 from phalanx.errors import LaunchError
 from phalanx.forkserver import wire
+from phalanx.launcher.command import Command
 from phalanx.launcher.forking import fork_servers
 from phalanx.launcher.forking.fork_servers import ForkServerClient
 from phalanx.launcher.forking.supervisor import ForkServerSupervisor
+from phalanx.launcher.runs.run_folder import RunFolder
 
 READY = {"is": "ready", "pid": 7, "seconds": {"torch": 1.5, "os": 0.0}}
 PLAN: Any = SimpleNamespace(
-    environ={}, start=SimpleNamespace(preload=("mine",)), command=SimpleNamespace(python="python")
+    recovery=SimpleNamespace(worker_timeout=60.0),
+    environ={},
+    start=SimpleNamespace(preload=("mine",)),
+    command=Command("script", "/nowhere/train.py", (), "python"),
 )
 
 
@@ -35,6 +41,10 @@ class Server(ForkServerClient):
         assert (message["do"], fds) == ("end", ())
         wire.send(self.theirs, {"is": "ended", "left": []}, [])
 
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
     def close(self) -> None:
         self.sock.close()
         self.theirs.close()
@@ -45,6 +55,7 @@ class Run:
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.servers: list[Server] = []
+        self.folders: list[RunFolder] = []
         self.events: list[Any] = []
         self.notes: list[str] = []
         self.lost = 0
@@ -59,7 +70,9 @@ class Run:
         return self.servers[-1]
 
     def supervisor(self) -> ForkServerSupervisor:
-        folder: Any = SimpleNamespace(path=str(self._path), event=self.events.append)
+        folder = RunFolder(str(self._path))
+        folder.event = self.events.append  # type: ignore[method-assign]
+        self.folders.append(folder)
         hints: Any = SimpleNamespace(modules=(), refuse=lambda: None)
         return ForkServerSupervisor(
             self.client("cold"),
@@ -80,6 +93,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     yield made
     for server in made.servers:
         server.close()
+    for folder in made.folders:
+        folder.close()
 
 
 def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from phalanx.errors import LaunchError, PhalanxError
+from phalanx.launcher.actions import AcceptLoss, HaltWorkers, HoldWorkers, RegroupPlan, StopWorkers
 from phalanx.launcher.agent.group_controller import GroupController
 from phalanx.launcher.agent.stopping.end_request import EndRequest
-from phalanx.launcher.coordination.actions import AcceptLoss, HaltWorkers, HoldWorkers, RegroupPlan, StopWorkers
 
 TERM = signal.SIGTERM
 STOP = StopWorkers(TERM, "rank 1 failed", 5.0)
@@ -28,9 +28,15 @@ class Group:
         self.stopping = stopping
         self.over = asyncio.Event()
         self.workers = self.failures = self
+        self.generation = 0
+        self.died = True  # a rank, with the fork server
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **_: self.calls.append((name, *args))
+
+    def fork_server_lost(self) -> bool:
+        self.calls.append(("fork_server_lost",))
+        return self.died
 
     @property
     def names(self) -> list[str]:
@@ -44,10 +50,17 @@ class ForkServer:
         self.lost = lost
         self.client = object()
         self.waits = True
+        self.looks = 0
         self._replacements = replacements or []
 
     def stop_waiting(self) -> None:
         self.waits = False
+
+    def kill_if_stopped(self) -> None:
+        self.looks += 1
+
+    def startup_error(self) -> LaunchError:
+        return LaunchError("it ended early")
 
     async def replace(self, plan: Any) -> bool:
         await asyncio.sleep(0)
@@ -102,7 +115,7 @@ def test_workers_are_stopped_once_but_by_every_signal() -> None:
     here.perform(STOP)
     assert group.calls == [("stop", TERM, "rank 1 failed", 5.0)]
     here.stop_by_signal(signal.SIGINT)
-    assert group.calls[1:] == [("stop", signal.SIGINT, "SIGINT received", 30.0)]
+    assert group.calls[1:] == [("stop", signal.SIGINT, "Ctrl-C", 30.0)]
 
 
 def test_a_stop_ends_an_attempt_without_workers_and_the_wait_for_a_fork_server() -> None:
@@ -142,8 +155,8 @@ def test_a_killed_fork_server_is_replaced_until_one_lives_and_the_latest_regroup
         here.perform(plan(2))
         group.living = [("0", object())]
         await here.settle()
-        assert group.names == ["use_fork_server", "regroup"]
-        assert group.calls[1][1].generation == 2
+        assert group.names == ["hold", "hold", "use_fork_server", "regroup"]
+        assert group.calls[3][1].generation == 2
         assert not group.over.is_set()
 
     asyncio.run(replaced())
@@ -161,6 +174,41 @@ def test_a_fork_server_that_cannot_be_replaced_fails_the_run() -> None:
         assert group.over.is_set()
 
     asyncio.run(refused())
+
+
+def test_workers_that_outlive_the_fork_server_continue_while_it_is_replaced() -> None:
+    async def replaced() -> None:
+        fork_server, group = ForkServer(lost="SIGKILL", replacements=[True]), Group()
+        group.died = False
+        here = controller(fork_server, group)
+        here._next_regroup = plan(0)  # of an earlier failure
+        assert here.fork_server_lost() is None
+        await here.settle()
+        assert group.names == ["fork_server_lost", "use_fork_server"]
+        assert not group.over.is_set()
+
+    asyncio.run(replaced())
+
+
+def test_a_fork_server_that_never_becomes_ready_fails_the_run() -> None:
+    async def refused() -> None:
+        fork_server, group = ForkServer(lost="SIGKILL", replacements=[False] * 9), Group()
+        failures: list[PhalanxError] = []
+        here = controller(fork_server, group, failures=failures)
+        here.perform(plan())
+        await here.settle()
+        assert [error.what for error in failures] == ["it ended early"]
+        assert len(fork_server._replacements) == 6
+
+    asyncio.run(refused())
+
+
+def test_a_stopped_fork_server_is_looked_for_before_workers_are_signalled() -> None:
+    fork_server = ForkServer()
+    here = controller(fork_server, Group())
+    here.stop_by_signal(signal.SIGINT)
+    here.kill()
+    assert fork_server.looks == 2
 
 
 def test_the_loss_of_the_fork_server_is_a_failure_unless_the_attempt_is_over() -> None:

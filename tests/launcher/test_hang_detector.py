@@ -20,6 +20,7 @@ from phalanx.launcher.hangs.progress_tracker import RankProgress
 
 GONE = Verdict(kind="uneven data", ranks=(0,), text="rank 0 left the loop earlier", fix="the same number of batches")
 HERE = Verdict(kind="sleep", ranks=(1, 2), text="ranks 1, 2 are sleeping", certain=False)
+PARTED = Verdict(kind="partition", ranks=(2,), text="node 1 and node 2 do not reach each other")
 LOOP = Verdict(kind="loop", ranks=(1,), text="rank 1 is in a loop")
 STOPPED = StopRun("the run is stalled and was stopped (--on-hang stop): rank 0 left the loop earlier", GONE.fix)
 
@@ -41,6 +42,20 @@ def test_what_is_done(on_hang: OnHang, verdicts: list[Verdict], waited: float, a
     ranks = [Rank(rank=number, node=0, ended=0 if number == 0 else None) for number in range(3)]
     evidence = Evidence(time=0.0, waited=waited, ranks=tuple(ranks), limit=10.0)
     assert hang_action.choose(on_hang, evidence, verdicts) == action
+
+
+def test_a_node_that_others_do_not_reach_is_dismissed_whatever_on_hang_says() -> None:
+    for on_hang in ("report", "kill"):
+        assert hang_action.cut_off(on_hang, [HERE, PARTED]) == PARTED
+        assert hang_action.cut_off(on_hang, [HERE, GONE]) is None
+    assert hang_action.cut_off("stop", [PARTED]) is None
+    # Where it cannot be dismissed: ranks that are killed would be replaced on the same node, and hang again.
+    evidence = Evidence(time=0.0, waited=9.0, ranks=(Rank(rank=2, node=2),), limit=10.0)
+    assert hang_action.choose("report", evidence, [PARTED]) is None
+    action = hang_action.choose("kill", evidence, [PARTED])
+    assert isinstance(action, StopRun)
+    assert PARTED.text in action.why
+    assert "-n MIN:MAX" in action.fix
 
 
 def _progress(members: dict[int, tuple[int, ...]]) -> ClusterProgress:

@@ -16,7 +16,9 @@ import pytest
 from phalanx.contract import encoding
 from phalanx.contract.encoding import Decoder
 from phalanx.control.messages import RpcFrame
+from phalanx.control.outbox import LimitExceededError
 from phalanx.forkserver import linux, wire
+from phalanx.launcher.ipc import node_rpc
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.ipc.packet_server import PacketServer
 from phalanx.launcher.ipc.pending_replies import PendingReplies
@@ -67,10 +69,14 @@ class Side:
         self.leads = leads
         self.rpc = NodeRpc(self)  # type: ignore[arg-type]
         self.other: Side
+        self.behind = 0  # bytes that the other has not received
 
     def send_rpc(self, frame: RpcFrame, to: int | None) -> None:
         assert to == (1 if self.leads else None)
         asyncio.get_running_loop().call_soon(self.other.rpc.receive, None if self.leads else 1, frame)
+
+    def backlog(self, to: int | None) -> int:
+        return self.behind
 
 
 def test_a_node_asks_another(caplog: pytest.LogCaptureFixture) -> None:
@@ -95,6 +101,65 @@ def test_a_node_asks_another(caplog: pytest.LogCaptureFixture) -> None:
 
     asyncio.run(scene())
     assert "cannot answer the request 'fails' of node 1" in caplog.text
+
+
+def test_questions_of_a_node_are_limited() -> None:
+    async def scene() -> None:
+        leader, asked, answered = Side(leads=True), 0, asyncio.Event()
+        sent: list[RpcFrame] = []
+        leader.send_rpc = lambda frame, to: sent.append(frame)  # type: ignore[method-assign]
+
+        async def slow(sender: int | None, content: bytes) -> bytes:
+            nonlocal asked
+            asked += 1
+            await answered.wait()
+            return b"answer"
+
+        leader.rpc.serve("slow", slow)
+        ask = RpcFrame(kind="slow", number=1)
+        for _ in range(node_rpc.MOST_QUESTIONS):
+            leader.rpc.receive(1, ask)
+        with pytest.raises(LimitExceededError, match="it has 64 open questions, and asks another one"):
+            leader.rpc.receive(1, ask)
+        leader.rpc.receive(2, ask)  # the limit is per node
+        large = RpcFrame(kind="slow", number=1, content=bytes(1 << 18))
+        for _ in range(4):
+            leader.rpc.receive(2, large)
+        with pytest.raises(LimitExceededError, match="its open questions have more than 1 MiB"):
+            leader.rpc.receive(2, large)
+        await asyncio.sleep(0.01)
+        assert asked == 8 + 5  # the others wait until those are answered
+        leader.behind = 1 << 30
+        answered.set()
+        await asyncio.sleep(0.2)
+        assert not sent  # nor are replies queued for a node that does not read
+        leader.behind = 0
+        while len(sent) < node_rpc.MOST_QUESTIONS + 5:
+            await asyncio.sleep(0.01)
+        leader.rpc.receive(1, ask)  # there is room again
+        leader.rpc.close()
+        leader.rpc.receive(1, ask)  # nobody answers any more
+
+    asyncio.run(scene())
+
+
+def test_a_node_does_not_ask_more_than_it_may() -> None:
+    async def scene() -> None:
+        member = Side(leads=False)
+        sent: list[RpcFrame] = []
+        member.send_rpc = lambda frame, to: sent.append(frame)  # type: ignore[method-assign]
+        asking = [asyncio.create_task(member.rpc.request("x", timeout=60)) for _ in range(20)]
+        await asyncio.sleep(0.01)
+        assert len(sent) == node_rpc.ASKED
+        for frame in list(sent):
+            member.rpc.receive(None, RpcFrame(kind="reply", number=frame.number))
+        while len(sent) < 2 * node_rpc.ASKED:
+            await asyncio.sleep(0.01)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b"\xff", b"[" * 100_000], ids=lambda body: repr(body[:3]))

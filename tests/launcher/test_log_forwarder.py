@@ -7,7 +7,10 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+
 from phalanx.control.messages import Log
+from phalanx.launcher.output import withheld
 from phalanx.launcher.output.filters import Std
 from phalanx.launcher.output.log_forwarder import BURST, CHUNK, LogForwarder
 
@@ -28,14 +31,23 @@ class Sent:
 
 
 def relayed(
-    path: Path, act: Callable[[LogForwarder, Callable[[bytes], None], Callable[[], None]], Awaitable[None]]
+    path: Path,
+    act: Callable[[LogForwarder, Callable[[bytes], None], Callable[[], None]], Awaitable[None]],
+    *,
+    traceback: str | None = None,
+    arrived: asyncio.Event | None = None,
 ) -> Sent:
     sent = Sent()
 
+    def send(log: Log) -> None:
+        sent.logs.append(log)
+        if arrived is not None and log.data:
+            arrived.set()
+
     async def run() -> None:
-        relay = LogForwarder(sent.logs.append, lambda: 0)
+        relay = LogForwarder(send, lambda: 0)
         log = os.open(path, os.O_RDWR | os.O_CREAT)
-        thread = relay.follow(3, Std.OUT, log, 0)
+        thread = relay.follow(3, Std.OUT, log, 0, traceback=traceback)
 
         def write(data: bytes) -> None:
             os.write(log, data)
@@ -101,3 +113,48 @@ def test_an_unfinished_line_waits_for_its_end(tmp_path: Path) -> None:
 
     sent = relayed(tmp_path / "log", act)
     assert [log.data for log in sent.logs] == [b"one\n", b"half\n", b"rest"]
+
+
+TRACEBACK = b'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\nKeyError: 3\n'
+
+
+@pytest.mark.parametrize(
+    ("succeeded", "reported", "shown"),
+    [
+        ((), None, b""),
+        ((3,), None, TRACEBACK),
+        ((), lambda text: "KeyError" in text, b""),
+        ((), lambda text: "KeyboardInterrupt" in text, TRACEBACK),
+    ],
+    ids=["failed", "succeeded", "after Ctrl-C", "another error after Ctrl-C"],
+)
+def test_a_traceback_is_sent_only_if_no_message_reports_it(
+    tmp_path: Path, succeeded: tuple[int, ...], reported: Callable[[str], bool] | None, shown: bytes
+) -> None:
+    (tmp_path / "traceback.txt").write_bytes(TRACEBACK)
+
+    async def act(relay: LogForwarder, write: Callable[[bytes], None], end: Callable[[], None]) -> None:
+        write(b"one\n" + TRACEBACK + b"two\n")
+        await relay.drained(5)
+        end()
+        await relay.settle(succeeded=succeeded, reported=reported, timeout=5.0)
+
+    sent = relayed(tmp_path / "log", act, traceback=str(tmp_path / "traceback.txt"))
+    assert sent.data == b"one\ntwo\n" + shown
+
+
+def test_a_traceback_of_a_process_that_does_not_end_is_sent_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(withheld, "DELAY", 0.2)
+    (tmp_path / "traceback.txt").write_bytes(TRACEBACK)
+
+    async def act(relay: LogForwarder, write: Callable[[bytes], None], _: Callable[[], None]) -> None:
+        write(TRACEBACK)
+        await relay.drained(5)
+        async with asyncio.timeout(10):
+            await arrived.wait()
+
+    arrived = asyncio.Event()
+    sent = relayed(tmp_path / "log", act, traceback=str(tmp_path / "traceback.txt"), arrived=arrived)
+    assert sent.data == TRACEBACK

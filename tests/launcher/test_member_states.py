@@ -7,7 +7,7 @@ import pytest
 from phalanx.control.leader.roster import Roster
 from phalanx.control.messages import AttemptState
 from phalanx.launcher.coordination.leader.member_states import MemberStates
-from phalanx.launcher.coordination.readiness import Readiness
+from phalanx.launcher.workers.readiness import Readiness
 from tests.control.parties import arrival
 
 CONNECTED = Readiness(connected=True)
@@ -39,8 +39,30 @@ def test_an_attempt_gives_ranks_to_as_many_as_are_expected() -> None:
     assert ranks(made) == {0: (0, 1), 1: (2, 3)}
     assert (made.room, made.enough) == (0, True)
     spare = made.start_ranks(2, 4711)
-    assert (spare.spare, spare.store_port) == (True, 4711)
+    assert (spare.spare, spare.joins, spare.store_port) == (True, False, 4711)
     assert [(each.rank, each.world_size, each.node_count) for each in spare.placements] == [(4, 4, 2), (5, 4, 2)]
+
+
+def test_a_node_that_joins_is_on_trial_until_its_first_step() -> None:
+    made = member_states(3, expected=3)
+    made.remove(2)
+    assert not made.cannot_take_part(1, ends_run=True)  # it was there from the start: its failure is the run's
+    for member in (0, 1):
+        made.set_readiness(member, CONNECTED)
+    assert made.admit(2, None)
+    assert made.start_spares([1, 2]) == [2]
+    assert made.start_ranks(2, 4711).joins  # there is room for it
+    assert made.cannot_take_part(2, ends_run=False)  # its workers do not start
+    made.set_readiness(2, READY)
+    made.regroup()
+    assert made.cannot_take_part(2, ends_run=False)
+    assert not made.cannot_take_part(1, ends_run=True)
+    made.on_trial.discard(2)  # a step is committed
+    assert not made.cannot_take_part(2, ends_run=False)
+    assert made.cannot_take_part(2, ends_run=True)
+    made.leaving.add(2)
+    made.remove(2)
+    assert not made.cannot_take_part(2, ends_run=True)  # it leaves already
 
 
 def test_a_spare_starts_only_once_the_script_can_regroup() -> None:

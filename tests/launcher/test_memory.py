@@ -55,3 +55,15 @@ def test_in_words(before: MemoryKills, after: MemoryKills, words: str) -> None:
     told = after.since(before)
     assert words in told
     assert bool(told) == bool(words)
+
+
+def test_a_kill_for_memory_explains_the_workers_that_die_with_it_and_no_later_one() -> None:
+    kills, now = [MemoryKills(0, 3)], [0.0]
+    watch = out_of_memory.MemoryKillWatch(lambda: kills[0], lambda: now[0])
+    assert watch.latest() == ""
+    kills[0] = MemoryKills(1, 4, 1 << 30)
+    assert "too much memory (limit 1.0 GiB)" in watch.latest()
+    now[0] += 1.0
+    assert "too much memory" in watch.latest()  # another one of the same moment
+    now[0] += 60.0
+    assert watch.latest() == ""

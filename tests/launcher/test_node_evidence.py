@@ -19,7 +19,8 @@ from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, ThreadStac
 from phalanx.diagnose.verdict import Verdict
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.probe import probe
-from phalanx.launcher.hangs import evidence_reply, node_evidence, stacks, stall_dump
+from phalanx.launcher.evidence import evidence_reply, stacks, stall_dump
+from phalanx.launcher.hangs import node_evidence
 from phalanx.launcher.hangs.progress_tracker import ProgressTracker, RankProgress
 from phalanx.launcher.remote import foreign_job
 from phalanx.launcher.telemetry import process_stats
@@ -84,12 +85,12 @@ def test_answers_of_nodes_that_are_mixed() -> None:
     answers = [Evidence(time=1.0, waited=0.0, ranks=(rank,)) for rank in ranks]
     here = os.uname().nodename
     lines = [
-        [line.replace(here, f"host{number}") for line in foreign_job.parcel(each).splitlines()]
+        [line.replace(here, f"host{number}") for line in foreign_job.encode_lines(each).splitlines()]
         for number, each in enumerate(answers)
     ]
     mixed = ["a word of the prolog's", *(line for pair in zip(*lines, strict=True) for line in pair)]
-    assert foreign_job.opened("\n".join(mixed)) == answers
-    assert foreign_job.opened("\n".join(mixed[:-2])) == []  # what is broken is left out
+    assert foreign_job.decode_lines("\n".join(mixed)) == answers
+    assert foreign_job.decode_lines("\n".join(mixed[:-2])) == []  # what is broken is left out
 
 
 def test_a_worker_that_is_forgotten_meanwhile_costs_no_other_file_its_contents(tmp_path: Path) -> None:

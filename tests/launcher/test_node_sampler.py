@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,11 +31,17 @@ class Carrier:
     def members(self) -> dict[int, tuple[int, ...]]:
         return {1: (1,)} if self.leads else {}
 
+    def backlog(self, to: int | None) -> int:
+        return 0
+
     def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
         self.sent.append(frame)
 
     def address(self, member: int) -> str:
         return ""
+
+    def dismiss(self, ranks: Sequence[int], why: str) -> bool:
+        return False
 
 
 class Probe:

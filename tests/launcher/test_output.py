@@ -355,9 +355,15 @@ def test_what_is_neither_kept_nor_shown_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    """As one that was deleted: the output is shown and not kept."""
+
     async def body(run: Run) -> None:
-        with pytest.raises(FileNotFoundError):
-            run.output.open(0, str(tmp_path / "nowhere"), show=Std.ALL)
+        run.output.open(0, str(tmp_path / "nowhere"), show=Std.ALL)
+        run.output.handed_over(0)
+        assert await run.output.drained(PATIENCE) == []
+        await run.close()
+        assert run.said.count("stdout.log cannot be written: No such file or directory. The run continues") == 1
+        assert run.said.count("cannot be written") == 1
 
     running(tmp_path, 2, body)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.contract import events
-from phalanx.errors import PortError, ScriptError
+from phalanx.contract.run_metadata import GitState, Gpu, Machine, RunMetadata
+from phalanx.errors import LaunchError, PortError, ScriptError
 from phalanx.forkserver import linux, wire
 from phalanx.launcher.command import Command
 from phalanx.launcher.coordination import port
@@ -39,8 +42,10 @@ def test_the_command_of_a_rank(kind: str, line: list[str]) -> None:
 
 
 def test_bad_scripts(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
+    for name in ("train.py", "syn.py", "nb1.py"):
+        (tmp_path / name).write_text("")
     cases = {
+        str(tmp_path / "nope.py"): f"looked in {tmp_path}\n  fix",  # none is alike
         str(tmp_path / "trian.py"): "did you mean train.py?",
         str(tmp_path): "directory without a __main__.py",
         str(tmp_path / "no/where.py"): "there is no folder",
@@ -104,11 +109,13 @@ def test_a_lesson_about_variables_holds_for_the_text_that_it_is_of(tmp_path: Pat
 # -- wire
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(), x, max_size=4),
+    max_leaves=10,
 )
 
 
-@given(st.dictionaries(st.text(), JSON))
+@given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_messages_arrive_as_they_were(message: dict[str, object]) -> None:
     left, right = socket.socketpair()
     with left, right:
@@ -180,13 +187,23 @@ def test_home() -> None:
 
 
 def test_every_event_survives_the_file() -> None:
+    metadata = RunMetadata(
+        run="a.2",
+        name="a",
+        started=1.5,
+        command=("python", "t.py"),
+        script="/t.py",
+        hyperparameters={"lr": 0.1, "epochs": 3, "amp": True, "data": "x", "limit": None},
+        git=GitState(root="/", commit="f" * 40, dirty=True),
+        machine=Machine(host="h", gpus=(Gpu(index=0, name="H200"),)),
+    )
     for kind in events.AnyEvent.__args__:
         values = {"time": 1.5}
         for field in kind.__struct_fields__:
             if field not in values and field not in kind.__struct_defaults__:
                 hint = kind.__annotations__.get(field, "str")
                 some = {"int": 3, "float": 2.0, "str": "x", "bool": True, "tuple[str, ...]": ("a",)}
-                some |= {"tuple[int, ...]": (3,), "FaultKind": "node-joined"}
+                some |= {"tuple[int, ...]": (3,), "FaultKind": "node-joined", "RunMetadata": metadata}
                 values[field] = some.get(hint, () if "tuple" in hint else {})
         event = kind(**values)
         assert events.decode(events.encode(event)) == event
@@ -239,3 +256,31 @@ def test_a_socket_whose_owner_was_killed_is_no_warm_fork_server(tmp_path: Path) 
         gone.bind(str(path))
     assert warm_pool.find(warm_pool.WarmPool(str(path.parent), "k"), []) is None
     assert warm_pool.status(str(path)) is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_a_warm_fork_server_of_another_user_is_refused(tmp_path: Path) -> None:
+    """The file is ours, but another user's process listens: the kernel says who that is."""
+    path = str(tmp_path / "k.sock")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(path)
+        program = "import os, socket, sys; os.setuid(12345); sock = socket.socket(fileno=int(sys.argv[1])); "
+        program += "sock.listen(); print(flush=True); sys.stdin.read()"
+        words = [sys.executable, "-c", program, str(sock.fileno())]
+        with subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(sock.fileno(),)
+        ) as listener:
+            assert listener.stdout is not None
+            assert listener.stdout.readline() == b"\n"
+            with pytest.raises(LaunchError, match="a process of another user listens"):
+                warm_pool.status(path)
+            listener.communicate()
+
+
+def test_modules_of_phalanx_ignore_the_current_folder() -> None:
+    ours = Command("module", "phalanx.doctor.survey", (), "py")
+    assert ours.line(0) == ["py", "-u", "-P", "-m", "phalanx.doctor.survey"]
+    assert ours.path0 is None
+    theirs = Command("module", "phalanxes", (), "py")
+    assert theirs.line(0) == ["py", "-u", "-m", "phalanxes"]
+    assert theirs.path0 == os.getcwd()

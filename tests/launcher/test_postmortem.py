@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,19 @@ def test_of_one_that_was_replaced_before(tmp_path: Path) -> None:
     again = events.WorkerStarted(time=3.0, rank=1, pid=20)
     remains = postmortem.read(record(tmp_path, *started(0, 1.0), exited(1, -9, 0, 2.0), again, exited(0, 3, 0, 9.0)))
     assert postmortem.first(remains) == "rank 0 failed: exit code 3"
+
+
+def test_of_a_run_that_was_stopped(tmp_path: Path) -> None:
+    """The ranks end with a KeyboardInterrupt then: nothing has failed."""
+    stop = events.Stopping(time=2.0, reason="SIGINT", signal="SIGINT")
+    folder = tmp_path / "attempt_0" / "1"
+    folder.mkdir(parents=True)
+    (folder / "stderr.log").write_text("Traceback (most recent call last):\nKeyboardInterrupt\n")
+    found = record(tmp_path, *started(0, 1.0), stop, exited(1, -2, 0, 3.0), exited(0, -2, 0, 3.0))
+    stopped = postmortem.read(replace(found, code=130))
+    assert postmortem.first(stopped) == ""
+    assert "failed" not in postmortem.report(stopped)
+    assert "rank 1 failed: KeyboardInterrupt" in postmortem.report(postmortem.read(found))
 
 
 def test_of_a_rank_of_another_node(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.contract import worker_messages
-from phalanx.launcher.coordination.actions import AcceptLoss, Action, HaltWorkers, StopWorkers
+from phalanx.launcher.actions import AcceptLoss, Action, HaltWorkers, StopWorkers
 from phalanx.launcher.coordination.coordinator import AttemptReport, RunResult
 from phalanx.launcher.coordination.single_node import SingleNodeCoordinator
 from phalanx.launcher.runs.root_cause import ProcessFailure
@@ -80,7 +80,7 @@ def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
         alone.halt_message(0, worker_messages.HaltedAt(9))
         assert alone.worker_failed(FAILURE) == AcceptLoss()
         assert agent.actions == [HaltWorkers(None)]
-        trouble = "" if last else "the fork server was ended from outside"
+        trouble = "" if last else "the fork server was lost"
         found = await alone.attempt_ended(AttemptReport(0, DEAD.deaths, "block", trouble))
         assert isinstance(found, RunResult)
         assert found.code == os.EX_TEMPFAIL

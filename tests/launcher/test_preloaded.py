@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.places import SCRIPTS as E2E
 from tests.kit.cli import run
 
@@ -17,6 +19,7 @@ SCRIPTS = Path(E2E).parents[1] / "launcher/scripts"
 NOT_KEPT = {"LNAME", "LOGNAME", "PYTHONUSERBASE", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME", "_PYTHON_PROJECT_BASE"}
 
 
+@pytest.mark.extended
 def test_a_change_of_any_variable_that_the_import_of_torch_reads_is_noticed(tmp_path: Path) -> None:
     """Found by looking: native code by its calls of getenv, Python by its reads of os.environ."""
     shim = tmp_path / "getenv.so"

@@ -11,13 +11,19 @@ import pytest
 from phalanx.launcher.output.tracebacks import read_traceback
 from phalanx.launcher.runs.root_cause import (
     ProcessFailure,
+    afterwards,
     block,
     count,
-    counted,
     first_cause,
     in_words,
+    left_alone,
     lost,
+    permanent,
+    raised,
     report_of,
+    stopped_by_signal,
+    summary,
+    with_other_nodes,
 )
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"
@@ -81,9 +87,9 @@ def test_who_made_a_rank_time_out_is_the_cause_and_its_victims_are_not() -> None
     assert first_cause([victim, earlier]) == victim
     text = block(victim, tail=(), folder="x").splitlines()
     assert text[:3] == [BLAME[0], "  its line: x()", f"  rank 0 timed out: {TIMEOUT}"]
-    raised = ProcessFailure(2, -15, 12.0, True, error=error("ValueError: x", 9.9), stop_sent=11.1)
-    assert first_cause([victim, raised]) == replace(raised, code=1)  # before anybody timed out
-    obeyed = replace(raised, error=error("ValueError: interrupted", 11.2))
+    threw = ProcessFailure(2, -15, 12.0, True, error=error("ValueError: x", 9.9), stop_sent=11.1)
+    assert first_cause([victim, threw]) == replace(threw, code=1)  # before anybody timed out
+    obeyed = replace(threw, error=error("ValueError: interrupted", 11.2))
     assert first_cause([victim, obeyed]) == victim
 
 
@@ -140,7 +146,7 @@ def test_a_message_of_many_lines_is_cut_before_what_cpp_adds() -> None:
     assert lines[1:6] == ["    b", "    c", "    d", "    e", "    …"]
     text = "RuntimeError: a\nb\nException raised from f at g.cpp:3\nframe #0: h"
     lines = block(ProcessFailure(0, 1, 3.0, error=error(text, 2.0, frames=frames)), tail=(), folder="x").splitlines()
-    assert lines[1:3] == ["    b", "  ended with exit code 1"]
+    assert lines[1:3] == ["    b", "  /t.py:4 in load"]
 
 
 def test_a_crash_is_told_by_the_dump_of_faulthandler() -> None:
@@ -157,13 +163,20 @@ def test_a_crash_is_told_by_the_dump_of_faulthandler() -> None:
     assert "PYTHONFAULTHANDLER" in block(ProcessFailure(0, -11, 1.0), tail=(), folder="x")
 
 
-def test_who_had_left_is_told_to_those_who_lost_a_peer() -> None:
+def test_a_rank_that_exited_early_is_to_blame_and_not_the_one_that_lost_it() -> None:
     lost = ProcessFailure(0, 1, 9.9, error=error(LOST, 9.9))
-    assert "rank 2 had exited before, without an error" in block(lost, tail=(), folder="x", left=[2])
-    assert "had ended" not in block(lost, tail=(), folder="x")
-    assert "had ended" not in block(
-        ProcessFailure(0, 1, 9.9, error=error("ValueError: x", 9.9)), tail=(), folder="x", left=[2]
-    )
+    blamed = replace(lost, blame=left_alone(lost, {2: True, 3: False}))
+    assert summary(blamed) == "ranks 2, 3 exited, with exit code 0, while rank 0 still needed them"
+    text = block(blamed, tail=(), folder="x").splitlines()
+    assert text[0] == summary(blamed)
+    assert "sys.exit() on some ranks only?" in text[1]
+    assert text[2].startswith("  rank 0 lost the peer: ")
+    assert left_alone(lost, {}) == []
+    assert left_alone(ProcessFailure(0, 1, 9.9, error=error("ValueError: x", 9.9)), {2: True}) == []
+    named = ProcessFailure(0, 1, 9.9, error=error(OURS.format("rank 1 has"), 9.9))
+    alone = "rank 1 exited in the middle of the training, with exit code 0, while rank 0 still needed it"
+    assert left_alone(named, {1: True, 2: False})[0] == alone
+    assert left_alone(named, {2: True}) == []
 
 
 OURS = "PeerLost: all_reduce: peer lost, {} ended"
@@ -250,25 +263,131 @@ def test_the_block_has_all_that_is_known() -> None:
         device="gpu 2",
         error=error("OSError: disk\nsecond line", 2.0, frames=[["/t.py", 4, "load", "read()"]]),
     )
-    text = counted(block(death, tail=["epoch 1"], folder="/runs/x/5"), 2)
+    text = with_other_nodes(block(death, tail=["epoch 1"], folder="/runs/x/5"), failed=2, lost_peer=[7, 1, 2])
     assert text.splitlines() == [
         "rank 5 (gpu 2) failed: OSError: disk",
         "    second line",
-        "  ended with exit code 1",
         "  /t.py:4 in load",
         "      read()",
         "  its last lines:",
         "    epoch 1",
-        "  2 other ranks failed after it",
+        "  afterwards: ranks 1, 2, 7 on other nodes lost the peer",
+        "  afterwards: 2 ranks failed on other nodes",
         "  all of its output: /runs/x/5",
     ]
 
 
 def test_a_kill_is_explained_where_the_kernel_tells() -> None:
     told = block(ProcessFailure(0, -signal.SIGKILL, 1.0, memory="the kernel killed it"), tail=[], folder="f")
-    assert "the kernel killed it" in told
+    assert told.splitlines()[0] == "rank 0 failed: SIGKILL (Killed), the kernel killed it"
     assert "killed from outside" not in told
     untold = block(ProcessFailure(0, -signal.SIGKILL, 1.0, stderr=["last words"]), tail=[], folder="f")
     assert "killed from outside" in untold
     assert "    last words" in untold
     assert report_of(ProcessFailure(0, 1, 1.0)).exception == ""
+
+
+def traced(text: str, *files: str, when: float = 2.0, **more: object) -> str:
+    """The error file of an exception with these frames, outermost first."""
+    frames = "".join(f'  File "{file}", line {n}, in f{n}\n    call{n}()\n' for n, file in enumerate(files, 1))
+    stack = f"Traceback (most recent call last):\n{frames}{text}\n"
+    message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": "2"}}
+    return json.dumps({"message": message, "time": when, "exception": text.split(":")[0], **more})
+
+
+TORCH = "/v/lib/python3.11/site-packages/torch/nn/modules/linear.py"
+
+
+def test_the_frames_of_the_script_are_shown_and_those_of_libraries_folded() -> None:
+    failure = ProcessFailure(0, 1, 3.0, error=traced("ValueError: x", TORCH, "/w/a.py", TORCH, TORCH, "/w/b.py", TORCH))
+    assert block(failure, tail=(), folder="x").splitlines() == [
+        "rank 0 failed: ValueError: x",
+        "  /w/a.py:2 in f2",
+        "      call2()",
+        "  … 2 frames, the last torch/nn/modules/linear.py:4 in f4",
+        "  /w/b.py:5 in f5",
+        "      call5()",
+        "  … torch/nn/modules/linear.py:6 in f6",
+        "  all of its output: x",
+    ]
+    brief = block(failure, tail=(), folder="x", brief=True)
+    assert brief.splitlines() == ["rank 0 failed: ValueError: x", "  all of its output: x"]
+
+
+def test_a_recursion_is_not_shown_in_full() -> None:
+    deep = ProcessFailure(0, 1, 3.0, error=traced("RecursionError: deep", *["/w/a.py"] * 900))
+    assert len(block(deep, tail=(), folder="x").splitlines()) < 30
+
+
+def test_what_became_of_the_others_is_told_in_one_line_per_kind() -> None:
+    cause = ProcessFailure(1, 1, 3.0, error=traced("ValueError: x", "/w/a.py"))
+    deaths = [
+        cause,
+        *(ProcessFailure(rank, 1, 3.1, error=error(LOST, 3.1)) for rank in (0, 2, 3, 4)),
+        ProcessFailure(5, 1, 3.1, error=traced("ValueError: x", "/w/a.py", when=3.0)),
+        ProcessFailure(6, 1, 3.1, error=traced("KeyError: 1", "/w/a.py", when=3.0)),
+        ProcessFailure(7, -15, 3.2, stopped=True),
+        ProcessFailure(8, 9, 3.2),
+    ]
+    assert afterwards(cause, deaths) == [
+        "afterwards: rank 5 failed in the same way",
+        "afterwards: rank 6 failed: KeyError: 1",
+        "afterwards: rank 8 failed: exit code 9",
+        "afterwards: ranks 0, 2-4 lost the peer",
+    ]
+    assert afterwards(cause, [cause]) == []
+
+
+def test_where_a_script_called_exit() -> None:
+    called = traced("sys.exit(3)", "/w/a.py", "/w/b.py", exception="SystemExit", code=3)
+    assert block(ProcessFailure(0, 3, 3.0, error=called), tail=(), folder="x").splitlines() == [
+        "rank 0 failed: sys.exit(3)",
+        "  /w/a.py:1 in f1",
+        "      call1()",
+        "  /w/b.py:2 in f2",
+        "      call2()",
+        "  all of its output: x",
+    ]
+    # It caught the SystemExit, and something else ended it.
+    assert block(ProcessFailure(0, -11, 3.0, error=called), tail=(), folder="x").startswith("rank 0 failed: SIGSEGV")
+
+
+def test_a_usage_error_is_told_with_the_usage() -> None:
+    library = "/usr/lib/python3.11/argparse.py"
+    text = "usage error: a.py: error: the following arguments are required: --lr"
+    called = traced(text, "/w/a.py", library, library, exception="SystemExit", code=2)
+    stderr = ["usage: a.py [-h] --lr LR", "            [--epochs N]", "a.py: error: …"]
+    failure = ProcessFailure(0, 2, 3.0, error=called, stderr=stderr)
+    brief = block(failure, tail=(), folder="x", brief=True)  # one rank, whose output is shown
+    assert brief.splitlines() == [f"rank 0 failed: {text}", "  all of its output: x"]
+    assert block(failure, tail=(), folder="x").splitlines() == [
+        f"rank 0 failed: {text}",
+        "    usage: a.py [-h] --lr LR",
+        "                [--epochs N]",
+        "  /w/a.py:1 in f1",
+        "      call1()",
+        "  all of its output: x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_permanent", "is_raised"),
+    [
+        ("ModuleNotFoundError: No module named 'x'", True, True),
+        ("SyntaxError: invalid syntax", True, True),
+        ("NameError: name 'x' is not defined", True, True),
+        ("ValueError: x", False, True),
+        (LOST, False, False),
+        (TIMEOUT, False, False),
+    ],
+)
+def test_whether_another_try_can_succeed(text: str, is_permanent: bool, is_raised: bool) -> None:
+    failure = ProcessFailure(0, 1, 3.0, error=traced(text, "/w/a.py"))
+    assert (permanent(failure), raised(failure)) == (is_permanent, is_raised)
+    assert not raised(ProcessFailure(0, 7, 3.0))
+
+
+def test_what_follows_ctrl_c_is_not_told() -> None:
+    assert stopped_by_signal("Traceback (most recent call last):\n  …\nKeyboardInterrupt\n")
+    assert stopped_by_signal(f"Traceback (most recent call last):\n  …\n{LOST}\n")
+    assert not stopped_by_signal("KeyboardInterrupt\n\nDuring handling …\n\nTraceback …\n  …\nOSError: disk full\n")

@@ -37,7 +37,9 @@ class Run:
         signals: Any = SimpleNamespace(when_attributed=lambda act, number: act(number))
         hook: Any = SimpleNamespace(hurry=self.record("hurry"))
         console: Any = SimpleNamespace(abandon=self.record("abandon"))
-        notices: Any = SimpleNamespace(note=self.record("note"), record=self.record("record"))
+        notices: Any = SimpleNamespace(
+            note=self.record("note"), record=self.record("record"), waiting=self.record("waiting")
+        )
         self.shutdown = Shutdown(
             options,
             signals,
@@ -64,7 +66,7 @@ def test_a_signal_stops_the_workers_and_tells_the_other_nodes(number: signal.Sig
     run = Run()
     run.shutdown.signal_received(number)
     assert run.end_request.signal == number
-    assert [call for call in run.calls if call[0] != "note"] == [("tell", number), ("stop", number)]
+    assert [call for call in run.calls if call[0] != "waiting"] == [("tell", number), ("stop", number)]
 
 
 def test_a_second_ctrl_c_kills() -> None:

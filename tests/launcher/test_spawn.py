@@ -5,6 +5,7 @@ torch is imported here once, and not by the fork server of every test; scripts t
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import re
@@ -20,8 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import phalanx
+from phalanx.contract import function_call
 from phalanx.errors import LaunchError, RankError, UsageError
 from phalanx.launcher import spawn as module
+from phalanx.launcher.spawn_output import RankOutput
 from tests.kit.cli import PYTHON, Handle, alive, python, start, terminal, until
 
 # Most are about processes, and need no group.
@@ -148,7 +152,44 @@ def test_an_exception_is_raised_with_its_rank_and_traceback() -> None:
     assert caught.value.rank == 2
     assert 'raise ValueError("a broken sample")' in caught.value.traceback
     assert "spawn_server.py" not in caught.value.traceback
-    assert isinstance(caught.value.__cause__, ValueError)
+    assert isinstance(caught.value.exception, ValueError)
+    assert caught.value.__cause__ is None  # it is shown once
+    place = f"  {__file__}:{fail.__code__.co_firstlineno + 2} in fail"
+    assert str(caught.value).splitlines()[1:] == [place, '      raise ValueError("a broken sample")']
+
+
+def test_a_training_function_gets_its_run() -> None:
+    def train(run: phalanx.Run, factor: int, *, more: int = 0) -> int:
+        return factor * run.sum(run.rank) + more
+
+    assert spawn(train, 3, args=(10,), kwargs={"more": 1}) == [31, 31, 31]
+
+    def fail(run: phalanx.Run) -> None:
+        run.backward(1.0)
+
+    with pytest.raises(RankError, match=r"^rank \d of 2: UsageError: backward\(\) was given a float") as caught:
+        spawn(fail, 2)
+    told = str(caught.value).splitlines()
+    assert f"  {__file__}:{fail.__code__.co_firstlineno + 1} in fail" in told
+    assert re.fullmatch(r"  afterwards: rank \d failed in the same way", told[-1]), told
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "gets_run"),
+    [((), {}, True), ((3,), {}, True), ((3, 4), {}, False), ((), {"run": 3}, False), ((), {"lr": 4}, True)],
+)
+def test_which_function_gets_a_run(args: tuple[int, ...], kwargs: dict[str, int], gets_run: bool) -> None:
+    def train(run, lr=1):  # type: ignore[no-untyped-def]
+        pass
+
+    def typed(job: phalanx.Run, lr: int = 1) -> None: ...
+
+    def other(run: str, lr: int = 1) -> None: ...
+
+    assert isinstance(function_call.with_run(train, args, kwargs), function_call.WithRun) is gets_run
+    same = {"job" if name == "run" else name: value for name, value in kwargs.items()}
+    assert isinstance(function_call.with_run(typed, args, same), function_call.WithRun) is gets_run
+    assert function_call.with_run(other, args, kwargs) is other
 
 
 def test_who_lost_a_peer_is_not_the_first_cause() -> None:
@@ -212,14 +253,53 @@ def test_output_comes_with_the_rank_before_it(capsys: pytest.CaptureFixture[str]
     assert sorted(shown.err.splitlines()) == ["[0] aside", "[1] aside"]
 
 
+class Cell(io.StringIO):
+    """The output of a notebook cell: not a terminal, but it can redraw a line."""
+
+
+Cell.__module__ = "ipykernel.iostream"
+
+
+def test_the_progress_bar_of_rank_0_is_live_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = Cell(), Cell()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    shown = RankOutput(2)
+    shown.show(b"\r 10%|#   |", 0, 1)
+    assert err.getvalue() == "\r[0]  10%|#   |"
+    shown.show(b"a line\n", 1, 0)  # the bar is removed meanwhile
+    assert out.getvalue() == "[1] a line\n"
+    assert err.getvalue().endswith("\r" + " " * 14 + "\r" + "\r[0]  10%|#   |")
+    shown.show(b"\rdone\x1b[K\n", 0, 1)
+    assert err.getvalue().endswith("\r[0] done\n")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    shown.show(b"\r 10%|#   |", 0, 1)
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+    shown.finish()
+    assert sys.stderr.getvalue() == "[0]  10%|#   |\n"  # type: ignore[attr-defined]
+
+
 def test_more_output_than_a_pipe_holds(capsys: pytest.CaptureFixture[str]) -> None:
     spawn(lambda: [print("x" * 99) for _ in range(5000)] and None, 2)
     assert capsys.readouterr().out.count("x" * 99 + "\n") == 10_000
 
 
-def test_a_timeout_names_who_was_late() -> None:
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 had not ended after 3 s"):
-        spawn(lambda: time.sleep(1000 * rank()), 2, timeout=3)
+def late() -> None:
+    if rank() == 1:
+        time.sleep(1000)
+    torch.distributed.barrier()
+
+
+def test_a_timeout_names_who_was_late_and_where() -> None:
+    with pytest.raises(LaunchError) as raised:
+        module.spawn(late, 3, timeout=10)
+    assert raised.value.what == "ranks 0-2 of 3 had not ended after 10 s, and were stopped"
+    verdict, *places = raised.value.details
+    assert "rank 1 is sleeping at test_spawn.py" in verdict
+    assert "the other 2 wait for it" in verdict
+    first = late.__code__.co_firstlineno
+    assert f"rank 1 is at test_spawn.py:{first + 2} in late: time.sleep(1000)" in places
+    assert f"ranks 0, 2 are at test_spawn.py:{first + 3} in late: torch.distributed.barrier()" in places
 
 
 def test_a_rank_may_spawn() -> None:
@@ -308,16 +388,17 @@ def test_a_process_in_a_group_is_not_forked() -> None:
     assert spawn(reason, 1) == ["it is in a process group"]
 
 
-def test_more_ranks_than_files() -> None:
+@pytest.mark.parametrize("left", range(3))  # when the pipes of the last rank fail
+def test_more_ranks_than_files(left: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = os.listdir("/proc/self/fd")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 60, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 60 + left, hard))
     try:
         with pytest.raises(LaunchError, match="100 ranks need more open files") as caught:
             spawn(rank, 100)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert "fix: ulimit -n 6" in str(caught.value)
+    assert "fix: ulimit -n 7" in str(caught.value)
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.kit.cli import phalanx, python
 
 SCRIPT = """
@@ -44,6 +46,7 @@ def test_operators_of_torch_stay_and_those_of_a_script_do_not(tmp_path: Path) ->
     assert (done.code, done.out) == (0, "torch's own: True 0\nthe script's: True\n"), done.err
 
 
+@pytest.mark.extended
 def test_destructors_of_what_a_script_hangs_on_imported_modules_are_called(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(HANGS_ON)

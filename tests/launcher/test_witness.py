@@ -28,7 +28,7 @@ from phalanx.launcher.workers.probes import ProbeClient, StatusBoard
 from tests.kit.cli import environment, phalanx, stage
 
 SCRIPTS = Path(__file__).parent / "scripts"
-WAIT = 60  # seconds
+WAIT = 240  # seconds, on a busy machine
 
 
 # -- one run with torch, in which rank 0 goes through all phases
@@ -74,6 +74,12 @@ def test_the_page_says_the_phase_and_the_users_own_line(seen: dict[str, Any]) ->
     assert seen["idle"]["page"]["step"] == 5  # of two optimizers that take turns, and of one that is the script's own
     assert seen["threads"] == ["MainThread", "phalanx-futures"]  # the latter is of the group, and not of the probe
     assert seen["size"] < report.MAX_BYTES
+
+
+@pytest.mark.xdist_group("probe")
+def test_who_sleeps_does_not_compute(seen: dict[str, Any]) -> None:
+    counts = seen["sleep"]
+    assert counts["slept"] > counts["spun"] == counts["before"]  # a loop of the script's own is no sleep
 
 
 @pytest.mark.xdist_group("probe")

@@ -660,6 +660,16 @@ GOOD: dict[str, dict[str, str]] = {
             if "RANK" not in os.environ:
                 os.environ["RANK"] = "0"
         """,
+        "from elsewhere": """
+            os.environ["MASTER_ADDR"] = sys.argv[1]
+            os.environ.update({"MASTER_PORT": sys.argv[2]}, OMP_NUM_THREADS="1")
+        """,
+    },
+    "nested-spawn": {
+        "of helpers": """
+            import torch.multiprocessing as mp
+            data = mp.Pool(4).map(str, range(10))
+        """,
     },
 }
 
@@ -705,6 +715,53 @@ BAD_WHOLE: dict[str, dict[str, str]] = {
             dist.init_process_group("gloo", init_method="tcp://10.0.0.1:29500", rank=0, world_size=2)  # !
             dist.destroy_process_group()
         """,
+        "in a function, by a name": """
+            PORT = 29500
+
+            def setup():
+                os.environ["MASTER_PORT"] = str(PORT)  # !
+                dist.init_process_group()
+
+            setup()
+            dist.destroy_process_group()
+        """,
+        "several at once": """
+            os.environ.update({"MASTER_ADDR": "localhost"}, MASTER_PORT="12355")  # !
+            dist.init_process_group()
+            dist.destroy_process_group()
+        """,
+    },
+    "nested-spawn": {
+        "the tutorial's": """
+            import torch.multiprocessing as mp
+
+            def setup(rank, world_size):
+                os.environ["MASTER_ADDR"] = "localhost"
+                os.environ["MASTER_PORT"] = "12355"
+                dist.init_process_group("gloo", rank=rank, world_size=world_size)
+
+            def demo(rank, world_size):
+                setup(rank, world_size)
+                dist.destroy_process_group()
+
+            def run_demo(fn, world_size):
+                mp.spawn(fn, args=(world_size,), nprocs=world_size, join=True)  # !
+
+            if __name__ == "__main__":
+                run_demo(demo, 2)
+        """,
+        "in main": """
+            from torch.multiprocessing import spawn
+
+            def work(rank):
+                dist.init_process_group("gloo", rank=rank, world_size=2)
+                dist.destroy_process_group()
+
+            def main():
+                spawn(work, nprocs=2)  # !
+
+            main()
+        """,
     },
     "rank-collective": {
         "the first argument of what is spawned": """
@@ -716,7 +773,7 @@ BAD_WHOLE: dict[str, dict[str, str]] = {
                     dist.barrier()  # !
                 dist.destroy_process_group()
 
-            mp.spawn(work, (2,), 2)
+            mp.spawn(work, (2,), 2)  # phalanx: ignore[nested-spawn]
         """,
         "a trainer's file": """
             from lightning import Trainer
@@ -728,6 +785,23 @@ BAD_WHOLE: dict[str, dict[str, str]] = {
 }
 
 GOOD_WHOLE: dict[str, str] = {
+    "ranks that it starts only without a launcher": """
+        import torch.multiprocessing as mp
+
+        def work(rank):
+            dist.init_process_group("gloo", rank=rank, world_size=2)
+            dist.destroy_process_group()
+
+        if "RANK" in os.environ:
+            work(int(os.environ["RANK"]))
+        else:
+            mp.spawn(work, nprocs=2)
+
+        def main(launched):
+            if launched:
+                return work(0)
+            mp.spawn(work, nprocs=2)
+    """,
     "no ranks at all": """
         import torch
         rank = 0
@@ -755,7 +829,7 @@ GOOD_WHOLE: dict[str, str] = {
         def main():
             os.makedirs("out")
             name = input("which model? ")
-            mp.spawn(work, args=(2,), nprocs=2)
+            mp.spawn(work, args=(2,), nprocs=2)  # phalanx: ignore[nested-spawn]
 
         if __name__ == "__main__":
             main()

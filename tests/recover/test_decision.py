@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,9 @@ from phalanx.recover.decision import (
     AT_ONCE,
     OUTSIDE,
     REPEATS,
+    STORE_STARTS,
+    TRIES,
+    TRIES_WINDOW,
     Fault,
     RecoveryAction,
     RecoveryDecision,
@@ -17,6 +21,7 @@ from phalanx.recover.decision import (
     decide,
     kills,
     repeats,
+    store_delay,
 )
 
 HOUR = 3600.0
@@ -107,3 +112,62 @@ def test_killed_again_and_again_at_one_step_ends_too() -> None:
     assert decide(past, Fault("", 700.0, 9.0, 8), RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
     assert decide(past, last, RestartPolicy(50), able=False).way is RecoveryAction.RESTART
     assert kills(faults(*(100 + number / 100 for number in range(64)), step=5, lived=90.0)) == 1  # all at once
+
+
+def test_an_error_of_the_script_is_not_retried() -> None:
+    bad = Fault("SyntaxError a.py:3", 10.0, 2.0, None, hope="none")
+    for able, most in ((True, None), (False, 3)):
+        stopped = decide([], bad, RestartPolicy(most), able=able)
+        assert stopped.way is RecoveryAction.STOP
+        assert stopped.why == "not retrying: an error in the script or its arguments"
+    # After committed steps, or hours of a script that does not report them, an import may fail by chance.
+    assert decide([], replace(bad, step=9), RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
+    assert decide([], replace(bad, lived=HOUR), RestartPolicy(3), able=False).way is RecoveryAction.RESTART
+
+
+def test_a_complete_training_is_not_repeated_because_its_last_checkpoint_is_missing() -> None:
+    unsaved = Fault("CheckpointError", 10.0, HOUR, 4000, hope="over")
+    for able, most in ((True, None), (False, 3), (True, 3)):
+        stopped = decide([], unsaved, RestartPolicy(most), able=able)
+        assert (stopped.way, stopped.why) == (RecoveryAction.STOP, "not retrying: the training is complete")
+
+
+def test_the_same_exception_twice_before_the_first_step_is_not_retried() -> None:
+    raised = Fault("ValueError a.py:3", 10.0, 2.0, None, hope="little")
+    again = replace(raised, time=10.1, together=True)  # another rank, or another try
+    assert decide([], raised, RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
+    stopped = decide([raised], again, RestartPolicy(None), able=True)
+    assert stopped.way is RecoveryAction.STOP
+    assert stopped.why == "not retrying: the same error twice, before the first step was committed"
+    for different in (replace(again, place="ValueError a.py:4"), replace(again, step=1), replace(again, hope="some")):
+        assert decide([raised], different, RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
+    # Of a plain script the steps are unknown: it may fail at the same line twice, and still make progress.
+    assert decide([raised], again, RestartPolicy(3), able=False).way is RecoveryAction.RESTART
+
+
+@pytest.mark.parametrize(
+    ("apart", "changes", "stops"),
+    [
+        (3.0, {}, True),
+        (TRIES_WINDOW / 8, {}, False),  # ten tries take longer than the window
+        (3.0, {"rank": 1}, False),  # it is not always the same rank
+        (3.0, {"place": "OSError train.py:9"}, False),
+        (3.0, {"hope": "some"}, False),  # a crash, or a kill: not an exception of the script
+    ],
+)
+def test_a_rank_that_raises_at_each_step_ends_the_run_although_others_commit(
+    apart: float, changes: dict[str, Any], stops: bool
+) -> None:
+    tries = [Fault("ValueError train.py:7", apart * n, 2.0, n + 1, hope="little", rank=3) for n in range(TRIES)]
+    tries[-2] = replace(tries[-2], **changes)
+    if changes.get("hope"):
+        tries = [replace(one, **changes) for one in tries]
+    assert decide(tries[:-2], tries[-2], RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
+    recovery = decide(tries[:-1], tries[-1], RestartPolicy(None), able=True)
+    assert (recovery.way is RecoveryAction.STOP) == stops
+    if stops:
+        assert recovery.why == "not retrying: rank 3 failed 10 times in a row at the same line within 10 minutes"
+
+
+def test_a_store_that_never_answers_is_started_again_after_a_pause() -> None:
+    assert [bool(store_delay(failed)) for failed in range(STORE_STARTS + 2)] == [False] * STORE_STARTS + [True] * 2

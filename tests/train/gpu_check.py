@@ -187,7 +187,8 @@ def resumes(how: str, **options: Any) -> Callable[[], str]:
             pretend(run, 1)  # the data is that of one rank
             samples = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
             data = run.loader(TensorDataset(samples), batch_size=8, shuffle=True)
-            run.keep(folder=folder, every=3, model=net, opt=opt, data=data)
+            run.checkpoints(folder, every=3)
+            run.keep(model=net, opt=opt, data=data)
             began = run.steps
             for _ in run.epochs(3):
                 for (x,) in run.batches(data):

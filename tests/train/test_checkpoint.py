@@ -380,6 +380,21 @@ def test_surplus(keeping: Retention, losses: tuple[float | None, ...], bad: list
     assert sorted(int(name[5:]) for name in found) == gone
 
 
+@pytest.mark.parametrize(
+    ("keeping", "losses", "bad", "gone"),
+    [
+        (Retention(2), (5, 4), [], [1]),
+        (Retention(3), (5, 4), [], []),
+        (Retention(1), (5,), [], []),  # the newest good one stays, also if the next will replace it
+        (Retention(1), (5, 4), [9, 0], [0, 1]),
+        (Retention(2, 1), (1, 5, 4), [], [2]),
+    ],
+)
+def test_replaceable(keeping: Retention, losses: tuple[float, ...], bad: list[int], gone: list[int]) -> None:
+    found = keeping.replaceable(infos(*losses), [f"step-{step:012d}" for step in bad])
+    assert sorted(int(name[5:]) for name in found) == gone
+
+
 def test_of_a_step_that_was_saved_twice_the_newer_counts() -> None:
     found = [Info(step, f"/x/step-{name}", {"loss": loss}) for step, name, loss in TWICE]
     assert Retention(2).surplus(found) == ["step-2.9", "step-2", "step-1"]
@@ -389,13 +404,16 @@ def test_of_a_step_that_was_saved_twice_the_newer_counts() -> None:
 TWICE = ((1, "1", 3.0), (2, "2", 1.0), (2, "2.9", 2.0), (2, "2.10", 2.0), (3, "3", 5.0))
 
 
-def test_a_metric_that_is_not_there_is_told_once(tmp_path: Path) -> None:
+def test_a_metric_that_no_checkpoint_has_is_told_at_the_end(tmp_path: Path) -> None:
     told: list[str] = []
     with Checkpoints(tmp_path, keep_best=2, best="accuracy", say=told.append) as checkpoints:
         for step in range(3):
             checkpoints.save(step, {}, metrics={"loss": 1.0})
     (line,) = told
-    assert line.endswith('without the metric "accuracy" is never among the best 2; metrics given: loss')
+    assert line == (
+        'phalanx: no checkpoint has the metric "accuracy", so none is kept as one of the best 2; '
+        "metrics of checkpoints: loss"
+    )
 
 
 def test_last_and_best_are_kept(tmp_path: Path) -> None:
@@ -554,6 +572,22 @@ def test_a_save_that_fails_is_told_and_later_ones_are_tried(tmp_path: Path) -> N
     checkpoints.close()  # the newest is there
     assert len(told) == 2
     assert Checkpoints(tmp_path / "a").latest().step == 5
+
+
+def test_a_folder_that_is_not_required_is_tried_again(tmp_path: Path) -> None:
+    """As after a failure of a rank: what cannot be saved now does not end a training."""
+    told: list[str] = []
+    (tmp_path / "a").write_text("in the way")
+    with Checkpoints(tmp_path / "a", required=False, say=told.append) as checkpoints:
+        assert not checkpoints.ready()
+        assert not checkpoints.save(1, {})
+        assert told == [
+            f"phalanx: no checkpoint can be written to {tmp_path}/a: File exists; "
+            "the training continues, and tries again at the next checkpoint"
+        ]
+        (tmp_path / "a").unlink()
+        assert checkpoints.save(2, {})
+    assert Checkpoints(tmp_path / "a").latest().step == 2
 
 
 def test_a_failure_at_the_end_is_raised(tmp_path: Path) -> None:

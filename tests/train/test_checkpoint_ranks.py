@@ -17,6 +17,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 STAGES = (2, 3, 1, 2, 3, 1)  # ranks
 
 
+@pytest.mark.extended
 def test_another_world_size_and_strategy(tmp_path: Path) -> None:
     done = python(str(SCRIPTS / "checkpoint_ranks.py"), str(tmp_path), "resume", timeout=150)
     assert done.code == 0, done.err
@@ -77,7 +78,14 @@ def on_a_disk_of_its_own(folder: Path, size: str, *words: str) -> Result:
     return python("-c", MOUNTED, size, str(SCRIPTS / script), str(folder), *rest, timeout=150)
 
 
-@pytest.mark.parametrize(("when", "least"), [("points", 40), ("moments", 20), ("ranks", 24)])
+@pytest.mark.parametrize(
+    ("when", "least"),
+    [
+        pytest.param("points", 40, marks=pytest.mark.extended),
+        ("moments", 20),
+        pytest.param("ranks", 24, marks=pytest.mark.extended),
+    ],
+)
 def test_killed_savers(tmp_path: Path, when: str, least: int) -> None:
     # In memory: what a kill leaves does not depend on the disk, how long hundreds of fsyncs take does.
     done = on_a_disk_of_its_own(tmp_path, "256m", "checkpoint_killed.py", when)

@@ -27,7 +27,8 @@ def written(run):
 def train(run):
     model = nn.Linear(64, WIDTH)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    run.keep(model=model, opt=opt, every=2)
+    run.checkpoints(every=2)
+    run.keep(model, opt)
     net = run.wrap(model)
     while run.steps < STEPS:
         if run.steps + 1 == BAD:
@@ -75,11 +76,13 @@ def test_a_save_that_fails_does_not_end_the_training(script: str, tmp_path: Path
     # The last one: all is trained and nothing is hidden.
     done = alone(script, tmp_path / "other", 64, 8, 8, 0)
     assert (done.code, done.out) == (1, "trained 8\n"), done.err
-    assert "phalanx: the checkpoint of step 8 was not written\n" in done.err
+    assert "phalanx: the training is complete, but its last checkpoint was not written (step 8)\n" in done.err
+    assert "rank 0: File too large\n  the newest checkpoint is that of step 6\n" in done.err
     assert "Traceback" not in done.err
     assert names(tmp_path / "other") == ["step-000000000004", "step-000000000006"]
 
 
+@pytest.mark.extended
 @pytest.mark.warmed
 def test_two_runs_and_one_folder(script: str, tmp_path: Path) -> None:
     """The second is refused. The first is ended by SIGTERM in the middle of whatever it does, and taken up again; but

@@ -19,9 +19,9 @@ WAYS = [("ddp", 1), ("fsdp", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3),
 WAYS += [("hsdp", 1), ("hsdp", 2)]
 
 
-def together(ranks: int) -> pytest.MarkDecorator:
-    """In one process of the tests: one launch serves all cases of a size."""
-    return pytest.mark.xdist_group(f"curves of {ranks}")
+def together(ranks: int) -> list[pytest.MarkDecorator]:
+    """In one process of the tests: one launch serves all cases of a size. Two ranks are enough for `make test`."""
+    return [pytest.mark.xdist_group(f"curves of {ranks}"), *([pytest.mark.extended] if ranks != 2 else [])]
 
 
 @functools.cache
@@ -44,8 +44,7 @@ def test_the_loss_curve(how: str, ranks: int, case: str) -> None:
     assert ours["end"] == pytest.approx(plain["end"], rel=1e-4)
 
 
-@together(4)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=together(4)) for case in CASES])
 def test_replicas_of_shards_train_as_replicas_do(case: str) -> None:
     """Two replicas of two shards. Not all cases can be dealt out to four ranks as one process does it."""
     found = curves(4)
@@ -53,10 +52,10 @@ def test_replicas_of_shards_train_as_replicas_do(case: str) -> None:
         assert found["hsdp"][case][what] == pytest.approx(found["ddp"][case][what], rel=1e-4)
 
 
-@together(1)
+@pytest.mark.xdist_group("curves of 2")
 def test_the_cases_can_tell_a_difference() -> None:
     """What would be wrong shows: clipping changes the curve, and every curve is going somewhere."""
-    plain = curves(1)["reference"]
+    plain = curves(2)["reference"]
     assert plain["clip"]["losses"] != pytest.approx(plain["plain"]["losses"], rel=1e-2)
     assert min(plain["clip"]["norms"]) > 0.05
     for case in CASES:

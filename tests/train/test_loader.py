@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,7 +33,11 @@ from tests.kit.proc import descendants
 # torch's DataLoader sets it with its first workers, once and for all, to notice when one of them is killed.
 keeps_handler = pytest.mark.leaves("signal:SIGCHLD", why="torch's DataLoader keeps its handler")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
-LASTS = ["drop", "pad", "uneven"]
+TAILS: dict[str, dict[str, bool]] = {
+    "drop": {"drop_last": True},
+    "pad": {"pad_last": True},
+    "uneven": {"drop_last": False},
+}
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ def test_many_places_are_looked_up_as_each_is(length: int, seed: int, data: st.D
 
 
 def test_many_steps_are_looked_up_in_several_goes() -> None:
-    loaders = crew(Numbers(12_345), 2, batch_size=700, shuffle=True, last="uneven")
+    loaders = crew(Numbers(12_345), 2, batch_size=700, shuffle=True, drop_last=False)
     assert flat(train(loaders)) == list(Order(12_345))
 
 
@@ -207,16 +211,19 @@ def lives(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    length=st.integers(30, 90), crews=st.lists(lives(), max_size=6), last=st.sampled_from(LASTS), shuffle=st.booleans()
+    length=st.integers(30, 90),
+    crews=st.lists(lives(), max_size=6),
+    tail=st.sampled_from(sorted(TAILS)),
+    shuffle=st.booleans(),
 )
-def test_exactly_once(length: int, crews: list[dict[str, Any]], last: str, shuffle: bool) -> None:
+def test_exactly_once(length: int, crews: list[dict[str, Any]], tail: str, shuffle: bool) -> None:
     """Over epochs, failures, ranks, weights and batches: a sample of a committed step counts once in its epoch."""
     epochs = 3
     done: list[list[int]] = [[] for _ in range(epochs)]
     most = [0] * epochs  # samples that may be dropped
     state: dict[str, Any] = {}
     for life in [*crews, {"size": 2, "options": {"batch_size": 3}, "survived": 10**9, "lost": 0, "ahead": 0}]:
-        loaders = crew(Numbers(length), life["size"], last=last, shuffle=shuffle, **life["options"])
+        loaders = crew(Numbers(length), life["size"], **TAILS[tail], shuffle=shuffle, **life["options"])
         for loader in loaders if state else []:
             loader.load_state_dict(kept(state))
         committed = [(loaders[0].state_dict(), loaders[0].epoch, list[int]())]
@@ -236,7 +243,7 @@ def test_exactly_once(length: int, crews: list[dict[str, Any]], last: str, shuff
             done[epoch] += step
     for epoch, samples in enumerate(done):
         assert max(Counter(samples).values()) == 1
-        assert length - len(samples) <= (most[epoch] if last == "drop" else 0)
+        assert length - len(samples) <= (most[epoch] if tail == "drop" else 0)
         # And in the order of the epoch, whoever took them.
         assert samples == list(islice(Order(length, epoch=epoch, shuffle=shuffle), len(samples)))
 
@@ -245,7 +252,7 @@ def test_exactly_once(length: int, crews: list[dict[str, Any]], last: str, shuff
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_do_not_change_what_comes(workers: int) -> None:
     kept = {"persistent_workers": True} if workers else {}
-    loaders = crew(Numbers(22), 2, batch_size=3, shuffle=True, last="uneven", num_workers=workers, **kept)
+    loaders = crew(Numbers(22), 2, batch_size=3, shuffle=True, drop_last=False, num_workers=workers, **kept)
     for epoch in range(2):
         assert flat(train(loaders)) == list(Order(22, epoch=epoch))
     assert flat(train(loaders, 2)) == [Order(22, epoch=2)[place] for place in range(12)]
@@ -253,9 +260,9 @@ def test_workers_do_not_change_what_comes(workers: int) -> None:
 
 
 def test_another_number_of_ranks_goes_on_with_the_rest() -> None:
-    before = crew(Numbers(30), 4, batch_size=2, shuffle=True, last="uneven")
+    before = crew(Numbers(30), 4, batch_size=2, shuffle=True, drop_last=False)
     done = flat(train(before, 2))
-    after = handed_on(before, crew(Numbers(30), 3, batch_size=3, shuffle=True, last="uneven", weights=[1, 1, 0.5]))
+    after = handed_on(before, crew(Numbers(30), 3, batch_size=3, shuffle=True, drop_last=False, weights=[1, 1, 0.5]))
     assert after[0].batches == (4, 3, 2)
     done += flat(train(after))
     assert done == list(Order(30))
@@ -263,9 +270,9 @@ def test_another_number_of_ranks_goes_on_with_the_rest() -> None:
 
 def test_an_epoch_that_has_ended_stays_ended() -> None:
     """What comes after the loop of that epoch was not done yet: a resumed run has to come by there."""
-    before = crew(Numbers(10), 1, batch_size=4)
+    before = crew(Numbers(10), 1, batch_size=4, drop_last=True)
     train(before, 2)
-    (after,) = handed_on(before, crew(Numbers(10), 2, batch_size=1)[:1])
+    (after,) = handed_on(before, crew(Numbers(10), 2, batch_size=1, drop_last=True)[:1])
     after.set_epoch(0)
     assert (list(after), after.epoch) == ([], 0)
     assert (len(list(after)), after.epoch) == (5, 1)
@@ -286,8 +293,8 @@ def test_set_epoch() -> None:
 
 def test_an_uneven_step_averages_by_sample() -> None:
     """Each rank's mean loss, scaled and averaged over ranks as DDP does, is the mean over samples."""
-    for last in ("uneven", "pad"):
-        loaders = crew(Numbers(13), 3, batch_size=2, last=last, weights=[3, 2, 1])
+    for tail in ("uneven", "pad"):
+        loaders = crew(Numbers(13), 3, batch_size=2, **TAILS[tail], weights=[3, 2, 1])
         for batches in zip(*loaders, strict=True):
             means, weighed, counted = [], [], []
             for loader, batch in zip(loaders, batches, strict=True):
@@ -297,7 +304,7 @@ def test_an_uneven_step_averages_by_sample() -> None:
                 counted += losses[: loader.last_count].tolist()
             true = sum(counted) / len(counted)
             assert float(sum(weighed)) / 3 == pytest.approx(true)
-            if last == "uneven":
+            if tail == "uneven":
                 assert float(sum(means)) / 3 == pytest.approx(true)
 
 
@@ -305,7 +312,7 @@ def test_an_uneven_step_averages_by_sample() -> None:
 @keeps_handler
 def test_a_tensor_data_set_comes_as_torch_gives_it(workers: int) -> None:
     tensors = TensorDataset(torch.arange(40).view(20, 2), torch.arange(20.0), torch.arange(20) > 9)
-    (ours,) = crew(tensors, 1, batch_size=6, last="uneven", num_workers=workers)
+    (ours,) = crew(tensors, 1, batch_size=6, drop_last=False, num_workers=workers)
     for batch, theirs in zip(ours, DataLoader(tensors, batch_size=6), strict=True):
         assert type(batch) is type(theirs)
         for tensor, expected in zip(batch, theirs, strict=True):
@@ -326,7 +333,8 @@ def test_even_steps_need_no_scale() -> None:
 
 
 def test_length_is_that_of_an_epoch() -> None:
-    assert [len(crew(Numbers(11), 2, batch_size=2, last=last)[0]) for last in ("drop", "pad", "uneven")] == [2, 3, 3]
+    lengths = {tail: len(crew(Numbers(11), 2, batch_size=2, **TAILS[tail])[0]) for tail in TAILS}
+    assert lengths == {"drop": 2, "pad": 3, "uneven": 3}
 
 
 def test_a_collate_function_of_ones_own() -> None:
@@ -426,7 +434,7 @@ def heard(loader: Loader, steps: int | None = None) -> list[tuple[list[int], lis
 @pytest.mark.parametrize("make_data", [Noisy, NoisyStream, NoisyParts, NoisyTelling, NoisyWalk])
 def test_a_resumed_run_draws_what_it_would_have(make_data: Any, workers: int) -> None:
     def make() -> Loader:
-        return crew(make_data(14), 1, batch_size=2, last="uneven", num_workers=workers, collate_fn=masked)[0]
+        return crew(make_data(14), 1, batch_size=2, drop_last=False, num_workers=workers, collate_fn=masked)[0]
 
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     whole = heard(make())
@@ -468,7 +476,7 @@ def test_a_stream_that_shuffles_without_a_seed_is_the_same_to_all(workers: int) 
                 loader.commit()
         return found
 
-    options: dict[str, Any] = {"last": "uneven", "num_workers": workers, "collate_fn": masked}
+    options: dict[str, Any] = {"drop_last": False, "num_workers": workers, "collate_fn": masked}
     before = crew(NoisyStream(30), 3, batch_size=2, **options)
     done = indices(before, 2)
     after = handed_on(before, crew(NoisyStream(30), 2, batch_size=3, **options))
@@ -524,13 +532,13 @@ def test_workers_persist_from_epoch_to_epoch() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(length=st.integers(0, 60), crews=st.lists(lives(), max_size=4), last=st.sampled_from(LASTS))
-def test_a_stream_is_dealt_as_if_it_had_an_index(length: int, crews: list[dict[str, Any]], last: str) -> None:
+@given(length=st.integers(0, 60), crews=st.lists(lives(), max_size=4), tail=st.sampled_from(sorted(TAILS)))
+def test_a_stream_is_dealt_as_if_it_had_an_index(length: int, crews: list[dict[str, Any]], tail: str) -> None:
     loaders: list[Loader] = []
     done: list[int] = []
     most = 0
     for life in [*crews, {"size": 2, "options": {"batch_size": 3}, "survived": None, "ahead": 0}]:
-        new = crew(Stream(length), life["size"], last=last, **life["options"])
+        new = crew(Stream(length), life["size"], **TAILS[tail], **life["options"])
         loaders = handed_on(loaders, new) if loaders else new
         done += flat(train(loaders, life["survived"]))
         most = max(most, loaders[0].global_batch - 1)
@@ -538,15 +546,15 @@ def test_a_stream_is_dealt_as_if_it_had_an_index(length: int, crews: list[dict[s
             break
         list(islice(loaders[0], life["ahead"]))  # and not committed
     assert done == list(range(len(done)))
-    assert length - len(done) <= (most if last == "drop" else 0)
+    assert length - len(done) <= (most if tail == "drop" else 0)
 
 
 @keeps_handler
 def test_workers_do_not_change_what_a_stream_gives() -> None:
-    loaders = crew(Stream(23), 2, batch_size=2, last="uneven", num_workers=2)
+    loaders = crew(Stream(23), 2, batch_size=2, drop_last=False, num_workers=2)
     assert flat(train(loaders, 3)) == list(range(12))
     assert [loader.dataset.epoch for loader in loaders] == [0, 0]
-    loaders = handed_on(loaders, crew(Stream(23), 1, batch_size=3, last="pad", num_workers=2))
+    loaders = handed_on(loaders, crew(Stream(23), 1, batch_size=3, pad_last=True, num_workers=2))
     assert flat(train(loaders)) == list(range(12, 23))
     assert flat(train(loaders, 1)) == [0, 1, 2]
     assert loaders[0].dataset.epoch == 1
@@ -555,14 +563,14 @@ def test_workers_do_not_change_what_a_stream_gives() -> None:
 @keeps_handler
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_can_tell_is_asked(workers: int) -> None:
-    (before,) = crew(Telling(20), 1, batch_size=3, last="uneven", num_workers=workers)
+    (before,) = crew(Telling(20), 1, batch_size=3, drop_last=False, num_workers=workers)
     batches = iter(before)
     done = [n for _ in range(3) for n in next(batches).tolist()]
     before.commit()
     state = json.loads(json.dumps(before.state_dict()))
     del batches
     assert state["workers"] is not None
-    (after,) = crew(Telling(20), 1, batch_size=3, last="uneven", num_workers=workers)
+    (after,) = crew(Telling(20), 1, batch_size=3, drop_last=False, num_workers=workers)
     after.load_state_dict(state)
     assert after.state_dict() == state
     assert done + flat(train([after])) == list(range(20))
@@ -571,15 +579,15 @@ def test_a_stream_that_can_tell_is_asked(workers: int) -> None:
 
 
 def test_a_stream_that_can_tell_goes_on_at_another_number_of_ranks() -> None:
-    before = crew(Telling(20), 1, batch_size=3, last="uneven")
+    before = crew(Telling(20), 1, batch_size=3, drop_last=False)
     done = flat(train(before, 2))
-    after = [Loader(Telling(20), Here(rank, 2), batch_size=2, last="uneven") for rank in range(2)]
+    after = [Loader(Telling(20), Here(rank, 2), batch_size=2, drop_last=False) for rank in range(2)]
     done += flat(train(handed_on(before, after)))
     assert done == list(range(20))
 
 
 def test_a_stream_that_can_tell_can_be_left_and_read_again() -> None:
-    loaders = crew(Telling(9), 1, batch_size=2, last="uneven")
+    loaders = crew(Telling(9), 1, batch_size=2, drop_last=False)
     done = flat(train(loaders, 2))
     done += flat(train(loaders, 1))
     next(iter(loaders[0]))  # not committed
@@ -608,15 +616,15 @@ def test_parts_that_can_tell_are_asked() -> None:
             part.at = 0
             return part
 
-    (before,) = crew(Parts(7), 1, batch_size=2, last="uneven", num_workers=2)
-    whole = train(crew(Parts(7), 1, batch_size=2, last="uneven", num_workers=2))
+    (before,) = crew(Parts(7), 1, batch_size=2, drop_last=False, num_workers=2)
+    whole = train(crew(Parts(7), 1, batch_size=2, drop_last=False, num_workers=2))
     batches = iter(before)
     done = [next(batches).tolist() for _ in range(3)]
     before.commit()
     state = before.state_dict()
     del batches
     assert state["workers"] is not None
-    (after,) = crew(Parts(7), 1, batch_size=2, last="uneven", num_workers=2)
+    (after,) = crew(Parts(7), 1, batch_size=2, drop_last=False, num_workers=2)
     after.load_state_dict(state)
     assert done + train([after]) == whole
     assert sorted(flat(whole)) == sorted([*range(7), *range(8)])
@@ -660,13 +668,13 @@ class Parts(Stream):
 @given(
     length=st.integers(0, 40),
     ranks=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=4),
-    last=st.sampled_from(LASTS),
+    tail=st.sampled_from(sorted(TAILS)),
 )
-def test_parts_go_on_at_any_number_of_ranks(length: int, ranks: list[tuple[int, int, int]], last: str) -> None:
+def test_parts_go_on_at_any_number_of_ranks(length: int, ranks: list[tuple[int, int, int]], tail: str) -> None:
     done: list[int] = []
     loaders: list[Loader] = []
     for number, (size, batch, survived) in enumerate([*ranks, (2, 2, None)]):
-        new = council(Parts(length), size, batch_size=batch, last=last)
+        new = council(Parts(length), size, batch_size=batch, **TAILS[tail])
         loaders = handed_on(loaders, new) if number else new
         done += flat(meet(loaders, survived))
         assert len({json.dumps(loader.state_dict()) for loader in loaders}) == 1
@@ -675,29 +683,29 @@ def test_parts_go_on_at_any_number_of_ranks(length: int, ranks: list[tuple[int, 
             break
     assert max(Counter(done).values(), default=1) == 1
     assert set(done) <= set(range(length))
-    if last != "drop":
+    if tail != "drop":
         assert len(done) == length
-    assert sorted(flat(meet(council(Parts(length), 3, batch_size=2, last="uneven")))) == list(range(length))
+    assert sorted(flat(meet(council(Parts(length), 3, batch_size=2, drop_last=False)))) == list(range(length))
 
 
 @keeps_handler
 @pytest.mark.parametrize("steps", [6, 14])
 def test_parts_of_workers_go_on_at_another_number_of_ranks_and_workers(steps: int) -> None:
     """After 14 steps one of the two parts is through, and its last batch was a short one."""
-    (before,) = council(Parts(31), 1, batch_size=2, num_workers=2, last="uneven")
+    (before,) = council(Parts(31), 1, batch_size=2, num_workers=2, drop_last=False)
     done = flat(meet([before], steps))
-    (after,) = council(Parts(31), 1, batch_size=3, num_workers=1, last="uneven")
+    (after,) = council(Parts(31), 1, batch_size=3, num_workers=1, drop_last=False)
     done += flat(meet(handed_on([before], [after]), 1))
-    done += flat(meet(handed_on([after], council(Parts(31), 2, batch_size=1, last="uneven"))))
+    done += flat(meet(handed_on([after], council(Parts(31), 2, batch_size=1, drop_last=False))))
     assert sorted(done) == list(range(31))
 
 
 def test_parts_go_on_after_batches_that_were_not_committed() -> None:
-    (loader,) = council(Parts(20), 1, batch_size=3, last="uneven")
+    (loader,) = council(Parts(20), 1, batch_size=3, drop_last=False)
     done = flat(meet([loader], 2))
     list(islice(loader, 3))
     done += flat(meet([loader], 1))
-    done += flat(meet(handed_on([loader], council(Parts(20), 2, batch_size=1, last="uneven"))))
+    done += flat(meet(handed_on([loader], council(Parts(20), 2, batch_size=1, drop_last=False))))
     assert sorted(done) == list(range(20))
 
 
@@ -712,7 +720,7 @@ def test_a_part_that_has_ended_does_not_begin_again(steps: int) -> None:
     """One of the two workers is through long before the other, and its data set at the start again."""
 
     def make() -> Loader:
-        return crew(TellingParts(2), 1, batch_size=2, last="uneven", num_workers=2)[0]
+        return crew(TellingParts(2), 1, batch_size=2, drop_last=False, num_workers=2)[0]
 
     whole = train([make()])
     assert len(whole) == 5
@@ -762,7 +770,7 @@ class Odd(Telling):
 @pytest.mark.parametrize("size", [1, 2])
 def test_all_ranks_of_a_stream_go_on_by_the_state_of_rank_0(size: int) -> None:
     def make() -> list[Loader]:
-        return [Loader(Odd(20), Here(rank, size), batch_size=2, last="uneven") for rank in range(size)]
+        return [Loader(Odd(20), Here(rank, size), batch_size=2, drop_last=False) for rank in range(size)]
 
     before = make()
     batches = zip(*before, strict=True)
@@ -780,9 +788,9 @@ def test_all_ranks_of_a_stream_go_on_by_the_state_of_rank_0(size: int) -> None:
 @keeps_handler
 def test_parts_go_on_with_another_ending() -> None:
     """The short batch of the part that is through counted before, and would not now."""
-    (before,) = council(Parts(31), 1, batch_size=2, num_workers=2, last="uneven")
+    (before,) = council(Parts(31), 1, batch_size=2, num_workers=2, drop_last=False)
     done = flat(meet([before], 14))
-    (after,) = council(Parts(31), 1, batch_size=2, num_workers=2, last="drop")
+    (after,) = council(Parts(31), 1, batch_size=2, num_workers=2, drop_last=True)
     done += flat(meet(handed_on([before], [after])))
     assert sorted(done) == list(range(31))
 
@@ -793,7 +801,7 @@ def test_parts_of_one_rank_need_nobody() -> None:
             assert (index, count) == (0, 1)
             return self
 
-    loaders = crew(Parts(5), 1, batch_size=2, last="uneven")
+    loaders = crew(Parts(5), 1, batch_size=2, drop_last=False)
     assert train(loaders) == [[0, 1], [2, 3], [4]]
     with pytest.raises(TypeError, match="not known in advance"):
         len(loaders[0])
@@ -827,11 +835,20 @@ def test_a_state_of_other_data_is_refused() -> None:
         (Numbers(10), {"batch_size": -2}, "batch_size=-2"),
         (Numbers(10), {"batch_size": 0}, "batch_size=0 was given"),
         (Numbers(10), {"global_batch": 2.5}, "global_batch=2.5 was given"),
-        (Numbers(10), {"batch_size": 11}, "an epoch has no step: 10 samples, 11 per step"),
-        (Numbers(0), {"batch_size": 1, "last": "pad"}, "an epoch has no step"),
-        (Numbers(10), {"batch_size": 2, "last": "trim"}, "last='trim'"),
-        (Numbers(10), {"batch_size": 2, "drop_last": True}, "drop_last"),
-        (Numbers(10), {"batch_size": 2, "in_order": False}, "without the order"),
+        (Numbers(10), {"batch_size": True}, "batch_size=True was given"),
+        (
+            Numbers(10),
+            {"batch_size": 11, "shuffle": True},
+            "an epoch has no step: 10 samples, 11 per step, and the last",
+        ),
+        (Numbers(0), {"batch_size": 1, "pad_last": True}, "an epoch has no step"),
+        (Numbers(10), {"batch_size": 2, "sampler": range(3)}, "sampler: this loader chooses"),
+        (Numbers(10), {"batch_size": 2, "shuffle": "yes"}, "shuffle='yes' is a str, expected True or False"),
+        (Numbers(10), {"batch_size": 2, "num_workers": "4"}, "num_workers='4': expected a whole number"),
+        (Numbers(10), {"batch_size": 2, "drop_last": True, "pad_last": True}, "not both"),
+        (Numbers(10), {"batch_size": 2, "train": False, "shuffle": True}, "train=False with shuffle=True"),
+        (Numbers(10), {"batch_size": 2, "train": False, "drop_last": True}, "train=False with drop_last=True"),
+        (DataLoader(Numbers(10), 4, shuffle=True), {"batch_size": 2}, "was given a DataLoader"),
         (Stream(10), {"batch_size": 2, "shuffle": True}, "cannot be shuffled"),
         (Stream(10), {"batch_size": 2, "persistent_workers": True}, "persistent_workers"),
         (iter([1, 2]), {"batch_size": 2}, "only once"),
@@ -842,6 +859,63 @@ def test_what_is_refused(dataset: Any, options: dict[str, Any], seen: str) -> No
     with pytest.raises(UsageError) as caught:
         Loader(dataset, Here(), **options)
     assert seen in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "tail"),
+    [
+        ({}, "uneven"),
+        ({"shuffle": True}, "drop"),
+        ({"train": True}, "drop"),
+        ({"train": True, "drop_last": False}, "uneven"),
+        ({"shuffle": True, "drop_last": False}, "uneven"),
+        ({"shuffle": True, "pad_last": True}, "pad"),
+        ({"train": False}, "every"),
+        ({"train": False, "drop_last": False}, "every"),
+    ],
+)
+def test_what_happens_to_the_last_samples(options: dict[str, Any], tail: str) -> None:
+    assert Loader(Numbers(10), Here(), batch_size=3, **options).tail == tail
+
+
+def evaluated(loaders: list[Loader]) -> list[list[list[int]]]:
+    """The batches of each rank, one rank after the other: nobody waits for anybody."""
+    return [[batch.tolist() for batch in loader] for loader in loaders]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [Numbers, Stream])
+def test_an_evaluation_reads_every_sample_once(make: Callable[[int], Any], workers: int) -> None:
+    for length, size, batch in ((301, 3, 50), (10, 3, 3), (7, 2, 1), (2, 3, 4), (9, 1, 4)):
+        read = evaluated(crew(make(length), size, batch_size=batch, train=False, num_workers=workers))
+        assert sorted(sample for rank in read for part in rank for sample in part) == list(range(length))
+        assert len({len(rank) for rank in read}) == 1 or length < size
+        if workers == 0:
+            again = evaluated(crew(make(length), size, batch_size=batch, train=False))
+            assert again == read
+
+
+def test_an_evaluation_of_shards_asks_nobody() -> None:
+    def never(_: int) -> int:
+        raise AssertionError("an evaluation must not wait for other ranks")
+
+    read = [
+        [batch.tolist() for batch in Loader(Parts(31), Here(rank, 3), batch_size=4, train=False, total=never)]
+        for rank in range(3)
+    ]
+    assert sorted(sample for rank in read for part in rank for sample in part) == list(range(31))
+
+
+def test_a_loop_without_gradients_is_an_evaluation_if_nothing_else_was_said() -> None:
+    loaders = crew(Numbers(10), 3, batch_size=3)
+    assert [sum(map(len, rank)) for rank in evaluated(loaders)] == [4, 4, 4]  # with one each that does not count
+    with torch.no_grad():
+        assert sum(len(part) for rank in evaluated(loaders) for part in rank) == 10
+    assert [sum(map(len, rank)) for rank in evaluated(loaders)] == [4, 4, 4]
+    with torch.no_grad():
+        assert (
+            sum(len(part) for rank in evaluated(crew(Numbers(10), 3, batch_size=3, shuffle=True)) for part in rank) == 9
+        )
 
 
 def test_a_cursor_starts_at_the_last_commit() -> None:

@@ -39,6 +39,19 @@ def seen() -> list[dict[str, Any]]:
 # -- two ranks
 
 
+def test_ranks_that_differ_are_refused_before_the_first_update() -> None:
+    for rank in seen():
+        found = rank["different"]
+        assert found.pop("nothing") == "no error"
+        assert all(text.startswith("0 steps\nthe ranks have different ") for text in found.values()), found
+        assert "seed: 0 on rank 0; 1 on rank 1" in found["seed"]
+        assert "Linear weight: (2, 6) float32 on rank 0; (2, 5) float32 on rank 1" in found["model"]
+        assert "model weight: (2, 6) float32 on rank 0; (2, 5) float32 on rank 1" in found["kept model"]
+        for kind in ("data", "kept data"):
+            assert "loader length: 80 samples on rank 0; 72 samples on rank 1" in found[kind]
+        assert "loader batches: 8 samples per step" in found["batch"]
+
+
 def test_a_loss_for_every_sample_leaves_padding_out() -> None:
     for rank in seen():
         found = rank["padded"]
@@ -90,6 +103,27 @@ def test_two_models_and_two_optimizers(how: str) -> None:
         assert rank["rivals"][f"{how} steps"] == [0, 1, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("mistake", "fix"),
+    [
+        ("unwrapped", "ddp = run.wrap(model), and then ddp(x)"),
+        ("undivided", "run.loader(dataset, batch_size=4, shuffle=True) in place of the DataLoader"),
+        ("undivided, in order, with workers", "run.loader(dataset, batch_size=4) in place of the DataLoader"),
+        ("no backward", "run.backward(loss) before run.step(opt)"),
+        ("opt.step", "run.step(opt, loss=loss) in place of opt.step()"),
+    ],
+)
+def test_a_mistake_is_told_once_by_one_rank(mistake: str, fix: str) -> None:
+    (told,), nothing = (rank["misused"][mistake] for rank in seen())
+    assert fix in told
+    assert nothing == []
+
+
+def test_what_is_no_mistake_is_not_told() -> None:
+    """Accumulation, frozen parameters, DDP and FSDP of torch, evaluation, data that the script divides itself."""
+    assert [rank["misused"]["right"] for rank in seen()] == [[], []]
+
+
 # -- one process
 
 
@@ -137,7 +171,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_an_evaluation_commits_nothing_and_begins_anew(run: phalanx.Run) -> None:
     training = Training(run)
-    train, test = run.loader(numbers(), batch_size=2), run.loader(numbers(), batch_size=3, last="uneven")
+    train, test = run.loader(numbers(), batch_size=2), run.loader(numbers(), batch_size=3, drop_last=False)
     sizes = []
     for number, (x, y) in enumerate(run.batches(train)):
         for part, _ in run.batches(test):
@@ -252,7 +286,7 @@ def test_two_commits_of_a_batch_are_told(run: phalanx.Run) -> None:
 
 def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) -> None:
     training = Training(run)
-    data = run.loader(numbers(), batch_size=4, last="uneven")
+    data = run.loader(numbers(), batch_size=4, drop_last=False)
     data.world_size = 2  # as a rank of two would see it
     run._reader._placement = msgspec.structs.replace(run.membership.placement, world_size=2)
 
@@ -321,21 +355,23 @@ def test_a_metric_is_one_number(run: phalanx.Run) -> None:
 
 
 def test_what_cannot_be_kept_is_told_at_once(tmp_path: Path) -> None:
-    folder = tmp_path / "kept"
-    with alone(tmp_path) as run, pytest.raises(CheckpointError, match="has no state_dict"):
-        run.keep(folder=folder, name="a")
-    with alone(tmp_path) as run, pytest.raises(CheckpointError, match="for a model that is not kept"):
-        run.keep(folder=folder, opt=Training(run).opt)
+    with alone(tmp_path) as run, pytest.raises(UsageError, match=r"data is a .*DataLoader, which cannot be kept"):
+        run.keep(nn.Linear(1, 1), data=DataLoader(numbers()))
+    with alone(tmp_path) as run:
+        run.checkpoints(tmp_path / "kept")
+        with pytest.raises(CheckpointError, match="for a model that is not kept"):
+            run.keep(opt=Training(run).opt)
     with alone(tmp_path) as run:
         training = Training(run)
         run.keep(model=training.model)
-        with pytest.raises(UsageError, match=r"run.keep\(model=model, opt=opt\), once"):
+        with pytest.raises(UsageError, match=r"run.keep\(model, opt\), once"):
             run.keep(opt=training.opt)
 
 
 def test_checkpoints_without_a_folder_are_told(run: phalanx.Run) -> None:
+    run.checkpoints(every=100)
     with pytest.warns(UserWarning, match="--checkpoints DIR") as told:
-        run.keep(model=nn.Linear(1, 1), every=100)
+        run.keep(model=nn.Linear(1, 1))
     assert [warning.filename for warning in told] == [__file__]
 
 
@@ -348,7 +384,8 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
             training = Training(run)
             data = run.loader(numbers(count), batch_size=2)
             with refusal:
-                run.keep(folder=tmp_path / "kept", model=training.model, data=data)
+                run.checkpoints(tmp_path / "kept")
+                run.keep(model=training.model, data=data)
                 training.step(*numbers()[:])
                 run.checkpoint()
 
@@ -358,7 +395,8 @@ def test_what_a_script_draws_before_its_loop_does_not_matter(tmp_path: Path) -> 
         with alone(folder) as run:
             training = Training(run)
             data = run.loader(numbers(), batch_size=2, shuffle=True)
-            run.keep(folder=folder, every=1, model=training.model, opt=training.opt, data=data)
+            run.checkpoints(folder, every=1)
+            run.keep(model=training.model, opt=training.opt, data=data)
             if run.resumed is not None:
                 torch.randn(5)
             for _ in run.epochs(2):

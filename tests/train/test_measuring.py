@@ -18,12 +18,30 @@ def test_a_few_are_told_in_a_second_and_the_last_one_always() -> None:
     measuring = Measuring(told.append, 5000, clock=lambda: now[0])
     for step in range(1, 1001):
         now[0] = step / 100
-        measuring.advance(step, 2, {"loss": 1 / step, "odd": float("inf")})
+        measuring.advance(step, 2, {"loss": 1 / step, "odd": float("inf")}, epochs=9)
     assert 45 <= len(told) <= 51
     measuring.close()
     measuring.close()
-    assert told[-1] == words.MeasuredStep(step=1000, epoch=2, total=5000, values={"loss": 0.001, "odd": None})
+    assert told[-1] == words.MeasuredStep(step=1000, epoch=2, epochs=9, total=5000, values={"loss": 0.001, "odd": None})
     assert len({one.step for one in told}) == len(told)
+
+
+def test_what_is_logged_is_told_with_the_next_step() -> None:
+    told: list[words.MeasuredStep] = []
+    now = [0.0]
+    measuring = Measuring(told.append, None, clock=lambda: now[0])
+    measuring.advance(1, 0, {"loss": 0.5})
+    measuring.log(1, 0, {"accuracy": 0.8})
+    measuring.log(1, 0, {"accuracy": 0.9})
+    now[0] = 1.0
+    measuring.advance(2, 0, {"loss": 0.4})
+    measuring.log(2, 1, {"accuracy": 1.0})
+    measuring.close()
+    assert [(one.step, one.values) for one in told] == [
+        (1, {"loss": 0.5}),
+        (2, {"accuracy": 0.9, "loss": 0.4}),
+        (2, {"accuracy": 1.0}),
+    ]
 
 
 def test_a_gpu_is_read_when_somebody_has_waited_for_it_anyway() -> None:

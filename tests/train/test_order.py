@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import UsageError
-from phalanx.train.data.order import Order, Position, apportion, check_last, count_steps, deal, share, steps
+from phalanx.train.data.order import Order, Position, Tail, apportion, count_steps, deal, share, steps
 
-LASTS = ["drop", "pad", "uneven"]
+TAILS: list[Tail] = ["drop", "pad", "uneven"]
 fast = settings(max_examples=100, deadline=None)
 worlds = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
 
@@ -63,11 +63,11 @@ def test_a_place_outside_is_refused() -> None:
 
 
 def taken(
-    position: Position, length: int, batches: tuple[int, ...], last: str, at_most: int = 10**9
+    position: Position, length: int, batches: tuple[int, ...], tail: Tail, at_most: int = 10**9
 ) -> tuple[list[int], Position]:
     """The places that count, in the order of ranks, of up to so many steps; each step is checked on the way."""
     places: list[int] = []
-    for number, step in enumerate(steps(position, length, batches, check_last(last))):
+    for number, step in enumerate(steps(position, length, batches, tail)):
         if number == at_most:
             break
         portions = [step.portion(rank) for rank in range(len(batches))]
@@ -85,27 +85,27 @@ def taken(
 @given(
     length=st.integers(0, 200),
     lives=st.lists(st.tuples(worlds, st.integers(0, 6)), min_size=1, max_size=5),
-    last=st.sampled_from(LASTS),
+    tail=st.sampled_from(TAILS),
     shuffle=st.booleans(),
     epochs=st.integers(1, 2),
 )
 def test_exactly_once(
-    length: int, lives: list[tuple[tuple[int, ...], int]], last: str, shuffle: bool, epochs: int
+    length: int, lives: list[tuple[tuple[int, ...], int]], tail: Tail, shuffle: bool, epochs: int
 ) -> None:
     """Each life has ranks with their batches, and ends after so many committed steps; the last goes on to the end."""
     for epoch in range(epochs):
         position = Position(epoch)
         places: list[int] = []
         for batches, survived in lives[:-1]:
-            more, position = taken(position, length, batches, last, survived)
+            more, position = taken(position, length, batches, tail, survived)
             places += more
         before = position.consumed
-        more, position = taken(position, length, lives[-1][0], last)
+        more, position = taken(position, length, lives[-1][0], tail)
         places += more
         assert places == list(range(len(places)))  # none twice, none skipped, in order
         order = Order(length, epoch=epoch, shuffle=shuffle)
         assert len({order[place] for place in places}) == len(places)
-        if last == "drop":
+        if tail == "drop":
             assert length - len(places) < max(sum(batches) for batches, _ in lives)
             if before == len(places) - len(more):  # nobody dropped the tail before
                 assert length - len(places) == (length - before) % sum(lives[-1][0])
@@ -115,39 +115,52 @@ def test_exactly_once(
 
 
 @fast
-@given(length=st.integers(1, 200), batches=worlds, last=st.sampled_from(LASTS))
-def test_an_epoch_has_as_many_steps_as_it_says(length: int, batches: tuple[int, ...], last: str) -> None:
-    mode = check_last(last)
-    assert len(list(steps(Position(), length, batches, mode))) == count_steps(length, batches, mode)
-    places, position = taken(Position(), length, batches, last)
-    assert len(places) == (length - length % sum(batches) if last == "drop" else length)
+@given(length=st.integers(1, 200), batches=worlds, tail=st.sampled_from(TAILS))
+def test_an_epoch_has_as_many_steps_as_it_says(length: int, batches: tuple[int, ...], tail: Tail) -> None:
+    assert len(list(steps(Position(), length, batches, tail))) == count_steps(length, batches, tail)
+    places, position = taken(Position(), length, batches, tail)
+    assert len(places) == (length - length % sum(batches) if tail == "drop" else length)
     if places:
         assert position.consumed == length
-        assert share(position, length, (1,), mode) is None  # over, also for smaller batches
+        assert share(position, length, (1,), tail) is None  # over, also for smaller batches
 
 
 @fast
-@given(length=st.integers(0, 200), one=worlds, data=st.data(), last=st.sampled_from(LASTS))
+@given(length=st.integers(0, 200), one=worlds, data=st.data(), tail=st.sampled_from(TAILS))
 def test_a_step_takes_the_same_samples_at_any_number_of_ranks(
-    length: int, one: tuple[int, ...], data: st.DataObject, last: str
+    length: int, one: tuple[int, ...], data: st.DataObject, tail: Tail
 ) -> None:
     whole = sum(one)
     other = deal(whole, data.draw(st.integers(1, whole)))
     both = [
-        [(step.position, step.next, step.total) for step in steps(Position(), length, batches, check_last(last))]
+        [(step.position, step.next, step.total) for step in steps(Position(), length, batches, tail)]
         for batches in (one, other)
     ]
     assert both[0] == both[1]
 
 
 def test_the_three_endings() -> None:
-    def tail(last: str) -> list[tuple[list[int], int]] | None:
-        step = share(Position(0, 8), 11, (2, 2, 2), check_last(last))
+    def ending(tail: Tail) -> list[tuple[list[int], int]] | None:
+        step = share(Position(0, 8), 11, (2, 2, 2), tail)
         return step and [(list(part.places), part.count) for part in map(step.portion, range(3))]
 
-    assert tail("drop") is None
-    assert tail("pad") == [([8, 9], 2), ([10, 0], 1), ([1, 2], 0)]
-    assert tail("uneven") == [([8], 1), ([9], 1), ([10], 1)]
+    assert ending("drop") is None
+    assert ending("pad") == [([8, 9], 2), ([10, 0], 1), ([1, 2], 0)]
+    assert ending("uneven") == [([8], 1), ([9], 1), ([10], 1)]
+
+
+@fast
+@given(length=st.integers(0, 200), batches=worlds)
+def test_an_evaluation_has_every_sample_once_and_no_padding(length: int, batches: tuple[int, ...]) -> None:
+    every = list(steps(Position(), length, batches, "every"))
+    assert len(every) == count_steps(length, batches, "every")
+    assert [place for step in every for rank in range(len(batches)) for place in step.portion(rank).places] == [
+        *range(length)
+    ]
+    for step in every:
+        assert step.sizes == step.counts
+        assert all(size <= batch + 1 for size, batch in zip(step.sizes, batches, strict=True))
+        assert all(step.sizes) or length < len(batches)  # else all ranks have the same number of batches
 
 
 def test_a_rank_without_samples_steps_along_with_one_that_does_not_count() -> None:
@@ -203,8 +216,3 @@ def test_weights_that_cannot_be(batch: int, weights: list[float], seen: str) -> 
         deal(batch, 3, weights)
     assert seen in str(caught.value)
     assert caught.value.fix
-
-
-def test_an_unknown_ending_is_refused() -> None:
-    with pytest.raises(UsageError, match="'trim'"):
-        check_last("trim")

@@ -111,7 +111,10 @@ def test_what_was_trained_is_gone_on_with(tmp_path: Path, play: Play) -> None:
         assert steps(tmp_path, rank) == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize(("name", "words", "ranks"), [("TERM", ("workers",), 2), ("USR1", ("raw",), 1)])
+@pytest.mark.parametrize(
+    ("name", "words", "ranks"),
+    [pytest.param("TERM", ("workers",), 2, marks=pytest.mark.extended), ("USR1", ("raw",), 1)],
+)
 def test_a_scheduler_may_signal_every_process(
     tmp_path: Path, name: str, words: tuple[str, ...], ranks: int, play: Play
 ) -> None:

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {"how": "ddp", "workers": 1},
     "fsdp": {"how": "fsdp", "accumulate": 2},
 }
+FSDP = pytest.param("fsdp", marks=pytest.mark.extended)
+STREAM = pytest.param("stream", marks=pytest.mark.extended)
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def exactly_once(epochs: dict[int, Counter[int]]) -> bool:
     return [epochs[epoch] for epoch in range(EPOCHS)] == [Counter(range(LENGTH))] * EPOCHS
 
 
-@pytest.mark.parametrize("case", [*CASES, "stream"])
+@pytest.mark.parametrize("case", ["ddp", FSDP, STREAM])
 def test_bit_for_bit_at_the_same_number_of_ranks(case: str, tmp_path: Path, dice: random.Random, stage: Stage) -> None:
     """With dropout, and data that is noisy anew every time."""
     play = {**CASES.get(case, {"stream": True, "workers": 1}), "dropout": 0.2, "noise": 0.1}
@@ -142,7 +144,7 @@ def test_bit_for_bit_at_the_same_number_of_ranks(case: str, tmp_path: Path, dice
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["ddp", FSDP])
 def test_at_another_number_of_ranks(case: str, tmp_path: Path, dice: random.Random, stage: Stage) -> None:
     """From 2 to 3 to 1, each in a run of its own."""
     play = CASES[case]

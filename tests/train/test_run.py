@@ -32,8 +32,9 @@ def train(run):
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(DROPOUT), nn.Linear(32, 1))
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
     decay = torch.optim.lr_scheduler.ExponentialLR(opt, 0.99)
-    data = run.loader(TensorDataset(x, y), global_batch=30, shuffle=True, last="uneven")
-    run.keep(model=model, opt=opt, decay=decay, data=data, every=4)
+    data = run.loader(TensorDataset(x, y), global_batch=30, shuffle=True, drop_last=False)
+    run.checkpoints(every=4)
+    run.keep(model, opt, decay, data)
     net = run.wrap(model, HOW)
     losses = []
     for epoch in run.epochs(3):
@@ -78,6 +79,7 @@ def whole(ranks: int, script: str, how: str = "ddp", dropout: str = "0") -> list
     return result(on(ranks, script, how, dropout, "0"))
 
 
+@pytest.mark.extended
 @pytest.mark.imported
 def test_as_many_ranks_as_one_likes(script: str) -> None:
     alone = result(python(script, "ddp", "0", "0"))
@@ -86,12 +88,13 @@ def test_as_many_ranks_as_one_likes(script: str) -> None:
         assert whole(ranks, script, how) == pytest.approx(alone, rel=1e-4), (how, ranks)
 
 
+@pytest.mark.extended
 def test_the_same_script_under_torchrun(script: str) -> None:
     theirs = result(torchrun("--standalone", "--nproc-per-node", "2", script, "ddp", "0.1", "0"))
     assert whole(2, script, dropout="0.1") == theirs
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.extended)])
 def test_killed_and_resumed(script: str, tmp_path: Path, before: int, after: int) -> None:
     """Bit for bit where the ranks are as many as before, dropout and all; else to float tolerance, without dropout."""
     dropout = "0.1" if before == after else "0"

@@ -267,6 +267,7 @@ def test_each_node_gets_once_what_its_ranks_need() -> None:
 # -- real ranks
 
 
+@pytest.mark.extended
 @pytest.mark.imported
 def test_nodes_and_ranks_go_and_come() -> None:
     done = python(str(SCRIPTS / "snapshot_nodes.py"), timeout=150)
@@ -328,6 +329,7 @@ def test_a_lost_shard_comes_from_memory(tmp_path: Path, play: Play) -> None:
     assert re.search(told, done.err)
 
 
+@pytest.mark.extended
 def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path, play: Play) -> None:
     """The rest goes on with fewer ranks; then one of them dies too."""
     where = ("-n", "1:2", "-g", "2,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", *EVERY)
@@ -349,6 +351,7 @@ def test_all_ranks_die_at_once_and_again(tmp_path: Path, play: Play) -> None:
     assert done.err.count("2 steps done again") == 2
 
 
+@pytest.mark.extended
 def test_the_disk_may_have_a_newer_one(tmp_path: Path, play: Play) -> None:
     kept = str(tmp_path / "kept")
     options = (*EVERY, "--checkpoints", kept, "--checkpoint-every", "6")
@@ -357,11 +360,13 @@ def test_the_disk_may_have_a_newer_one(tmp_path: Path, play: Play) -> None:
     assert "resumed at step 6" in done.out
 
 
+@pytest.mark.extended
 def test_a_script_that_cannot_regroup_is_started_again_from_memory(tmp_path: Path, play: Play) -> None:
     play.trained(tmp_path, "init", [7, 1], options=(*EVERY, "--max-restarts", "1"))
     assert ended(tmp_path) == (["0", "5"], play.undisturbed("ddp"))
 
 
+@pytest.mark.extended
 def test_off_is_off_and_nothing_is_left_by_a_agent_that_was_killed(tmp_path: Path, play: Play) -> None:
     play.trained(tmp_path, "ddp", [7, 0], [7, 1], options=("--snapshot-every", "off"))
     assert ended(tmp_path)[0] == ["0", "0"]

@@ -79,6 +79,7 @@ def test_a_dead_rank_costs_no_step(tmp_path: Path) -> None:
         assert 0 < one.seconds < 60
 
 
+@pytest.mark.extended
 def test_rank_0_is_not_sacred_and_faults_may_follow_each_other(tmp_path: Path) -> None:
     done = trained(tmp_path, 2, [3, 0, "kill"], [4, 1, "kill"], [4, 0, "exit"], [11, 0, "kill"])
     assert done.code == 0, done.err
@@ -87,6 +88,7 @@ def test_rank_0_is_not_sacred_and_faults_may_follow_each_other(tmp_path: Path) -
     assert generation >= 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("where", ["backward", "handover"])
 def test_wherever_it_dies(tmp_path: Path, where: str) -> None:
     """A rank that dies in its backward, and one when others may have committed; one that dies while it is given the
@@ -102,6 +104,7 @@ def test_wherever_it_dies(tmp_path: Path, where: str) -> None:
     assert ended(tmp_path, 3)[1] >= len(faults)
 
 
+@pytest.mark.extended
 def test_a_survivor_that_cannot_leave_the_group_is_replaced(tmp_path: Path) -> None:
     done = trained(tmp_path, 3, [5, 1, "stuck"], [5, 0, "then"])
     assert done.code == 0, done.err
@@ -120,12 +123,14 @@ def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_firs
     assert re.search(r"regrouped, and step 6 was committed [\d.]+ s later, no step lost", done.err)
 
 
+@pytest.mark.extended
 def test_two_at_once_and_all_at_once(tmp_path: Path) -> None:
     done = trained(tmp_path, 3, [5, 0, "kill"], [5, 2, "kill"])
     assert done.code == 0, done.err
     assert ended(tmp_path, 3)[0] == undisturbed(3)
 
 
+@pytest.mark.extended
 def test_all_at_once_begin_again(tmp_path: Path) -> None:
     done = trained(tmp_path, 2, [5, 0, "kill"], [5, 1, "kill"])
     assert done.code == 0, done.err
@@ -151,6 +156,7 @@ def test_a_crash_that_only_repeats_ends_the_run(tmp_path: Path) -> None:
     assert "not retrying: the same failure 3 times" in done.err
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("most", "code"), [("0", 137), ("1", 137), ("2", 0)])
 def test_the_budget_that_was_told_is_kept(tmp_path: Path, most: str, code: int) -> None:
     done = trained(tmp_path, 2, [3, 0, "kill"], [5, 1, "kill"], options=("--max-restarts", most))
@@ -158,6 +164,7 @@ def test_the_budget_that_was_told_is_kept(tmp_path: Path, most: str, code: int) 
     assert ("1 recovery was allowed, and is used up" in done.err) == (most == "1")
 
 
+@pytest.mark.extended
 def test_what_a_survivor_has_made_stays_and_groups_of_the_script_are_left(tmp_path: Path) -> None:
     """One that is stopped, and waited for in a group that the script has made; one that dies before the first step that
     all ranks did together; and one right after the next."""
@@ -174,6 +181,7 @@ def test_what_a_survivor_has_made_stays_and_groups_of_the_script_are_left(tmp_pa
     assert len(made) >= 3 + len(faults)
 
 
+@pytest.mark.extended
 def test_what_a_script_does_at_the_end_of_an_epoch_counts_once(tmp_path: Path) -> None:
     done = trained(tmp_path, 2, [8, 1, "kill", "end"])
     assert done.code == 0, done.err
@@ -182,6 +190,7 @@ def test_what_a_script_does_at_the_end_of_an_epoch_counts_once(tmp_path: Path) -
     assert generation >= 1
 
 
+@pytest.mark.extended
 def test_a_model_that_is_wrapped_first_is_not_written_over(tmp_path: Path) -> None:
     """By rank 0, which is new; nor is the learning rate, where the scheduler alone is made again."""
     words = ("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), json.dumps([[10, 0, "kill"]]), "once", "early")
@@ -192,6 +201,7 @@ def test_a_model_that_is_wrapped_first_is_not_written_over(tmp_path: Path) -> No
     assert end == {name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in undisturbed(2).items()}
 
 
+@pytest.mark.extended
 def test_who_begins_again_begins_with_nothing_of_what_is_lost(tmp_path: Path) -> None:
     """The only survivor was between two updates of a step."""
     faults = json.dumps([[5, 1, "kill", "half"]])
@@ -202,6 +212,7 @@ def test_who_begins_again_begins_with_nothing_of_what_is_lost(tmp_path: Path) ->
     assert generation >= 1
 
 
+@pytest.mark.extended
 def test_fifty_groups_leave_nothing(tmp_path: Path) -> None:
     """Neither descriptors nor memory; some of them were aborted while a rank waited in one, and some were forked."""
     script = str(Path(__file__).parent / "scripts" / "many_groups.py")
@@ -214,6 +225,7 @@ def test_fifty_groups_leave_nothing(tmp_path: Path) -> None:
         assert all(held == found[0][1] for _, held in found)
 
 
+@pytest.mark.extended
 def test_fsdp_goes_on_where_no_shard_is_lost(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "scripts" / "regroup.py")
     done = phalanx("run", "-g", "2", "--cpu", script, str(tmp_path), env=places)

@@ -58,9 +58,9 @@ def main() -> int:
         metrics = answer.read().decode()
     _, rest = run.communicate(timeout=120)
     (folder,) = (work / "home" / "runs").iterdir()
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    samples = [event["ranks"][0] for event in samples if event["event"] == "sample"]
-    measured = [event for event in samples if event["event"] == "metrics"]
+    events = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    samples = [event["ranks"][0] for event in events if event["event"] == "sample"]
+    measured = [event for event in events if event["event"] == "metrics"]
     report = subprocess.run([*phalanx, "report", "-o", str(work / "run.html")], cwd=work, env=env, capture_output=True)
     facts = {
         "it ended well": run.returncode == 0,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from phalanx.cli.main import main
@@ -14,6 +15,7 @@ from phalanx.contract import events
 from phalanx.contract.events import AnyEvent
 from phalanx.watch.html.comparison import ComparedRunBuilder
 from phalanx.watch.model import simulation
+from phalanx.watch.model.incidents import Incidents
 from tests.watch.finished_run import START, home, left
 
 
@@ -161,3 +163,18 @@ def test_who_is_not_known_or_no_run(capsys: pytest.CaptureFixture[str], tmp_path
     assert main(["compare", "one", str(tmp_path)]) == 2
     assert "it has no run.json" in capsys.readouterr().err
     assert home().is_dir()
+
+
+def test_a_stall_at_the_end_costs_its_time_and_not_the_usual_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rate of a run that stands still falls, point by point: none of these says how fast it was."""
+    trained = [event for event in simulation.run(4, 35) if not isinstance(event, events.RunEnded)]
+    last = next(event for event in reversed(trained) if isinstance(event, events.ClusterSample))
+    stands = [msgspec.structs.replace(last, time=last.time + second) for second in range(1, 60)]
+    stalled = events.Stalled(time=last.time + 30, seconds=30.0)
+    end = events.RunEnded(time=last.time + 60, code=130, seconds=97.0)
+    left("stalled", [*trained, *stands[:30], stalled, *stands[30:], end], code=130, ranks=4)
+    assert rows(compared(capsys, "stalled"))["steps/s"] == ["1"]
+    incidents = Incidents()
+    for event in (*trained, stalled, end):
+        incidents.apply(event)
+    assert (incidents.entries[-1].seconds, incidents.entries[-1].outcome) == (60.0, "until the run ended")

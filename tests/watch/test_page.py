@@ -18,7 +18,8 @@ from playwright.async_api import Browser, Page
 from benchmarks.common import browser
 from benchmarks.common.browser import wait_for
 from phalanx.contract import events
-from phalanx.watch.model import simulation
+from phalanx.contract.run_metadata import GitState, Gpu, Machine, RunMetadata
+from phalanx.watch.model import resources, simulation
 from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.page import address as page_address
 from phalanx.watch.page import assets
@@ -245,7 +246,10 @@ def test_curves_and_the_timeline_are_drawn(stage: Stage) -> None:
         await made.seconds(15, 25)
         async with looked_at(stage.chromium, made) as page:
             names = "[...document.querySelectorAll('#charts figure')].map(one => one.dataset.curve)"
-            assert await page.evaluate(names) == ["loss", "accuracy", "steps/s", "samples/s"]
+            assert await page.evaluate(names) == [
+                *("loss", "accuracy", "steps/s", "samples/s"),
+                *resources.RESOURCES,
+            ]
             loss = "document.querySelector('#charts canvas')"
             await wait_for(page, f"{drawn}({loss}).includes('43,106,163')")  # the curve
             assert await page.evaluate(f"{drawn}({loss}).includes('179,33,27')")  # the fault, on the time axis
@@ -274,6 +278,111 @@ def test_curves_and_the_timeline_are_drawn(stage: Stage) -> None:
             await is_(page, live, "false")
             await page.keyboard.press("f")
             await is_(page, live, "true")
+
+    stage.play(act())
+
+
+def test_a_constant_curve_stands_at_its_value_and_curves_are_smoothed_scaled_and_saved(
+    stage: Stage, tmp_path: Path
+) -> None:
+    evil = "=cmd|' /C calc'!A0"
+    ticks = """(name => { const texts = []; const known = CanvasRenderingContext2D.prototype.fillText;
+        CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+            if (this.canvas === document.querySelector(`[data-curve="${name}"] canvas`)) texts.push(text);
+            return known.call(this, text, ...rest); };
+        window.drawn = texts; })"""
+
+    async def act() -> None:
+        made = await begun()
+        await made.seconds(1, 3)
+        now = time.time()
+        for step in range(1, 41):
+            values = {"lr": 3e-4, "zigzag": 10.0 if step % 2 else 1000.0, evil: 1.0}
+            await made.tell(events.MetricsMeasured(time=now - 41 + step, step=step, values=values))
+        async with looked_at(stage.chromium, made) as page:
+            value = "document.querySelector('[data-curve=%s] .value').textContent"
+            await is_(page, value % "lr", "0.0003")
+            await page.evaluate(f"{ticks}('lr')")
+            await page.keyboard.press("x")
+            await wait_for(page, "window.drawn.includes('0.0003')")  # the only tick is its value
+            assert "0" not in await page.evaluate("window.drawn.slice(0, 1)")
+            await page.evaluate("document.querySelector('[data-curve=zigzag]').scrollIntoView()")
+            await is_(page, value % "zigzag", "1000")
+            await page.evaluate(f"{ticks}('zigzag')")
+            await page.click("#log-scale")
+            await wait_for(page, "window.drawn.includes('100')")
+            await is_(page, "document.getElementById('log-scale').getAttribute('aria-pressed')", "true")
+            await page.evaluate(
+                "(x => { x.value = 0.9; x.dispatchEvent(new Event('input')); })(document.getElementById('smooth'))"
+            )
+            shown = await wait_for(page, f"({value % 'zigzag'} !== '1000') && {value % 'zigzag'}")
+            assert 400 < float(shown) < 650
+            async with page.expect_download() as csv:
+                await page.click("#save-csv")
+            await (await csv.value).save_as(tmp_path / "curves.csv")
+            async with page.expect_download() as png:
+                await page.click("#save-png")
+            await (await png.value).save_as(tmp_path / "curves.png")
+            assert ((await csv.value).suggested_filename, (await png.value).suggested_filename) == (
+                "train-simulated.csv",
+                "train-simulated.png",
+            )
+        lines = (tmp_path / "curves.csv").read_text().splitlines()
+        assert lines[0] == "curve,run,step,seconds,value"
+        assert sum(line.startswith("zigzag,train-simulated,") for line in lines) == 40
+        assert any(line.startswith("'=cmd") for line in lines)
+        assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+    stage.play(act())
+
+
+def test_what_ran_is_shown(stage: Stage) -> None:
+    async def act() -> None:
+        made = await begun()
+        await made.seconds(1, 2)
+        async with looked_at(stage.chromium, made) as page:
+            assert await page.evaluate("document.getElementById('about').hidden")  # of a run that does not say
+            metadata = RunMetadata(
+                run="train-simulated",
+                name="<b>",
+                started=time.time(),
+                command=("train.py",),
+                script="/home/me/train.py",
+                hyperparameters={"lr": 0.1, "amp": True},
+                git=GitState(root="/home/me", commit="3f" * 20, branch="main", dirty=True),
+                versions={"torch": "2.9.1", "cuda": "12.8"},
+                machine=Machine(host="a", cpus=8, memory=1 << 34, gpus=(Gpu(index=0, name="H200"),) * 2),
+            )
+            await made.tell(events.RunDescribed(time=time.time(), metadata=metadata))
+            line = "lr 0.1 · amp true · commit 3f3f3f3* · torch 2.9.1"
+            await is_(page, "document.getElementById('about-line').textContent", line)
+            await page.click("#about-line")
+            facts = await page.evaluate("document.getElementById('about-facts').innerText")
+            for text in ("uncommitted changes", "main", "12.8", "2 × H200", "16.0 GiB", "/home/me/train.py"):
+                assert text in facts
+            await page.reload()
+            await is_(page, "document.getElementById('about-line').textContent", line)
+
+    stage.play(act())
+
+
+def test_a_run_that_is_stopped_and_epochs(stage: Stage) -> None:
+    async def act() -> None:
+        made = await begun()
+        await made.seconds(1, 2)
+        now = time.time()
+        await made.tell(events.MetricsMeasured(time=now, step=5, epoch=2, epochs=10, total=50, values={"loss": 1.0}))
+        async with looked_at(stage.chromium, made) as page:
+            small = "[...document.querySelectorAll('#figures .small')].map(one => one.textContent)"
+            await wait_for(page, f"{small}.includes('epoch 2/10')")
+            await made.tell(
+                events.Stopping(time=now, reason="SIGINT received", signal="SIGINT"),
+                events.RunEnded(time=now + 1, code=130, seconds=9.0),
+            )
+            await is_(page, "document.getElementById('state').textContent", "stopped by Ctrl-C")
+            notice = "The run was stopped by Ctrl-C. This is its last state."
+            await is_(page, "document.getElementById('notice').textContent", notice)
+            await is_(page, row(1, "health"), "□ stopped")
 
     stage.play(act())
 

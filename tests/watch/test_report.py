@@ -25,6 +25,7 @@ from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.watch.html import masking
 from phalanx.watch.model import simulation
 from phalanx.watch.model.incidents import Incidents
+from phalanx.watch.model.resources import RESOURCES
 from tests.watch.finished_run import START, left, record_at, wrote
 
 EVIL = "</script></pre><script>window.evil = 1</script><img src=http://evil.example/x onerror=alert(1)>"
@@ -110,7 +111,8 @@ def test_it_says_what_ran_how_fast_what_failed_and_what_it_cost(tmp_path: Path) 
     assert "regrouped: next step 21, no step lost" in cells
     assert "python3 -u train.py --lr 0.1" in outline.text("code")
     pictures = [attrs.get("aria-label") for tag, attrs in outline.tags if tag == "svg"]
-    assert pictures == ["loss", "steps/s", "samples/s", "accuracy", "timeline of the run", "phases of each rank"]
+    curves = ["loss", "steps/s", "samples/s", "accuracy", *RESOURCES]
+    assert pictures == [*curves, "timeline of the run", "phases of each rank"]
     said = outline.text("code")
     assert "rank 2 reads" in said
     assert "fix: read faster" in said
@@ -213,8 +215,8 @@ def test_a_metric_may_be_called_tokens_and_a_run_may_be_stopped(tmp_path: Path) 
     told = events.MetricsMeasured(time=START + 5, step=2, values={"tokens": 512.0})
     outline = Outline(reported(tmp_path, left("stopped", [*simulation.run(2, 3, code=130), told], code=130)))
     assert data(outline)["whole"]["curves"]["tokens"] == [[2, START + 5, 512.0]]
-    assert "It was stopped after 5.0 s, at step 2." in outline.text("p")
-    assert outline.texts["span"][0] == "stopped"
+    assert "It was stopped by Ctrl-C after 5.0 s, at step 2." in outline.text("p")
+    assert outline.texts["span"][0] == "stopped by Ctrl-C"
 
 
 @functools.cache
@@ -271,7 +273,7 @@ def test_the_ledger_says_what_each_fault_cost() -> None:
     ]
 
 
-@pytest.mark.system
+@pytest.mark.extended
 def test_in_a_real_browser_nothing_is_wrong_and_nothing_is_fetched(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text(reported(tmp_path, failed_run()))
     asked: list[str] = []

@@ -51,7 +51,7 @@ def test_how_far_each_got_and_why_no_further(capsys: pytest.CaptureFixture[str])
     assert told["badly"]["why"].startswith("rank 1 failed: ValueError: no such key x")
     assert len(told["badly"]["why"]) == 100
     assert told["killed"]["why"] == "its agent was killed"
-    assert (told["asked"]["step"], told["asked"]["loss"], told["asked"]["why"]) == (None, None, "SIGINT")
+    assert (told["asked"]["step"], told["asked"]["loss"], told["asked"]["why"]) == (None, None, "")
 
 
 def test_of_long_files_only_the_end_is_read() -> None:
@@ -96,7 +96,7 @@ def test_the_table_fits_a_terminal_and_a_pipe_has_it_all() -> None:
 
 def test_a_command_is_one_line_that_no_terminal_obeys() -> None:
     record = replace(left("lines", []), command=["bash", "-c", "echo a\necho \x1b[31mb"])
-    assert "bash -c 'echo a echo  [31mb'" in ps.table([(record, summary.of(record))], None, now=START)[1]
+    assert "bash -c 'echo a\\necho \\x1b[31mb'" in ps.table([(record, summary.of(record))], None, now=START)[1]
 
 
 def test_forgetting_removes_the_run_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -319,6 +319,23 @@ LOSSES = {
         ],
         12.0 + 1.0,
     ),
+    "hung, and was noticed late": (
+        [
+            events.FaultEvent(time=22, rank=1, reason="rank 1 failed", recovery="regroup", idle=12),
+            events.Recovered(time=23, generation=1, seconds=1, step=9, idle=12),
+        ],
+        12.0 + 1.0,
+    ),
+    "hung, was diagnosed, and then replaced": (
+        [
+            STALL,
+            VERDICT,
+            events.FaultEvent(time=22, rank=1, reason="rank 1 failed", recovery="regroup", idle=12),
+            events.Recovered(time=23, generation=1, seconds=1, step=9, idle=12),
+            events.Resumed(time=23.2, seconds=13.2),
+        ],
+        12.0 + 1.0,
+    ),
     "two faults at once": (
         [
             FAULT,
@@ -339,6 +356,14 @@ def test_what_is_lost(name: str) -> None:
     assert model.trouble.lost_time.seconds == pytest.approx(lost)
     model.apply(events.NoteEvent(time=102, text="later"))
     assert model.goodput == pytest.approx(1 - lost / 100), "of the time since the first step, at 2 s"
+
+
+def test_at_the_end_all_views_show_what_the_console_says() -> None:
+    happened, _ = LOSSES["hung, and was noticed late"]
+    model = told(*started(), *(sample(second, 2 * second, 2 * second) for second in range(2, 11)), *happened)
+    model.apply(events.GoodputMeasured(time=30, lost=14.0, seconds=56.0))
+    model.apply(events.RunEnded(time=31, code=0, seconds=31))
+    assert (model.lost, model.goodput) == (14.0, 0.75)
 
 
 def test_what_lasts_counts_as_it_lasts() -> None:
@@ -437,6 +462,28 @@ def test_who_is_stopped_at_once_has_not_died() -> None:
     for rank in range(2):
         model.apply(events.WorkerExited(time=10.1, rank=rank, pid=10 + rank, code=-15))
     assert [view.health for view in model.ranks.values()] == ["stopped", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "ending"), [("SIGINT", 130, "stopped by Ctrl-C"), ("SIGTERM", 143, "stopped by SIGTERM")]
+)
+def test_a_run_that_the_user_stops_has_not_failed(number: str, code: int, ending: str) -> None:
+    """Not even if a rank raises because another one was faster to leave."""
+    model = told(*started(), sample(9, 5, 5))
+    model.apply(events.Stopping(time=10, reason=f"{number} received", signal=number))
+    model.apply(events.WorkerExited(time=10.1, rank=1, pid=11, code=-15))
+    model.apply(events.WorkerExited(time=10.2, rank=0, pid=10, code=1))
+    model.apply(events.RunEnded(time=10.3, code=code, seconds=10))
+    assert [view.health for view in model.ranks.values()] == ["stopped", "stopped"]
+    assert (model.run.state, model.run.words) == ("stopped", ending)
+    assert model.timeline.latest[-1].text == f"{ending}, after 10 s"
+
+
+def test_a_worker_that_exits_with_the_code_of_a_signal_has_failed() -> None:
+    model = told(*started(), sample(9, 5, 5), events.WorkerExited(time=10, rank=0, pid=10, code=130))
+    model.apply(events.WorkerFailed(time=10.1, rank=0, summary="rank 0 failed: exit code 130", code=130))
+    model.apply(events.RunEnded(time=10.3, code=130, seconds=10))
+    assert (model.run.words, model.ranks[0].health) == ("failed (exit code 130)", "dead")
 
 
 def test_the_rank_of_another_node_that_has_failed_was_not_stopped() -> None:

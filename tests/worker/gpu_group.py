@@ -59,7 +59,7 @@ def main() -> None:
         assert "nccl wants one each" in rank.stderr, rank.stderr
     print(f"right: {too_many} ranks on {too_many - 1} GPUs are refused", flush=True)
     good(run(too_many, backend="gloo"), "gloo on cuda:0" if too_many == 2 else "gloo on cuda:")
-    good(run(too_many, device="cpu"), "gloo on cpu")
+    good(run(too_many, device="cpu"), "shm on cpu")
     print("all right")
 
 

@@ -19,7 +19,7 @@ ENDING = str(Path(__file__).parent / "scripts" / "ending.py")
 WAYS = [pytest.param(way, marks=pytest.mark.imported) for way in ("uneven", "anew", "adopted", "destroyed", "fork")]
 
 
-@pytest.mark.parametrize("way", ["wrapped", *WAYS])
+@pytest.mark.parametrize("way", [pytest.param("wrapped", marks=pytest.mark.extended), *WAYS])
 def test_good_ends(way: str) -> None:
     jobs = ranks(2, ENDING, way)
     ended(jobs)

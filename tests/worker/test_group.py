@@ -15,6 +15,7 @@ import pytest
 
 from phalanx.contract.placement import PartialPlacement
 from phalanx.errors import DeviceError, JoinError, UsageError
+from phalanx.forkserver.signed_store import SignedStore
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.rendezvous.device import backend_for
 from phalanx.worker.rendezvous.identity import Identity
@@ -44,6 +45,7 @@ def expected(count: int, launcher: str, backend: str = "shm") -> list[str]:
 # -- how ranks are started
 
 
+@pytest.mark.imported
 def test_by_hand(tmp_path: Path) -> None:
     text = ended(ranks(3, EVERYTHING, env={"JOIN_FOLDER": str(tmp_path)}))
     assert lines(text) == expected(3, "hand-set variables")
@@ -58,6 +60,7 @@ def test_by_phalanx_run(tmp_path: Path) -> None:
     assert "destroy_process_group" not in result.err
 
 
+@pytest.mark.extended
 def test_by_torchrun(tmp_path: Path) -> None:
     result = torchrun("--nproc-per-node", "2", EVERYTHING, env={"JOIN_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"})
     assert result.code == 0, result.err
@@ -65,6 +68,7 @@ def test_by_torchrun(tmp_path: Path) -> None:
     assert result.err == ""
 
 
+@pytest.mark.extended
 def test_by_accelerate(tmp_path: Path) -> None:
     # Without a GPU it starts several processes only if told that there are several.
     options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
@@ -103,14 +107,16 @@ def test_by_a_file(tmp_path: Path) -> None:
 
 
 def test_nobody_started_it(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
     import torch.distributed as dist
 
     with WorkerProcessGroup.join(device="cpu", timeout=timedelta(minutes=1)) as group:
-        assert not dist.is_initialized()
+        dist.all_reduce(torch.ones(1))  # the group of one: a script runs in one process as in many
         assert (group.rank, group.world_size, group.local_rank, group.nodes, group.launcher) == (0, 1, 0, 1, "nobody")
-        assert (group.mean(3), group.sum({"a": 1}), group.max(2.5)) == (3.0, {"a": 1.0}, 2.5)
+        sums = group.sum({"a": 1, "b": 1.0, "c": torch.tensor(2), "d": torch.tensor([2.0]), "e": True})
+        assert repr((group.mean(3), group.max(2.5), group.max(7))) == "(3.0, 2.5, 7)"
+        assert repr(sums) == "{'a': 1, 'b': 1.0, 'c': 2, 'd': 2.0, 'e': 1}"  # of ints, an int
         assert (group.broadcast({"a": 1}), group.gather("x"), group.gather("x", all=True)) == ({"a": 1}, ["x"], ["x"])
-        assert (group.local_group, group.leader_group) == (None, None)
         group.barrier()
         with group.first() as leads:
             assert leads
@@ -118,6 +124,8 @@ def test_nobody_started_it(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out == "one line\n"
         group.store.set("a", "1")
         assert group.store.get("a") == b"1"
+        group.store.wait(["a"])
+        assert group.store.check(["a"], "a")
         assert group.store.add("n", 2) == 2
         assert (group.store.delete("a"), group.store.check("a")) == (True, False)
         with pytest.raises(Exception, match=r"'b' was not set in the store in 0\.05 s"):
@@ -229,7 +237,17 @@ def member(rank: int, store: Any) -> WorkerProcessGroup:
     place, where = MeetingPoint("given"), topology(people, rank)
     return WorkerProcessGroup(
         Membership(
-            identity, people, where, placement(people, where), torch.device("cpu"), "", store, False, place, False, 10
+            identity,
+            people,
+            where,
+            placement(people, where),
+            torch.device("cpu"),
+            "",
+            SignedStore(store, ""),
+            False,
+            place,
+            False,
+            10,
         )
     )
 

@@ -144,6 +144,13 @@ REFUSED = [
     ({**HAND, "RANK": "2"}, ("RANK=2 cannot be", "expected from 0 to 1")),
     ({**HAND, "RANK": "one"}, ("RANK='one' is no number",)),
     ({**HAND, "WORLD_SIZE": "0"}, ("WORLD_SIZE=0 cannot be",)),
+    ({**HAND, "RANK": "2000000", "WORLD_SIZE": "3000000"}, ("WORLD_SIZE=3000000 cannot be", "from 1 to 1048576")),
+    ({**HAND, "LOCAL_RANK": "2000000"}, ("LOCAL_RANK=2000000 cannot be", "from 0 to 1048575")),
+    ({**HAND, "NODE_RANK": "2000000"}, ("NODE_RANK=2000000 cannot be",)),
+    (
+        {**mpich(0, 2, 0, 1), "PMI_SIZE": "2000000"},
+        ("MPICH says where this process runs, but PMI_SIZE=2000000 cannot be",),
+    ),
     ({**HAND, "MASTER_PORT": "70000"}, ("MASTER_PORT=70000 cannot be", "65535")),
     ({**PAIR[1], "WORLD_SIZE": "5"}, ("WORLD_SIZE=5 and Slurm, where it is 2, contradict", "unset WORLD_SIZE")),
     ({**TORCHRUN, "WORLD_SIZE": ""}, ("torchrun says where this process runs, but WORLD_SIZE is not set",)),
@@ -193,6 +200,7 @@ def test_a_contradiction_is_named() -> None:
     [
         ({"rank": 2, "world_size": 2}, "rank 2 of 2 cannot be"),
         ({"rank": 0, "world_size": 0}, "expected a world of 1 or more"),
+        ({"rank": 2_000_000, "world_size": 3_000_000}, "a world of 3000000 ranks cannot be"),
         ({"rank": 1}, "rank=1 was given, but the world_size is not known"),
         ({"world_size": 2}, "world_size=2 was given, but the rank is not known"),
     ],

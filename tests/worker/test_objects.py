@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -88,6 +90,13 @@ def test_itself() -> None:
     endless.append(endless)
     with pytest.raises(UsageError, match="contains itself"):
         objects.encode(endless)
+
+
+def test_a_shape_without_data_allocates_nothing() -> None:
+    head = msgspec.msgpack.encode(["float32", [1 << 40], False])
+    hostile = msgspec.msgpack.Ext(objects.TENSOR, struct.pack("<I", len(head)) + head)
+    with pytest.raises(ValueError, match="without data"):
+        objects.decode(msgspec.msgpack.encode(hostile))
 
 
 def test_a_pickle_is_not_opened() -> None:

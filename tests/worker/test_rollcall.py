@@ -10,6 +10,7 @@ import pytest
 
 from phalanx.contract.placement import PartialPlacement
 from phalanx.errors import JoinError
+from phalanx.forkserver.signed_store import SignedStore
 from phalanx.worker.rendezvous import roll_call
 from phalanx.worker.rendezvous.identity import Identity
 from phalanx.worker.rendezvous.roll_call import Participant
@@ -34,7 +35,7 @@ def attend(
     """The roll call of these, at the same time, through a real store."""
     from torch.distributed import HashStore
 
-    store = store or HashStore()
+    store = store or SignedStore(HashStore(), "")
     found: list[Any] = [None] * len(people)
 
     def come(place: int) -> None:
@@ -80,7 +81,7 @@ def test_rank_0_is_missing_and_the_store_is_not() -> None:
 def test_nobody_leaves_with_the_store_before_all_have_read_why() -> None:
     from torch.distributed import HashStore
 
-    store = HashStore()
+    store = SignedStore(HashStore(), "")
     leaving: list[float] = []
 
     def come(rank: int) -> None:
@@ -99,7 +100,7 @@ def test_nobody_leaves_with_the_store_before_all_have_read_why() -> None:
 def test_what_all_have_to_do_together() -> None:
     from torch.distributed import HashStore
 
-    store = HashStore()
+    store = SignedStore(HashStore(), "")
     said: list[str] = []
     with pytest.raises(JoinError) as caught:
         roll_call.together(store, person(2), 3.2, name="run.leader_group", say=said.append)
@@ -113,7 +114,7 @@ def test_what_all_have_to_do_together() -> None:
 def test_a_rank_that_is_there_already() -> None:
     from torch.distributed import HashStore
 
-    store = HashStore()
+    store = SignedStore(HashStore(), "")
     attend([person(0, 1)], store=store)
     (error,) = attend([Participant(PartialPlacement(rank=0, world_size=1), "b", "b", 7)], store=store)
     assert isinstance(error, JoinError)

@@ -176,6 +176,10 @@ dist.barrier()
 print(f"rank {rank} of {size}: all as it should be, by {dist.get_backend()}", flush=True)
 if len(sys.argv) > 2:
     last = dist.new_group(timeout=timedelta(seconds=120 if sys.argv[3] == "dies" else 2))
+    if sys.argv[3] == "dies":  # not before all have the group. The store of MPI's groups knows no values
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"has made the last group: {rank}", "")
+        store.wait([f"has made the last group: {other}" for other in range(size)])
     if rank == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL) if sys.argv[3] == "dies" else time.sleep(600)
     for _ in range(2):

@@ -1,7 +1,7 @@
 """elastic.py FOLDER [EPOCHS]: a training that goes on, epoch after epoch, until FOLDER/end is there; or for EPOCHS.
 
 Each rank writes which samples it takes for a step, and says when it enters a group. With LAST in the environment a rank
-has something to do when the training is over.
+has something to do when the training is over. With BAD in the environment, this node cannot take part: BAD says why.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import phalanx
 
 FOLDER = Path(sys.argv[1])
 EPOCHS = int(sys.argv[2]) if len(sys.argv) > 2 else None  # None: as many as it takes
-SAMPLES, PAUSE = 96, 0.03
+BAD = os.environ.get("BAD", "")
+SAMPLES, PAUSE = 88 if BAD == "length" else 96, 0.03
 
 
 class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
@@ -50,6 +51,8 @@ def train(run: phalanx.Run) -> None:
             own = FOLDER / f".{os.uname().nodename} {os.getpid()}"  # whole or not at all: this rank may be killed
             own.write_text(json.dumps(taken))
             own.rename(FOLDER / f"{run.steps + 1}.{run.rank}")
+            if BAD == "abort":
+                os.abort()
             run.backward(nn.functional.mse_loss(ddp(x), y))
             run.step(opt)
             time.sleep(0 if EPOCHS else PAUSE)  # the pace of a training, not a wait for anything
@@ -62,6 +65,8 @@ def train(run: phalanx.Run) -> None:
             break
 
 
+if BAD == "import":
+    raise ImportError("this host has no module named tokens")
 print("comes to main", flush=True)
 phalanx.main(train)
 if "LAST" in os.environ:

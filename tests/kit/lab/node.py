@@ -189,6 +189,11 @@ class Node:
         rule = f"tcp sport {port} drop; tcp dport {port} drop"
         self._filter(f"lose_{port}", on, rule, rule)
 
+    def part(self, other: Node, on: bool) -> None:
+        """Silently lose the packets between this node and another one."""
+        rules = [f"ip {way} {other.address} drop; ip6 {way} {other.address6} drop" for way in ("saddr", "daddr")]
+        self._filter(f"lose_{other.name}", on, *rules)
+
     def _filter(self, name: str, on: bool, inward: str, outward: str) -> None:
         def set_filter(free: bool) -> None:
             # Declared before it is deleted, because it may not be there.

@@ -165,6 +165,10 @@ if RANK == 0:
         torch.save(Weighty(), io.BytesIO())
     with stay("idle", "idle") as here:
         spin()
+    before, end = read().phases["sleep"], time.monotonic() + MOST
+    while read().phases["sleep"] == before and time.monotonic() < end:
+        time.sleep(0.5)
+    seen["sleep"] = {"before": seen["idle"]["page"]["phases"]["sleep"], "spun": before, "slept": read().phases["sleep"]}
     large = [
         dist.all_reduce(torch.ones(1), group=dist.new_group([0], use_local_synchronization=True)) for _ in range(20)
     ]

@@ -55,4 +55,20 @@ with open(f"{folder}/.writing-step-000000000005-00-1/rank-00000.safetensors", "w
 with Checkpoints(folder) as checkpoints:
     checkpoints.save(6, {"model": small})
 assert sorted(os.listdir(folder)) == [".lock", "step-000000000004", "step-000000000006"], os.listdir(folder)
+
+# The next one takes the place of an older one, if there is no room beside it. The newest stays.
+with Checkpoints(folder, say=told.append) as checkpoints:
+    assert not checkpoints.make_room()  # there is room
+    with open(f"{folder}/ballast", "wb", buffering=0) as file:
+        while file.write(bytes(4096)) and os.statvfs(folder).f_bavail:
+            pass
+    checkpoints.save(7, {"model": small})
+    with pytest.raises(CheckpointError, match="step 7 was not written"):
+        checkpoints.wait()
+    assert checkpoints.make_room()
+    assert told[-1].startswith("phalanx: removed step-000000000004 from"), told
+    checkpoints.save(7, {"model": small})
+    checkpoints.wait()
+names = sorted(os.listdir(folder))
+assert names == [".lock", "ballast", "step-000000000006", "step-000000000007"], names
 print("as it should be")

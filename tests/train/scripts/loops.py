@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from party import mlp
 from torch.nn.functional import mse_loss
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import phalanx
+from phalanx.errors import UsageError
 
 FOLDER = Path(sys.argv[1])
 HERE = phalanx.init()  # the group; every question makes a Run of its own in it
@@ -69,7 +70,7 @@ def padded() -> Any:
             warnings.simplefilter("always")
             net = run.wrap(mlp())
             opt = sgd(net)
-            data = run.loader(DATA, global_batch=16, last="pad")
+            data = run.loader(DATA, global_batch=16, pad_last=True)
             for _ in run.epochs(2):
                 for x, y in run.batches(data):
                     losses = mse_loss(net(x), y, reduction="none").mean(1)
@@ -90,8 +91,8 @@ def windows() -> Any:
         with phalanx.init() as run:
             net = run.wrap(mlp(), how, accumulate=4)
             opt = sgd(net)
-            data = run.loader(DATA, global_batch=8, last="uneven")
-            test = run.loader(DATA, global_batch=30, last="uneven")
+            data = run.loader(DATA, global_batch=8, drop_last=False)
+            test = run.loader(DATA, global_batch=30, drop_last=False)
             done, seen, positions = [], [], []
             for _ in run.epochs(2):
                 for number, (x, y) in enumerate(run.batches(data)):
@@ -130,7 +131,7 @@ def foreign() -> Any:
     with phalanx.init() as run:
         ddp = torch.nn.parallel.DistributedDataParallel(mlp())
         opt = sgd(ddp)
-        for x, y in run.batches(run.loader(DATA, global_batch=16, weights=[3, 1], last="uneven")):
+        for x, y in run.batches(run.loader(DATA, global_batch=16, weights=[3, 1], drop_last=False)):
             run.backward(mse_loss(ddp(x), y))
             run.step(opt)
         found = {"plain": plain([[part] for part in parts(16)]), "ours": weights(ddp)}
@@ -165,7 +166,8 @@ def resumable(how: str, order: str, folder: str | None, stop: int | None) -> tup
             if opt is None and word in ("opt", "wrapped"):
                 opt = torch.optim.AdamW(net.parameters(), lr=0.01)
             if word in ("keep", "wrapped"):
-                run.keep(folder=folder, model=net if word == "wrapped" else model, opt=opt, data=data)
+                run.checkpoints(folder)
+                run.keep(model=net if word == "wrapped" else model, opt=opt, data=data)
         began = run.steps
         taken = 0
         for _ in run.epochs(3):
@@ -222,6 +224,113 @@ def pair() -> tuple[Any, ...]:
     torch.manual_seed(4)
     first, second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 1)
     return first, second, sgd(first), sgd(second)
+
+
+class Counting(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(X[HERE.rank : 80 : HERE.world_size].split(4))
+
+
+class Mine(torch.utils.data.Dataset):
+    """A data set that asks for its rank when it is read."""
+
+    def __len__(self) -> int:
+        return len(X) // HERE.world_size
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[index * HERE.world_size + torch.distributed.get_rank()]
+
+
+def looped(data: Any, wrap: str = "run", how: str = "run") -> list[str]:
+    """What a training with `data` is warned of."""
+    with phalanx.init() as run, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = mlp()
+        model[0].weight.requires_grad_(how != "frozen")
+        if wrap == "fsdp":
+            torch.distributed.fsdp.fully_shard(model)
+        net = {"run": run.wrap, "torch": torch.nn.parallel.DistributedDataParallel}.get(wrap, lambda model: model)(
+            model
+        )
+        opt = sgd(net)
+        if callable(data):
+            data = data(run)
+        for batch in run.batches(data):
+            x = batch[0] if isinstance(batch, list | tuple) else batch
+            if how == "evaluate":
+                continue
+            loss = net(x).square().mean()
+            if how != "no backward":
+                run.backward(loss)
+            if how == "opt.step":
+                opt.step()
+                opt.zero_grad()
+            else:
+                run.step(opt, accumulate=3 if how == "accumulate" else None)
+        run.barrier()  # all ranks have told what they have, before rank 0 looks a last time
+        if wrap == "torch":
+            net.reducer = net.logger = None
+    return [str(warning.message) for warning in told]
+
+
+@question
+def misused() -> Any:
+    """Mistakes, and what looks like one and is none."""
+    ours = lambda run: run.loader(DATA, batch_size=4, shuffle=True)  # noqa: E731
+    half = X[:80].chunk(2)[HERE.rank]
+    return {
+        "unwrapped": looped(ours, wrap="no"),
+        "undivided": looped(DataLoader(DATA, batch_size=4, shuffle=True)),
+        "undivided, in order, with workers": looped(DataLoader(DATA, batch_size=4, num_workers=1)),
+        "no backward": looped(ours, how="no backward"),
+        "opt.step": looped(ours, how="opt.step"),
+        "right": [
+            *looped(ours),
+            *looped(ours, how="accumulate"),
+            *looped(ours, how="frozen"),
+            *looped(ours, wrap="torch"),
+            *looped(ours, wrap="fsdp"),
+            *looped(ours, how="evaluate", wrap="no"),
+            *looped(DataLoader(DATA, batch_size=4), how="evaluate"),
+            *looped(DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA))),
+            *looped(DataLoader(TensorDataset(half), batch_size=4, shuffle=True)),
+            *looped(DataLoader(Subset(DATA, range(HERE.rank, 80, 2)), batch_size=4, shuffle=True)),
+            *looped(DataLoader(Mine(), batch_size=4)),
+            *looped(DataLoader(Counting(), batch_size=None)),
+        ],
+    }
+
+
+@question
+def different() -> Any:
+    """What the ranks should have in common, and do not: refused before the first update."""
+
+    def refusal(*, seed: int = 0, width: int = 6, samples: int = 80, batch: int = 4, keep: bool = False) -> str:
+        with phalanx.init(seed=seed) as run:
+            model = torch.nn.Linear(width, 2)
+            opt = sgd(model)
+            data = run.loader(TensorDataset(X[:samples], Y[:samples]), batch_size=batch, shuffle=True)
+            try:
+                if keep:
+                    run.keep(model, opt, data)
+                net = run.wrap(model)
+                for x, y in run.batches(data):
+                    run.backward(mse_loss(net(x[:, :width]), y))
+                    run.step(opt)
+            except UsageError as error:
+                return f"{run.steps} steps\n{error}"
+        return "no error"
+
+    last = HERE.rank
+    return {
+        "seed": refusal(seed=last),
+        "model": refusal(width=6 - last),
+        "kept model": refusal(width=6 - last, keep=True),
+        "data": refusal(samples=80 - 8 * last),
+        "kept data": refusal(samples=80 - 8 * last, keep=True),
+        "batch": refusal(batch=4 + last),
+        "nothing": refusal(keep=True),
+    }
 
 
 def main() -> None:

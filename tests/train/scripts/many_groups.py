@@ -84,7 +84,7 @@ def main() -> None:
         assert run.sum(1) == run.world_size
         assert aborted(run, pair) < 30 if number % 10 == 2 else True
         del pair
-        run.abandon()
+        run._abandon()
         if number % 10 in (0, 9):
             found.append([regions, held()])
     (Path(sys.argv[1]) / f"end.{os.environ['RANK']}").write_text(json.dumps(found))

@@ -60,7 +60,8 @@ def train(run: phalanx.Run) -> None:
     data = run.loader(Numbered(), global_batch=4, shuffle=True, num_workers=2 if "workers" in WORDS else 0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run.keep(model=model, opt=opt, data=data, every=3 if "often" in WORDS else 1000)
+    run.checkpoints(every=3 if "often" in WORDS else 1000)
+    run.keep(model=model, opt=opt, data=data)
     ddp = run.wrap(model)
     for _ in run.epochs(1):
         for x, y in data if "raw" in WORDS else run.batches(data):

@@ -78,14 +78,14 @@ def main() -> None:
         run = join(10 * number, None)
         trained(run, 3, first)
         offer = run._recovery.current_offer()
-        run.abandon()
+        run._abandon()
         run = join(10 * number + 1, offer, number=10 * number + 1)
         ours = trained(run, 6, first)
         taken = run._recovery.from_peers
-        run.abandon()
+        run._abandon()
         run = join(10 * number + 2, None)
         theirs = trained(run, 6, first)
-        run.abandon()
+        run._abandon()
         found.append([taken, ours, theirs])
     rank = os.environ["RANK"]
     (Path(sys.argv[1]) / f"end.{rank}").write_text(json.dumps(found))

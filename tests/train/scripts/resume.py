@@ -64,7 +64,7 @@ def train(run: phalanx.Run) -> None:
         Told() if PLAY["stream"] else Points(),
         global_batch=GLOBAL // PLAY["accumulate"],
         shuffle=not PLAY["stream"],
-        last="uneven",
+        drop_last=False,
         num_workers=PLAY["workers"],
     )
     run.keep(model=model, opt=opt, data=data)

@@ -47,9 +47,10 @@ here = Here(dist.get_rank(), dist.get_world_size())
 said = []
 
 
-def go(dataset, last: str, workers: int, resume_after: int | None = None) -> None:
+def go(dataset, tail: str, workers: int, resume_after: int | None = None) -> None:
     """Every step has a collective, so ranks that do not step alike hang, or fail."""
-    loader = Loader(dataset, here, batch_size=2, last=last, num_workers=workers)
+    options = {"drop_last": tail == "drop", "pad_last": tail == "pad"}
+    loader = Loader(dataset, here, batch_size=2, num_workers=workers, **options)
     steps, counted, scales = 0, [], []
     lives = [resume_after, None] if resume_after else [None]
     for life in lives:
@@ -65,7 +66,7 @@ def go(dataset, last: str, workers: int, resume_after: int | None = None) -> Non
                 break
         if life:
             state = json.loads(json.dumps(loader.state_dict()))
-            loader = Loader(dataset, here, batch_size=2, last=last, num_workers=workers)
+            loader = Loader(dataset, here, batch_size=2, num_workers=workers, **options)
             loader.load_state_dict(state)
     said.append({"steps": steps, "counted": counted, "scales": scales})
 

@@ -100,13 +100,14 @@ def train(run: phalanx.Run) -> None:
         faulty(run, "handover")
     rate = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: (1 + epoch) / EPOCHS)
     ddp = run.wrap(model) if EARLY else None
-    run.keep(model=model, opt=opt, rate=rate, data=data)
+    run.keep(model=model, opt=opt, rate=rate, data=data, epochs=0, begun=[0])
     ddp = ddp or run.wrap(model)
     idle = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in run.epochs(EPOCHS):
         for x, y, places in run.batches(data):
             with open(FOLDER / f"{run.steps + 1}.{run.rank}", "w") as file:  # a step that is done again writes it anew
                 json.dump(places.tolist(), file)
+            run.state["begun"][0] += 1
             faulty(run, "step")
             if pair is not None and run.rank < 2:  # where it waits, nobody of the others is
                 dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait()
@@ -122,8 +123,12 @@ def train(run: phalanx.Run) -> None:
                 run.barrier()
                 run.step(idle)
         rate.step()
+        run.state["epochs"] += 1
         faulty(run, "end")
         run.barrier()  # as those do who evaluate together
+    # Whatever was repeated, values have counted it once.
+    kept = {"epochs": EPOCHS, "begun": [run.steps]}
+    assert dict(run.state) == kept, (dict(run.state), kept)
     end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
     (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, run.generation, end]))
 

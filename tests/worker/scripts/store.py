@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from phalanx.contract.placement import PartialPlacement
 from phalanx.errors import JoinError
@@ -23,8 +25,23 @@ with socket.create_server(("127.0.0.1", 0)) as stranger:
         tcp_store.open_store(MeetingPoint("tcp", "127.0.0.1", port), caller, 60)
     print("a stranger is named")
 
-tcp_store.ANSWER = tcp_store.PATIENCE = 20.0
+# The launcher has opened the port, and its store is slow to start.
+tcp_store.ANSWER = 0.1
 found: list[Any] = []
+listener = socket.create_server(("127.0.0.1", 0))
+place = MeetingPoint("tcp", "127.0.0.1", listener.getsockname()[1])
+hosted = replace(caller, hosted=True)
+calling = threading.Thread(target=lambda: found.append(tcp_store.open_store(place, hosted, 60)))
+calling.start()
+calling.join(1.0)
+late = TCPStore("127.0.0.1", place.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+calling.join(60)
+late.set("key", "value")
+assert found[0].get("key") == b"value"
+print("a slow store of the launcher is waited for")
+
+tcp_store.ANSWER = tcp_store.PATIENCE = 20.0
+found = []
 with socket.create_server(("127.0.0.1", 0)) as ending:
     place = MeetingPoint("tcp", "127.0.0.1", ending.getsockname()[1])
     calling = threading.Thread(target=lambda: found.append(tcp_store.open_store(place, caller, 30)))

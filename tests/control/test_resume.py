@@ -1,0 +1,160 @@
+"""Connections that break or are tampered with: the member connects again, and no message is lost or comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.control import messages
+from phalanx.control.leader.liveness import Timing
+from phalanx.control.leader.members import JoinedMember
+from phalanx.control.messages import NoteMessage, Refusal, ResumeRequest
+from phalanx.control.outbox import Outbox
+from tests.control.eavesdropper import Eavesdropper
+from tests.control.parties import Led, MemberEars, arrival, joined, leading, speaking, until
+
+AGAIN = "connected to node 0 again: the connection had broken"
+PATIENT = Timing(node_timeout=60.0)
+
+
+def numbered(count: int) -> list[NoteMessage]:
+    return [NoteMessage(text=str(number)) for number in range(count)]
+
+
+def test_what_was_not_received_is_sent_again() -> None:
+    async def scene() -> None:
+        sent: list[bytes] = []
+
+        async def send(content: bytes) -> None:
+            sent.append(content)
+
+        box = Outbox()
+        for content in (b"a", b"b", b"c"):
+            box.put(content)
+        sending = asyncio.create_task(box.send_all(send))
+        await asyncio.sleep(0)
+        box.acknowledge(1)
+        sending.cancel()
+        assert not box.rewind(0)  # it has received more, as it said itself
+        assert not box.rewind(4)  # so many were not sent
+        box.put(b"d")
+        assert box.rewind(2)
+        box.end()
+        await box.send_all(send)
+        assert sent == [b"a", b"b", b"c", b"c", b"d"]
+        assert box.size == 2
+
+    asyncio.run(scene())
+
+
+def test_the_old_connection_takes_no_message_from_the_new_one() -> None:
+    async def scene() -> None:
+        sent: dict[str, list[bytes]] = {"old": [], "new": []}
+
+        def ws(name: str) -> Any:
+            async def send_bytes(content: bytes) -> None:
+                sent[name].append(content)
+
+            return SimpleNamespace(send_bytes=send_bytes)
+
+        transport = asyncio.BaseTransport()
+        member = JoinedMember(1, arrival(1), "", "", transport)
+        member.writer = asyncio.create_task(member.write(ws("old")))
+        member.send(b"a")
+        await asyncio.sleep(0)
+        assert member.resume(transport, received=1)  # the leader has not noticed that the connection broke
+        member.send(b"b")
+        member.writer = asyncio.create_task(member.write(ws("new")))
+        await asyncio.sleep(0.01)
+        assert sent == {"old": [b"a"], "new": [b"b"]}
+        member.writer.cancel()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("fault", ["up", "down", "cut"])
+def test_a_connection_that_breaks_is_replaced(fault: str) -> None:
+    async def meet() -> None:
+        ear = Eavesdropper()
+        async with leading(timing=PATIENT) as led, ear.between(led.port), joined(ear.port) as (one, ears):
+            await led.leader.wait_for_members(5)
+            if fault == "cut":
+                ear.cut()
+            else:
+                ear.changes[fault] = True
+            for note in numbered(3):
+                one.send(note)
+                led.members.broadcast(note)
+            await until(lambda: len(led.ears.said) == 3 and len(ears.told) == 3, 60)
+            assert [message for _, message in led.ears.said] == ears.told == numbered(3)
+            assert ears.notes == [AGAIN]
+            assert led.ears.notes == ["node 1 (host1) has connected again: its connection had broken"]
+            assert len(ear.seen) == 2
+        assert led.ears.gone == ears.gone == []
+
+    asyncio.run(meet())
+
+
+def test_every_message_arrives_once_and_in_order_whatever_breaks() -> None:
+    async def disturb(ears: MemberEars, ear: Eavesdropper) -> None:
+        for way in ("cut", "up", "down", "down", "up", "cut"):
+            before = len(ears.notes)
+            if way == "cut":
+                ear.cut()
+            else:
+                ear.changes[way] = True
+            await until(lambda before=before: len(ears.notes) > before, 60)  # type: ignore[misc]
+            await asyncio.sleep(0.01)
+
+    async def talk(led: Led, one: object, notes: list[NoteMessage]) -> None:
+        for number, note in enumerate(notes):
+            one.send(note)  # type: ignore[attr-defined]
+            led.members.broadcast(note)
+            if number % 10 == 0:
+                await asyncio.sleep(0.002)
+
+    async def meet() -> None:
+        ear, notes = Eavesdropper(), numbered(3000)
+        async with leading(timing=PATIENT) as led, ear.between(led.port), joined(ear.port) as (one, ears):
+            await led.leader.wait_for_members(5)
+            await asyncio.gather(disturb(ears, ear), talk(led, one, notes))
+            await until(lambda: len(led.ears.said) == len(ears.told) == len(notes), 60)
+            assert [message for _, message in led.ears.said] == notes
+            assert ears.told == notes
+
+    asyncio.run(meet())
+
+
+def test_whoever_has_the_token_cannot_take_the_place_of_another() -> None:
+    async def meet() -> None:
+        async with leading() as led, joined(led.port, 1) as (one, ears):
+            await led.leader.wait_for_members(5)
+            for session in (b"", b"x" * 16):
+                async with speaking(led.port) as speaker:
+                    request = ResumeRequest(member=1, session=session, received=0)
+                    await speaker.ws.send_bytes(messages.encode(request))
+                    assert await speaker.answered() == Refusal(kind="gone", leader="the membership has ended")
+            one.send(NoteMessage(text="undisturbed"))
+            await until(lambda: led.ears.said)
+            assert ears.notes == []
+
+    asyncio.run(meet())
+
+
+def test_a_member_that_cannot_come_again_is_lost_on_both_sides() -> None:
+    async def meet() -> None:
+        ear = Eavesdropper()
+        async with leading(timing=Timing(node_timeout=2.0)) as led, contextlib.AsyncExitStack() as way:
+            await way.enter_async_context(ear.between(led.port))
+            async with joined(ear.port) as (_, ears):
+                await led.leader.wait_for_members(5)
+                await way.aclose()
+                await until(lambda: ears.gone and led.ears.gone, 60)
+                assert "closed" in ears.gone[0] or "broke" in ears.gone[0]
+                assert not led.ids
+
+    asyncio.run(meet())

@@ -1,0 +1,103 @@
+"""docs/port.md: its diffs are those of the scripts, and the scripts do what it says."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.kit import imported
+from tests.kit.cli import phalanx, start
+
+ROOT = Path(__file__).parents[2]
+PORT = ROOT / "examples" / "port"
+PAGE = (ROOT / "docs" / "port.md").read_text()
+LINE = re.compile(r"epoch (\d): accuracy ([\d.]+)%, best ([\d.]+)%")
+pytestmark = [pytest.mark.xdist_group("port"), pytest.mark.warmed, pytest.mark.imported]
+
+# Runs a script whose rank 1 dies after step 30, once.
+DEADLY = """
+import os, runpy, signal, sys
+from phalanx.train.run import Run
+
+step = Run.step
+
+def dies(run, *args, **options):
+    update = step(run, *args, **options)
+    if (run.steps, run.rank, run.generation) == (30, 1, 0) and run.resumed is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return update
+
+Run.step = dies
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def diff(name: str) -> list[str]:
+    before, after = ((PORT / file).read_text().splitlines() for file in ("plain.py", f"with_{name}.py"))
+    lines = difflib.unified_diff(before, after, "plain.py", f"with_{name}.py", lineterm="", n=0)
+    return [line for line in lines if not line.startswith("@@")]
+
+
+@pytest.mark.parametrize("name", ["phalanx", "accelerate", "fabric"])
+def test_the_page_shows_the_diffs(name: str) -> None:
+    assert "```diff\n" + "\n".join(diff(name)) + "\n```" in PAGE
+    out, into = (sum(line.startswith(sign) for line in diff(name)[2:]) for sign in "-+")
+    assert f"examples/port/with_{name}.py) | {out} | {into} |" in PAGE
+    if name == "phalanx":
+        assert (out < 13, into < 15) == (True, True)  # what Fabric needs for a script like this, without resuming
+    else:
+        ours = len(diff("phalanx")) - 2
+        assert ours < out + into
+    for path in ("README.md", "CHANGELOG.md"):
+        plain = len((PORT / "plain.py").read_text().splitlines())
+        assert f"plain script of {plain} lines" in (ROOT / path).read_text()
+
+
+def test_ported_it_survives_and_resumes(tmp_path: Path) -> None:
+    """Rank 1 is killed, then the whole run; it is resumed with one rank more. The best value is there all the time."""
+    deadly = tmp_path / "deadly.py"
+    deadly.write_text(DEADLY)
+    words = ("--cpu", "--checkpoints", "kept", "--checkpoint-every", "10", str(deadly), str(PORT / "with_phalanx.py"))
+    job = start("run", "-g", "2", *words, cwd=str(tmp_path))
+    job.wait_for("epoch 2: accuracy")
+    job.signal(signal.SIGKILL)
+    job.wait()
+    assert "rank 1 failed: SIGKILL (Killed); regrouped" in job.err
+    assert "no step lost" in job.err
+    resumed = phalanx("run", "-g", "3", *words, cwd=str(tmp_path))
+    assert resumed.code == 0, resumed.out + resumed.err
+    assert re.search(r"resumed at step \d+, epoch [123]", resumed.out)
+    best = 0.0
+    seen: dict[int, float] = {}
+    for epoch, accuracy, shown in LINE.findall(job.out + resumed.out):
+        if int(epoch) not in seen:  # else it is repeated, with another number of ranks
+            best = max(best, float(accuracy))
+        seen[int(epoch)] = float(accuracy)
+        assert float(shown) >= best - 0.3, (epoch, shown)  # one picture
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert best > 85
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_the_plain_script(tmp_path: Path) -> None:
+    done = imported.python(str(PORT / "plain.py"), cwd=str(tmp_path))
+    assert done.code == 0, done.err
+    assert [int(epoch) for epoch, _, _ in LINE.findall(done.out)] == [0, 1, 2, 3]
+
+
+def test_the_other_ports(tmp_path: Path) -> None:
+    jobs = {}
+    for name, needs in (("accelerate", "accelerate"), ("fabric", "lightning")):
+        assert importlib.util.find_spec(needs), f"{needs} is in the extra dev: make clean test"
+        (tmp_path / name).mkdir()
+        jobs[name] = start("run", "-g", "2", "--cpu", str(PORT / f"with_{name}.py"), cwd=str(tmp_path / name))
+    for job in jobs.values():
+        assert job.wait(120) == 0, job.out + job.err
+        accuracies = [float(accuracy) for _, accuracy, _ in LINE.findall(job.out)]
+        assert len(accuracies) == 4
+        assert accuracies[-1] > 85

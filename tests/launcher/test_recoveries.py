@@ -1,0 +1,97 @@
+"""What faults have cost: the steps that were computed again count as lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.contract import events
+from phalanx.launcher.coordination import recoveries
+from phalanx.launcher.coordination.recoveries import Recoveries, time_of_steps
+from phalanx.launcher.workers.worker import WorkerFailure
+from phalanx.recover.decision import RestartPolicy
+
+
+class Folder:
+    stalled = 0.0
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def event(self, event: object) -> None:
+        self.events.append(event)
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+def failure(step: int | None, idle: float = 0.3) -> WorkerFailure:
+    return WorkerFailure(
+        rank=1, reason="rank 1 failed: SIGKILL", place="", time=0.0, lived=10.0, step=step, generation=0, idle=idle
+    )
+
+
+def lived(monkeypatch: pytest.MonkeyPatch, *, resumed_at: int) -> tuple[str, str, list[object]]:
+    """60 steps in 30 s, a death, 2 s to the next step, and 30 s for the rest."""
+    clock, folder = Clock(), Folder()
+    monkeypatch.setattr(recoveries, "time", clock)
+    found = Recoveries(RestartPolicy(None), folder)  # type: ignore[arg-type]
+    clock.now += 5
+    assert found.first_step(0, 1) == ""  # of rank 0, and then of rank 1
+    clock.now += 1
+    assert found.first_step(0, 1) == ""
+    clock.now += 29
+    found.decide(failure(step=59), can_regroup=True)
+    clock.now += 2
+    line = found.first_step(1, resumed_at + 1, before=61)
+    clock.now += 23
+    return line, found.summary(), folder.events
+
+
+def test_steps_that_are_computed_again_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, summary, said = lived(monkeypatch, resumed_at=0)
+    assert line.endswith("step 1 was committed 2.00 s later, 61 steps done again")
+    # 2 s, and 61 steps of half a second.
+    assert summary == "1 fault survived, 32.5 s of 55 s lost: goodput 40.9%"
+    assert [event.redone for event in said if isinstance(event, events.Recovered)] == [61]
+
+
+def test_without_a_lost_step_only_the_interruption_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, summary, _ = lived(monkeypatch, resumed_at=61)
+    assert line.endswith("no step lost")
+    assert summary == "1 fault survived, 2.0 s of 55 s lost: goodput 96.4%"
+
+
+def test_nothing_is_known_about_the_time_of_a_step_that_is_the_first() -> None:
+    assert time_of_steps(3, took=5.0, steps=0) == 0.0
+    assert time_of_steps(3, took=6.0, steps=9) == 2.0
+
+
+def test_lost_time_counts_from_the_last_step_and_not_from_when_a_fault_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank hangs for 53 s of 65 s, and is then replaced."""
+    clock, folder = Clock(), Folder()
+    monkeypatch.setattr(recoveries, "time", clock)
+    found = Recoveries(RestartPolicy(None), folder)  # type: ignore[arg-type]
+    clock.now += 5
+    found.first_step(0, 1)
+    clock.now += 5 + 53
+    found.decide(failure(step=11, idle=53.0), can_regroup=True)
+    clock.now += 1
+    line = found.first_step(1, 12, before=11)
+    assert line.endswith("step 12 was committed 1.00 s later, no step lost, after 53 s without a step")
+    clock.now += 6
+    assert found.summary() == "1 fault survived, 54.0 s of 65 s lost: goodput 16.9%"
+    fault, recovered, measured = folder.events
+    assert isinstance(fault, events.FaultEvent)
+    assert isinstance(recovered, events.Recovered)
+    assert isinstance(measured, events.GoodputMeasured)
+    assert (fault.idle, recovered.idle, recovered.seconds) == (53.0, 53.0, 1.0)
+    assert (measured.lost, measured.seconds) == (54.0, 65.0)

@@ -1,0 +1,62 @@
+"""What differs between ranks, and which of them are wrong: no processes."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from phalanx.train.agreement import describe_model, disagreement
+
+SAME = {"seed": "0", "model net weight": "(8, 4) float32", "data loader length": "240 samples"}
+
+
+def test_ranks_that_agree() -> None:
+    assert disagreement([SAME, dict(SAME), dict(SAME)]) is None
+    assert disagreement([SAME]) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "detail", "fix"),
+    [
+        ({"seed": "3"}, "seeds", "seed: 0 on ranks 0, 1; 3 on rank 2", "the same seed on every rank"),
+        (
+            {"data loader length": "216 samples"},
+            "data",
+            "loader length: 240 samples on ranks 0, 1; 216 samples on rank 2",
+            "run.loader divides",
+        ),
+        (
+            {"model net weight": "(9, 4) float32"},
+            "models",
+            "net weight: (8, 4) float32 on ranks 0, 1; (9, 4) float32 on rank 2",
+            "the same model",
+        ),
+        ({"kept scheduler": "StepLR"}, "kept objects", "scheduler: not there on ranks 0, 1; StepLR on rank 2", "keep"),
+    ],
+)
+def test_what_differs_is_shown(change: dict[str, str], what: str, detail: str, fix: str) -> None:
+    found = disagreement([SAME, SAME, SAME | change])
+    assert found is not None
+    error, wrong = found
+    assert error.what == f"the ranks have different {what}"
+    assert error.details == (detail,)
+    assert fix in error.fix
+    assert wrong == {0, 1, 2}  # no rank is known to be right
+
+
+def test_ranks_that_differ_from_the_training_are_wrong() -> None:
+    found = disagreement([SAME | {"seed": "1"}, SAME, SAME, SAME | {"seed": "2"}], reference=2)
+    assert found is not None
+    assert found[1] == {0, 3}
+
+
+def test_a_message_has_the_first_differences() -> None:
+    narrow, wide = (describe_model(nn.Sequential(*(nn.Linear(n, n) for _ in range(4))), "net") for n in (2, 3))
+    found = disagreement([narrow, wide])
+    assert found is not None
+    assert len(found[0].details) == 5
+    assert found[0].details[-1] == "and 4 more"
+
+
+def test_a_lazy_parameter_has_no_shape_yet() -> None:
+    assert describe_model(nn.LazyLinear(3), "net") == {}

@@ -1,0 +1,314 @@
+"""`run.log`: what other ranks log, what is logged twice, and trackers of experiments."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.errors import UsageError
+from phalanx.train.kept import TrainingProgress
+from phalanx.train.reporting import trackers
+from phalanx.train.reporting.metrics import Metrics
+from phalanx.train.reporting.rank_log import EVERY, LoggedRow, RankLog
+from phalanx.train.reporting.reporter import RunReporter
+
+
+class Store:
+    """The store of a run, in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.numbers: dict[str, int] = {}
+        self.gone = False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str, timeout: float | None = None) -> bytes:
+        return self.values[key]
+
+    def add(self, key: str, amount: int = 1) -> int:
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
+        self.numbers[key] = self.numbers.get(key, 0) + amount
+        return self.numbers[key]
+
+    def check(self, *keys: str) -> bool:
+        return all(key in self.values for key in keys)
+
+    def delete(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
+
+
+def row(step: int, rank: int = 1, **values: float) -> LoggedRow:
+    return LoggedRow(step, 0, 1.0, values, rank)
+
+
+def test_rows_reach_rank_0_once() -> None:
+    now = [0.0]
+    store = Store()
+    first, second = RankLog(store, 0, 2), RankLog(store, 1, 2, clock=lambda: now[0])
+    second.add(row(1, a=0.5))
+    second.add(row(2, a=0.6))  # too early for another post
+    assert first.take() == [row(1, a=0.5)]
+    second.post()
+    assert first.take() == []
+    now[0] += EVERY
+    second.post()
+    second.add(row(3, a=0.7))
+    second.end()
+    assert first.take_last() == [row(2, a=0.6), row(3, a=0.7)]
+    assert store.values == {}
+
+
+def test_a_post_that_is_late_or_broken_holds_nobody_up() -> None:
+    store = Store()
+    first, second = RankLog(store, 0, 3), RankLog(store, 1, 3)
+    store.add("log/posted")  # of a rank that was killed before it could set the value, or will do so
+    second.add(row(1, a=0.5))
+    assert first.take() == [row(1, a=0.5)]
+    store.set("log/1", b"no rows")
+    assert first.take() == []
+    assert store.values == {}
+
+
+def test_without_a_store_what_is_logged_is_dropped() -> None:
+    store = Store()
+    store.gone = True
+    first, second = RankLog(store, 0, 2), RankLog(store, 1, 2)
+    second.add(row(1, a=0.5))
+    second.end()
+    assert first.take_last() == []
+    store.gone = False  # another store, which this group is not connected to: it is not asked again
+    second.add(row(2, a=0.5))
+    second.post(now=True)
+    assert first.take() == []
+    assert store.numbers == {}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if name not in ("time", "epoch")} for line in found]
+
+
+def test_ranks_that_log_the_same_are_one(tmp_path: Path) -> None:
+    """A rank's value that differs is there with its rank, whoever was first."""
+    store, counter = Store(), TrainingProgress()
+    reporter = RunReporter(counter, None, folder=lambda: str(tmp_path), rank_log=RankLog(store, 0, 2))
+    other = RankLog(store, 1, 2)
+    counter.steps = 1
+    reporter.begin(None, {})
+    other.add(row(1, accuracy=0.5, lost=float("nan")))
+    reporter._due = 0.0
+    reporter.committed(1, {})  # it is at the same step still
+    reporter.log({"accuracy": 0.5, "lost": float("nan")})
+    other.add(row(1, accuracy=0.6))
+    other.end()
+    counter.steps = 2
+    reporter.finish()
+    reporter.close()
+    assert lines(tmp_path) == [
+        {"step": 1, "accuracy": 0.5, "lost": "nan"},
+        {"step": 1, "rank": 1, "accuracy": 0.6},
+    ]
+
+
+def test_what_is_logged_again_after_a_resume_is_there_once(tmp_path: Path) -> None:
+    """Lines of other ranks are not in order, and stay if they are about a step that counts."""
+    with Metrics(str(tmp_path), tensorboard=False) as file:
+        for step in (1, 2, 3):
+            file.write(step, 0, {"loss": 1.0})
+            file.log(step, 0, 1.0, {"accuracy": 0.5})
+        for step in (1, 2, 3):
+            file.log(step, 0, 1.0, {"heat": 71.0}, rank=3)
+    with Metrics(str(tmp_path), tensorboard=False, resumed_at=2) as file:
+        file.log(2, 0, 1.0, {"accuracy": 0.5})
+        file.log(2, 0, 1.0, {"accuracy": 0.6})  # once more than before
+        file.write(3, 0, {"loss": 1.0})
+    found = [(line["step"], *list(line)[1:]) for line in lines(tmp_path)]
+    assert found == [
+        (1, "loss"),
+        (1, "accuracy"),
+        (2, "loss"),
+        (2, "accuracy"),
+        (1, "rank", "heat"),
+        (2, "rank", "heat"),
+        (2, "accuracy"),
+        (3, "loss"),
+    ]
+
+
+# -- one process
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[phalanx.Run]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with phalanx.init(device="cpu") as run:
+        run.folder = str(tmp_path)
+        yield run
+
+
+def test_at_any_time(run: phalanx.Run, tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.log(begun=1)
+    for _ in range(2):
+        run.backward(model(torch.ones(1, 1)).mean())
+        run.step(opt, loss=torch.tensor(0.5))
+        run.log({"val/accuracy": 0.25}, lr=0.1)
+    run.log()
+    run.close()
+    assert lines(tmp_path) == [
+        {"step": 0, "begun": 1.0},
+        {"step": 1, "loss": 0.5},
+        {"step": 1, "val/accuracy": 0.25, "lr": 0.1},
+        {"step": 2, "loss": 0.5},
+        {"step": 2, "val/accuracy": 0.25, "lr": 0.1},
+    ]
+
+
+def test_without_a_step_too(run: phalanx.Run, tmp_path: Path) -> None:
+    run.log(accuracy=0.5)
+    run.close()
+    assert lines(tmp_path) == [{"step": 0, "accuracy": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("text", r"a str, expected metrics by name\n.*run.print"),
+        ({1: 2}, "expected metrics by name"),
+        ({"name": "text"}, "the metric name is 'text', not one number"),
+        ({"step": 1}, 'cannot be named "step"'),
+        ({"rank": 1}, 'cannot be named "rank"'),
+    ],
+)
+def test_what_is_no_metric(run: phalanx.Run, values: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run.log(values)
+
+
+# -- trackers
+
+
+class FakeWandb(types.ModuleType):
+    """A fake of Weights & Biases, which is not installed: its few functions that phalanx calls, as its documentation
+    describes them."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.run: Any = None
+        self.calls: list[Any] = []
+
+    def init(self, **options: Any) -> None:
+        self.calls.append(("init", options))
+        self.run = types.SimpleNamespace(id=options.get("id") or "abc123")
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append((step, values))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+        self.run = None
+
+
+class FakeMlflow(types.ModuleType):
+    """A fake of MLflow, in the same way."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.active: Any = None
+        self.calls: list[Any] = []
+
+    def active_run(self) -> Any:
+        return self.active
+
+    def start_run(self, run_id: str | None = None) -> Any:
+        self.calls.append(("start", run_id))
+        self.active = types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id or "def456"))
+        return self.active
+
+    def log_metrics(self, values: dict[str, float], step: int) -> None:
+        self.calls.append((step, values))
+
+    def end_run(self) -> None:
+        self.calls.append("end")
+        self.active = None
+
+
+def send(folder: Path, log_to: Any, steps: tuple[int, ...], resumed_at: int = 0) -> list[str]:
+    said: list[str] = []
+    members = trackers.trackers(log_to)
+    with Metrics(str(folder), resumed_at=resumed_at, tensorboard=False, trackers=members, say=said.append) as file:
+        for step in steps:
+            file.write(step, 0, {"loss": 0.5})
+        file.log(steps[0], 0, 1.0, {"heat": 71.0}, rank=3)
+    return said
+
+
+def test_wandb_and_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wandb, mlflow = FakeWandb(), FakeMlflow()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    assert send(tmp_path, ["wandb", "mlflow"], (1, 2)) == []
+    assert wandb.calls == [
+        ("init", {"id": None, "resume": "allow"}),
+        (1, {"loss": 0.5}),
+        (2, {"loss": 0.5}),
+        (2, {"heat/rank 3": 71.0}),  # its steps never decrease
+        "finish",
+    ]
+    assert mlflow.calls == [
+        ("start", None),
+        (1, {"loss": 0.5}),
+        (2, {"loss": 0.5}),
+        (1, {"heat/rank 3": 71.0}),
+        "end",
+    ]
+    assert (tmp_path / trackers.NAME).stat().st_mode & 0o777 == 0o600
+    # Resumed, the same runs are continued.
+    wandb.calls.clear()
+    mlflow.calls.clear()
+    send(tmp_path, ["wandb", "mlflow"], (3,), resumed_at=2)
+    assert (wandb.calls[0], mlflow.calls[0]) == (("init", {"id": "abc123", "resume": "allow"}), ("start", "def456"))
+    # What the script has started is used, and not ended.
+    wandb.init(id="own")
+    wandb.calls.clear()
+    send(tmp_path, "wandb", (1,))
+    assert wandb.calls == [(1, {"loss": 0.5}), (1, {"heat/rank 3": 71.0})]
+    assert json.loads((tmp_path / trackers.NAME).read_text()) == {"wandb": "own"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"wandb": 3}', '{"wandb": "../x y"}', '{"other": "x"}'])
+def test_ids_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ids").write_text(text)
+    assert trackers._ids(str(tmp_path / "ids")) == {}
+
+
+def test_a_tracker_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def broken(step: int, values: Any) -> None:
+        seen.append(step)
+        raise ConnectionError("no network")
+
+    assert send(tmp_path, broken, (1, 2, 3)) == ["metrics are not sent to broken: ConnectionError: no network"]
+    assert seen == [1]
+    (said,) = send(tmp_path, "wandb", (1,))
+    assert said.startswith("metrics are not sent to wandb: ModuleNotFoundError")
+    assert said.endswith("pip install wandb")
+
+
+def test_a_tracker_that_is_not_known() -> None:
+    with pytest.raises(UsageError, match=r"log_to='tensorbord' is not known\n.*wandb, mlflow, or a function"):
+        phalanx.init(device="cpu", log_to="tensorbord")
