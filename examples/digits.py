@@ -46,7 +46,7 @@ def train(run: phalanx.Run) -> None:
     loader = run.loader(data, global_batch=64, shuffle=True)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    run.keep(model=model, optimizer=optimizer, loader=loader)
+    run.keep(model, optimizer, loader)
     ddp = run.wrap(model)
     for epoch in run.epochs(options.epochs):
         for x, y in run.batches(loader):

@@ -79,7 +79,7 @@ def train(run: phalanx.Run) -> None:
     loader = run.loader(data, global_batch=32, shuffle=True)
     model = Gpt(len(letters))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    run.keep(model=model, optimizer=optimizer, loader=loader)
+    run.keep(model, optimizer, loader)
     ddp = run.wrap(model, options.how, precision=options.precision, compile=options.compile)
     for epoch in run.epochs(options.epochs):
         for (window,) in run.batches(loader):

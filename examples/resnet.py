@@ -35,14 +35,6 @@ def network() -> nn.Module:
     )
 
 
-def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    model.eval()
-    with torch.no_grad():
-        guesses = torch.cat([model(part).argmax(1) for part in images.split(500)])
-    model.train()
-    return float((guesses == labels).float().mean())
-
-
 def train(run: phalanx.Run) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", metavar="DIR", help="MNIST's IDX files; without it the digits that come with phalanx")
@@ -52,19 +44,23 @@ def train(run: phalanx.Run) -> None:
     options = parser.parse_args()
 
     data = TensorDataset(*idx.load(options.data))
-    images, labels = (t.to(run.device) for t in idx.load(options.data, test=True))
     loader = run.loader(data, global_batch=64, shuffle=True)
+    test = run.loader(TensorDataset(*idx.load(options.data, test=True)), batch_size=500, train=False)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    run.keep(model=model, optimizer=optimizer, loader=loader)
+    run.keep(model, optimizer, loader)
     ddp = run.wrap(model, precision=options.precision, compile=options.compile)
+
+    def measure(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"right": ddp(x).argmax(1) == y}
+
     for epoch in run.epochs(options.epochs):
         for x, y in run.batches(loader):
             loss = nn.functional.cross_entropy(ddp(x), y)
             run.backward(loss)
             run.step(optimizer, loss=loss)
-        right = accuracy(ddp, images, labels)
-        run.print(f"epoch {epoch + 1}: {right:.1%} of {len(labels)} new images are told right")
+        found = run.evaluate(test, measure)  # of all ranks, each image once
+        run.print(f"epoch {epoch + 1}: {found['right']:.1%} of {found['samples']} new images are told right")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def train(run: phalanx.Run) -> None:
     images, labels = (t.to(run.device) for t in idx.load(test=True))
     loader = run.loader(TensorDataset(*idx.load()), global_batch=64, shuffle=True)
     model, optimizer = run.once(make)  # made once per process, however often train is called
-    run.keep(model=model, optimizer=optimizer, loader=loader)
+    run.keep(model, optimizer, loader)
     if run.generation:
         run.print(f"the group was formed again, and continues after step {run.steps}")
     ddp = run.wrap(model)
