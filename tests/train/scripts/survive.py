@@ -54,17 +54,30 @@ def once(name: str) -> bool:
     return True
 
 
-def die(how: str) -> None:
+def die_together() -> None:
+    """Kill the ranks whose fault is "then", once all of them are there: none regroups after another's death."""
+    waiting = [FOLDER / f"then {number}" for number, fault in enumerate(FAULTS) if fault[2] == "then"]
+    while not all(path.exists() for path in waiting):
+        time.sleep(0.005)
+    for how in (signal.SIGSTOP, signal.SIGKILL):
+        for path in waiting:
+            os.kill(int(path.read_text()), how)
+
+
+def die(how: str, number: int) -> None:
     if how == "raise":
         raise ValueError("a broken sample")
     if how == "exit":
         os._exit(7)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if how == "then":  # when the fault before it has happened
-        while not (FOLDER / "fault 0").exists():
-            time.sleep(0.005)
+    if how == "then":  # when the rank that gets stuck is there
+        (FOLDER / f"{number}.new").write_text(str(os.getpid()))
+        (FOLDER / f"{number}.new").rename(FOLDER / f"then {number}")
+        while True:
+            signal.pause()
     if how == "stuck":  # as a thread of gloo's that nobody wakes
+        die_together()
         lock = threading.Lock()
         with lock:
             lock.acquire()
@@ -77,7 +90,7 @@ def faulty(run: phalanx.Run, where: str) -> None:
     for number, (step, rank, how, *place) in enumerate(FAULTS):
         here = place[0] if place else "step"
         if here == where and (step, rank) == (run.steps, run.rank) and (how == "always" or once(f"fault {number}")):
-            die("raise" if how == "always" else how)
+            die("raise" if how == "always" else how, number)
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
