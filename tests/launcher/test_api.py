@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_a_plan_runs_in_this_process(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert (record.code, record.pid) == (3, os.getpid())
     said = capfd.readouterr()
     assert f"{record.id} on default" in said.err
-    assert "rank 0" in said.out
+    assert re.search(r"\[([01])\] rank \1", said.out)  # the first that exits ends the other, which may not have printed
 
 
 def test_a_port_that_is_taken_is_found_before_anything_starts(tmp_path: Path) -> None:
