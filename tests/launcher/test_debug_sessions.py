@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import sys
@@ -23,7 +22,9 @@ from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.debug import debugger, terminal
 from phalanx.forkserver.debug.terminal import TerminalStream
+from phalanx.launcher.debug import messages as debug_messages
 from phalanx.launcher.debug.attachment import Attachment, AttachRefused
+from phalanx.launcher.debug.messages import AtBreakpoint, DebuggedHere
 from phalanx.launcher.debug.remote_streams import ATTACH, KIND, AttachRequest
 from phalanx.launcher.debug.sessions import DebugSessions
 from phalanx.launcher.ipc import control_messages, control_socket
@@ -188,22 +189,18 @@ def test_what_another_node_writes_may_be_anything() -> None:
         lead = Node(network, 0, 2)
         Node(network, 1, 2)
         deep = b"[" * 100_000
-        for content in (
-            b"",
-            b"s{}",
-            b"s[]",
-            b's{"ranks":[1e999]}',
-            b"s" + deep,
-            b"w{}",
-            b"?",
-        ):
+        for content in (b"", b"?", b"s{}", b"c"):
             lead.rpc.receive(1, RpcFrame(kind=KIND, number=3, content=content))
+        unknown, endless = b'{"message":"x"}', b'{"message":"here","ranks":[1e999]}'
+        for content in (b"", b"{}", b"[]", unknown, endless, b'{"message":"breakpoint"}', deep):
+            lead.rpc.receive(1, RpcFrame(kind=debug_messages.KIND, number=3, content=content))
         for content in (b"", b"[]", b"{}", b'{"stream":3,"rank":1e999}', b'{"stream":2,"rank":1}', deep):
             lead.rpc.receive(1, RpcFrame(kind=ATTACH, number=3, content=content))
         await network.settle()
         assert not network.carried
-        for kind, said in (("s", {"ranks": [0, 1, 7]}), ("w", {"rank": 0, "place": "x.py:1"})):
-            lead.rpc.receive(1, RpcFrame(kind=KIND, number=0, content=kind.encode() + json.dumps(said).encode()))
+        for message in (DebuggedHere(ranks=[0, 1, 7]), AtBreakpoint(rank=0, place="x.py:1")):
+            content = encoding.encode(message)
+            lead.rpc.receive(1, RpcFrame(kind=debug_messages.KIND, number=0, content=content))
         assert lead.attempt.debugged == {1}  # of its own ranks
         assert not lead.said
         with pytest.raises(LimitExceededError):  # it is dropped

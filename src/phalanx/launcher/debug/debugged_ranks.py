@@ -1,20 +1,18 @@
-"""Which ranks are in a debugger. All nodes know it: waiting for those is not a stall.
-
-s ranks in a debugger on this node, to the leader   p all of them, from the leader
-"""
+"""Which ranks are in a debugger. All nodes know it: waiting for those is not a stall."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from phalanx.launcher.debug.messages import DebuggedAnywhere, DebuggedHere, DebugMessage
 from phalanx.launcher.ipc.node_rpc import RpcCarrier
 from phalanx.launcher.workers.worker import Worker
 from phalanx.launcher.workers.worker_group import WorkerGroup
 
-Send = Callable[[int | None, bytes, dict[str, Any]], None]  # to a node, a kind, and the content
+Send = Callable[[int | None, DebugMessage], None]  # to a node (None: the leader)
 
 
 class DebugTarget(Protocol):
@@ -70,8 +68,11 @@ class DebuggedRanks:
             self.apply(ranks)
         if before == self._published and (leads or not own):  # the leader may have changed
             return
-        for to in members if leads else (None,):
-            self._send(to, b"p" if leads else b"s", {"ranks": sorted(ranks)})
+        if not leads:
+            self._send(None, DebuggedHere(ranks=sorted(ranks)))
+            return
+        for member in members:
+            self._send(member, DebuggedAnywhere(ranks=sorted(ranks)))
 
     def apply(self, ranks: frozenset[int]) -> None:
         """Suspend the timeouts of this node's workers while any rank is in a debugger."""

@@ -3,8 +3,6 @@
 A debugger's terminal is a socket. The agent of the rank has its other end and passes it on: to the terminal of
 `phalanx run` (`TerminalQueue`), to `phalanx attach` on the same node, or through RPC messages to another node
 (`RemoteStreams`).
-
-    w a rank waits for a terminal, to the leader; the other messages are those of `DebuggedRanks` and `RemoteStreams`
 """
 
 from __future__ import annotations
@@ -15,12 +13,14 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from phalanx.contract import encoding
-from phalanx.contract.encoding import Decoder
 from phalanx.forkserver import wire
-from phalanx.launcher.debug import attachment
+from phalanx.launcher.debug import attachment, messages
 from phalanx.launcher.debug.attachment import Attachment, AttachRefused
 from phalanx.launcher.debug.debugged_ranks import DebuggedRanks, DebuggedWorker, DebugTarget
+from phalanx.launcher.debug.messages import AtBreakpoint, DebuggedAnywhere, DebuggedHere, DebugMessage
 from phalanx.launcher.debug.remote_streams import KIND, NODE_TIMEOUT, AttachRequest, RemoteStreams
 from phalanx.launcher.debug.terminal_queue import TerminalQueue
 from phalanx.launcher.ipc import control_socket
@@ -47,8 +47,6 @@ _ONLY_LEADER = (
     "only node 0 may attach a debugger to ranks of other nodes (--attach-from leader)",
     "phalanx attach on node 0 or on the node of the rank, or a run with --attach-from all",
 )
-
-_messages: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
 
 
 def remote_refusal(who: int | None, attach_from: AttachFrom, *, trusted: bool) -> AttachRefused | None:
@@ -89,7 +87,8 @@ class DebugSessions:
         self._terminal = TerminalQueue(target, console, folder, self._attach_terminal)
         self._tasks: set[asyncio.Task[None]] = set()
         self._check_task: asyncio.Task[None] | None = None
-        rpc.on(KIND, self._receive)
+        rpc.on(KIND, self._receive_stream)
+        rpc.on(messages.KIND, self._receive)
 
     # -- ranks of this node
 
@@ -130,7 +129,7 @@ class DebugSessions:
 
     def _offer(self, rank: int, place: str) -> None:
         if not self._coordinator.leads:
-            self._send(None, b"w", {"rank": rank, "place": place})
+            self._send(None, AtBreakpoint(rank=rank, place=place[:1000]))
             return
         self._terminal.offer(rank, place, reachable=self._reaches_others or self._is_here(rank))
 
@@ -274,29 +273,29 @@ class DebugSessions:
         """Check from now on whether the other end of a stream still exists."""
         self._publish()
 
-    def _send(self, to: int | None, kind: bytes, content: dict[str, Any]) -> None:
+    def _send(self, to: int | None, message: DebugMessage) -> None:
         with contextlib.suppress(OSError):
-            self._rpc.send(KIND, 0, kind + encoding.encode(content), to=to)
+            self._rpc.send(messages.KIND, 0, encoding.encode(message), to=to)
 
-    def _receive(self, who: int | None, number: int, content: bytes) -> None:
-        kind, body = content[:1], content[1:]
+    def _receive_stream(self, who: int | None, number: int, content: bytes) -> None:
         # Do not trust another node: ignore what is malformed.
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-            if kind in (b"s", b"p", b"w"):
-                self._handle(who, kind, _messages.decode(body or b"{}"))
-            else:
-                self._streams.receive((who, number), kind, body)
+            self._streams.receive((who, number), content[:1], content[1:])
 
-    def _handle(self, who: int | None, kind: bytes, message: dict[str, Any]) -> None:
-        match kind:
-            case b"p" if who is None:
-                self._ranks.apply(frozenset(map(int, message["ranks"])))
+    def _receive(self, who: int | None, _number: int, content: bytes) -> None:
+        try:
+            message = messages.messages.decode(content)
+        except msgspec.DecodeError:  # do not trust another node
+            return
+        match message:
+            case DebuggedAnywhere() if who is None:
+                self._ranks.apply(frozenset(message.ranks))
                 self._keep_checking()
-            case b"s" if who is not None:
+            case DebuggedHere() if who is not None:
                 self._keep_checking()
-                self._ranks.receive(who, map(int, message["ranks"]))
-            case b"w" if who is not None and int(message["rank"]) in self._coordinator.members().get(who, ()):
-                self._offer(int(message["rank"]), str(message["place"])[:1000])
+                self._ranks.receive(who, message.ranks)
+            case AtBreakpoint() if who is not None and message.rank in self._coordinator.members().get(who, ()):
+                self._offer(message.rank, message.place)
 
     # -- the end
 
