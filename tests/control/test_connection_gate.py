@@ -31,6 +31,7 @@ from tests.control.parties import (
     speaking,
     until,
 )
+from tests.fuzz.mutation import mutated
 from tests.kit.cli import Handle
 
 
@@ -143,24 +144,6 @@ def test_a_member_outstays_the_patience_with_strangers() -> None:
             assert led.ears.gone == ears.gone == []
 
     asyncio.run(meet())
-
-
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    changed = bytearray(content)
-    for _ in range(chance.randint(1, 3)):
-        place = chance.randrange(len(changed))
-        match chance.randrange(4):
-            case 0:
-                changed[place] = chance.randrange(256)
-            case 1:
-                del changed[place:]
-            case 2:
-                changed[place:place] = chance.randbytes(chance.randrange(1, 40))
-            case _:
-                changed[place] ^= 1 << chance.randrange(8)
-        if not changed:
-            return b""
-    return bytes(changed)
 
 
 def test_mutated_handshakes_leave_no_trace() -> None:
