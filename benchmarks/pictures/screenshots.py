@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -58,9 +59,10 @@ async def take(folder: str, home: str, inherited: Mapping[str, str]) -> None:
 
 async def _live(folder: str, home: str, variables: Mapping[str, str], chromium: Browser) -> None:
     """A run in which rank 3 is killed, and rank 5 is stuck later."""
+    shutil.copy(script("pictured.py"), os.path.join(home, "train.py"))  # pictures show no path of this machine
     command = [*PHALANX, "run", "-g", str(RANKS), "--cpu", "--name", "waves", "--stall-timeout", "4"]
-    command += ["--page-at", "127.0.0.1:0", script("pictured.py"), "--epochs", "6", "--kill", str(KILLED), "40"]
-    process = processes.start_logged([*command, "--stuck", str(STUCK), "120", "20"], variables, home)
+    command += ["--page-at", "127.0.0.1:0", "train.py", "--epochs", "12", "--kill", str(KILLED), "40"]
+    process = processes.start_logged([*command, "--stuck", str(STUCK), "200", "12"], variables, home)
     run = os.path.join(home, "runs", "waves")
     try:
         output = os.path.join(home, processes.OUTPUT)
@@ -69,10 +71,11 @@ async def _live(folder: str, home: str, variables: Mapping[str, str], chromium: 
         light = await _open(chromium, link[0])
         phone = await _open(chromium, link[0], width=390, height=844, phone=True)
         await browser.wait_for(dark, _STALLED, timeout=TIMEOUT)
+        await browser.wait_for(dark, "!document.body.innerText.includes('asking all ranks')", timeout=TIMEOUT)
         await _shoot(dark, os.path.join(folder, "page-dark.png"))
         await _terminal(os.path.join(folder, "screen.svg"), home)
         await _until("the end of the stall", process, lambda: '"event":"resumed"' in _text(f"{run}/events.jsonl"))
-        await asyncio.sleep(8)  # of the training, to be seen behind the stall
+        await asyncio.sleep(25)  # of training, to be seen behind the stall
         await _shoot(light, os.path.join(folder, "page.png"))
         await _shoot(light, os.path.join(folder, "timeline.png"), "#timeline")
         await _shoot(phone, os.path.join(folder, "phone.png"))
@@ -103,6 +106,7 @@ async def _report(folder: str, home: str, variables: Mapping[str, str], chromium
     await asyncio.to_thread(subprocess.run, command, env=variables, check=True, capture_output=True)
     page = await chromium.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
     await page.goto(f"file://{file}")
+    await page.evaluate("[...document.querySelectorAll('h2')].find(h => h.textContent == 'Speed').scrollIntoView()")
     await _shoot(page, os.path.join(folder, "report.png"))
     await page.close()
 
