@@ -102,13 +102,13 @@ def draw(folder: str, file: str) -> None:
 
 def _mark(axes: Any, when: Moments) -> None:
     seconds = when.recovered - when.died
-    for at, label, color, side in (
-        (0.0, f"rank {when.rank} killed ", "#c62828", "right"),
-        (when.replaced - when.died, " replaced", "#6a1b9a", "left"),
-        (seconds, f" next step: {seconds:.2f} s", "#2e7d32", "left"),
+    for at, label, color, side, row in (
+        (0.0, f"rank {when.rank} killed ", "#c62828", "right", 0),
+        (when.replaced - when.died, " replaced", "#6a1b9a", "left", 0),
+        (seconds, f" next step: {seconds:.2f} s", "#2e7d32", "left", 1),
     ):
         axes.axvline(at, color=color, linewidth=1.4)
-        axes.text(at, -0.56, label, color=color, fontsize=9, ha=side, clip_on=False)
+        axes.text(at, -0.56 - 0.3 * row, label, color=color, fontsize=9, ha=side, clip_on=False)
     axes.set_xlim(-BEFORE, seconds + AFTER)
     axes.set_ylim(when.ranks - 0.5, -0.5)
     axes.set_yticks(range(when.ranks), [f"rank {rank}" for rank in range(when.ranks)])
