@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 COMPILE = { $(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing/_internal|transformers/models)/' $(VENV)/lib || true; }
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/phalanx/collectives/native/*.[ch])
 
-# What thousands of processes import is compiled once, whatever the shell that runs us thinks of that.
+# Thousands of processes import the same modules: compile them once, whatever the shell of the user says.
 export PYTHONDONTWRITEBYTECODE :=
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test test-all fuzz check docs faithful gpu-test dist clean
+.PHONY: demo test test-all fuzz check docs pictures faithful gpu-test dist clean
 
-demo: $(VENV)/ready
+# Needs only phalanx and its dependencies, so it does not wait for what tests need.
+demo: $(if $(wildcard $(VENV)/ready),$(VENV)/ready,$(VENV)/base)
 	@$(BIN)/phalanx demo
 
 # What a contributor runs: unit tests, and real runs on this host. tests/kit/tiers.py decides which. Three processes fill
@@ -42,29 +45,38 @@ check: $(VENV)/ready
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-# The site, in build/site: it works from disk. A link that leads nowhere is an error.
+# The site, in build/site: it works from disk. A broken link is an error.
 docs: $(VENV)/docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/python -m tools.reference
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo build/site/index.html
 
-$(VENV)/docs: $(VENV)/ready
-	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	@touch $@
+# The pictures of the documentation, from real runs: needs Chromium, takes some minutes.
+pictures: $(VENV)/ready
+	@$(BIN)/python -m benchmarks.pictures docs/pictures
 
-# An sdist, and a wheel that is built from it. `.ci/wheel` checks both.
+# An sdist, a wheel that is built from it, and both checked: metadata, contents, demo and quick tests in new environments,
+# with every Python of PYTHONS that is installed.
+PYTHONS ?= python3.11 python3.12 python3.13
 dist: $(VENV)/ready
-	@rm -rf dist
-	@$(BIN)/python -m build --quiet --no-isolation
+	@.ci/wheel $(PYTHONS)
 
-# The stamp is newer than what it was made from, so an edited constraint makes the environment anew.
-$(VENV)/ready: pyproject.toml constraints.txt setup.py $(wildcard src/phalanx/collectives/native/*.[ch])
+# Phalanx with its dependencies.
+$(VENV)/base: $(SOURCES)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"phalanx needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}: make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once)"
-	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	@# Compiled while pip looks for the others and then on all cores; pip would do it on one, and what nobody imports, too.
-	@$(COMPILE) & PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --no-compile \
-	    --constraint constraints.txt --editable '.[dev]' && wait && $(COMPILE)
+	@$(BIN)/python -m pip install --quiet --no-compile torch --editable .
+	@touch $@
+
+# And with what tests and tools need. pip would compile on one core, and modules that nothing imports.
+$(VENV)/ready: $(SOURCES) | $(if $(wildcard $(VENV)/ready),,$(VENV)/base)
+	@echo "installing what tests need (once)"
+	@$(COMPILE) & $(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]' && wait && $(COMPILE)
+	@touch $@
+
+$(VENV)/docs: $(VENV)/ready
+	@$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 clean:

@@ -9,7 +9,7 @@ from phalanx.demo import idx
 
 
 def main() -> None:
-    # Without a GPU, Accelerate looks for other ranks only where it is told so: here, or by ACCELERATE_USE_CPU=true.
+    # Without a GPU, Accelerate looks for other ranks only on request: here, or by ACCELERATE_USE_CPU=true.
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(*idx.load()), batch_size=64 // accelerator.num_processes, shuffle=True)

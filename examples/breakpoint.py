@@ -1,6 +1,6 @@
 """phalanx run -g 2 examples/breakpoint.py: rank 0 stops in the debugger, the others wait, up to an hour
 
-Type `up` to get to the line below, `p total` to see a value, `c` to go on, on every rank. `dist.breakpoint(rank=1)`
+Type `up` to get to the line below, `p total` to see a value, `c` to continue, on every rank. `dist.breakpoint(rank=1)`
 gives the terminal to another rank, on whatever node; without a terminal it waits for `phalanx attach`.
 """
 

@@ -62,7 +62,7 @@ for name, op, expected in (
     check(f"all_reduce({name})", x, torch.tensor([expected]))
 
 x = mine()
-work = dist.all_reduce(x, async_op=True)  # goes on while this rank does something else
+work = dist.all_reduce(x, async_op=True)  # runs while this rank does something else
 work.wait()
 check("all_reduce(async)", x, torch.tensor([total]))
 
@@ -115,7 +115,7 @@ check("gather_object", things, everybody if rank == 0 else [None] * world)
 dist.all_gather_object(things, {"from": rank})
 check("all_gather_object", things, everybody)
 
-# Nobody goes on before all are here.
+# No rank continues before all are here.
 dist.barrier()
 dist.monitored_barrier(timeout=datetime.timedelta(seconds=30))  # says which rank did not come
 right += ["barrier", "monitored_barrier"]

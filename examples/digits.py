@@ -1,7 +1,7 @@
 """python examples/digits.py, or phalanx run -g 2 examples/digits.py, torchrun, srun, mpirun: the same script
 
 What digits_plain.py does, on as many ranks as there are; `diff` shows the few lines that make it so. With
-`--checkpoints DIR` before the script, a run that was killed goes on where it was, on any number of ranks.
+`--checkpoints DIR` before the script, a killed run resumes where it was, on any number of ranks.
 `phalanx demo` trains with a copy of this file.
 """
 

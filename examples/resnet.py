@@ -60,7 +60,7 @@ def train(run: phalanx.Run) -> None:
             run.backward(loss)
             run.step(optimizer, loss=loss)
         found = run.evaluate(test, measure)  # of all ranks, each image once
-        run.print(f"epoch {epoch + 1}: {found['right']:.1%} of {found['samples']} new images are told right")
+        run.print(f"epoch {epoch + 1}: {found['right']:.1%} of {found['samples']} new images are recognized")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
         right = accuracy(model, images, labels)
-        print(f"epoch {epoch + 1}: {right:.1%} of {len(labels)} new images are told right")
+        print(f"epoch {epoch + 1}: {right:.1%} of {len(labels)} new images are recognized")
 
 
 if __name__ == "__main__":

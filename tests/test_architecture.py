@@ -1,4 +1,4 @@
-"""docs/architecture.md names functions: each of them exists."""
+"""docs/concepts/architecture.md names functions: each of them exists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def methods() -> dict[str, set[str]]:
 
 
 def test_what_the_walks_name_exists() -> None:
-    text, known = (ROOT / "docs/architecture.md").read_text(), methods()
+    text, known = (ROOT / "docs/concepts/architecture.md").read_text(), methods()
     named = METHOD.findall(text)
     assert len(named) > 10
     assert [f"{owner}.{name}" for owner, name in named if name not in known.get(owner, ())] == []

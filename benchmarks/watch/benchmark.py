@@ -39,10 +39,6 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
             "--rounds, --seconds, --times and --ranks must be positive",
             fix="--rounds 12 --seconds 2 --times 5 --ranks 512",
         )
-    if options.screenshots:
-        from benchmarks.watch import screenshots
-
-        return screenshots.take(options.screenshots, inherited)
     before = machine_info()
     results: list[WatchResult] = []
     pages: list[PageSample] = []
@@ -57,7 +53,7 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     costs = [cost for one in results for cost in overhead.costs(one)]
     judged = overhead.targets(costs, before.cores) + (page.targets(pages) if pages else [])
     data = {
-        "settings": {name: value for name, value in vars(options).items() if name not in ("json", "screenshots")},
+        "settings": {name: value for name, value in vars(options).items() if name != "json"},
         "cases": [asdict(one) for one in results],
         "costs": [asdict(one) for one in costs],
         "pages": [asdict(one) for one in pages],
@@ -120,5 +116,4 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=512, metavar="N", help="simulated ranks of the page (512)")
     parser.add_argument("--times", type=int, default=5, metavar="N", help="openings of the page (5)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the results to FILE as JSON")
-    parser.add_argument("--screenshots", default="", metavar="DIR", help="measure nothing; write screenshots to DIR")
     return parser

@@ -18,6 +18,7 @@ def checkout(folder: Path, project: str) -> Path:
     return folder
 
 
+@pytest.mark.checkout
 def test_the_checkout_of_an_editable_install_is_found_from_anywhere(tmp_path: Path) -> None:
     done = phalanx("bench", "--help", cwd=str(tmp_path))
     assert done.code == 0, done.err

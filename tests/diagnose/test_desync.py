@@ -81,7 +81,7 @@ DESYNC: dict[str, Case] = {
         ),
         "skipped collective",
         (2,),
-        ["rank 2 skipped a collective", "train.py:52", "went on to all_reduce #9 at train.py:54"],
+        ["rank 2 skipped a collective", "train.py:52", "continued to all_reduce #9 at train.py:54"],
     ),
     "another operation": (
         diverged(
@@ -237,7 +237,7 @@ DESYNC: dict[str, Case] = {
             "rank 2 did not reduce a DDP bucket",
             "all_reduce #10 (DDP",
             "train.py:60",
-            "went on to all_reduce #10 at train.py:64",
+            "continued to all_reduce #10 at train.py:64",
         ],
     ),
     "evaluation on one rank, which broadcasts twice": (

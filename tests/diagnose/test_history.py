@@ -238,7 +238,7 @@ def test_a_broadcast_that_met_an_all_reduce() -> None:
     )
     assert "rank 1: broadcast #31 [10] float32 at train.py:6 in main" in found.details
     assert "rank 0: all_reduce #31 [10] float32 at train.py:12 in main" in found.details
-    assert "NCCL does not compare what ranks call: all ranks went on, with wrong results since collective 31" in (
+    assert "NCCL does not compare what ranks call: all ranks continued, with wrong results since collective 31" in (
         found.details
     )
 

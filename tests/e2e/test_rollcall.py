@@ -244,9 +244,7 @@ def test_a_number_that_is_taken(lab: Lab) -> None:
     leader, first = call(lab[0], 0, nodes=3), call(lab[1], 1, nodes=3)
     first.wait_for("joined node1 at 10.77.0.1 as node 1")
     second = call(lab[2], 1, nodes=3)
-    told = (
-        r"node 1 of this run is already there: node2, pid \d+\n(.*\n)*  fix: give every node a --node-rank of its own"
-    )
+    told = r"node 1 of this run is already there: node2, pid \d+\n(.*\n)*  fix: give every node its own --node-rank"
     refused(leader, second, told=told, heard=r"node 1 is taken by node2, pid \d+")
     assert "node3 at 10.77.0.3 was rejected" in leader.err
     assert first.wait() == 130  # by the Ctrl-C at node 0

@@ -141,7 +141,7 @@ def test_a_difference_that_all_ranks_have_passed_is_named_first(tmp_path: Path) 
     said = "dtypes differ in all_reduce #31 at passed.py:6: rank 2 has int32, the other 2 have float32"
     assert first["text"] == said
     assert "rank 2: all_reduce #31 [10] int32 at passed.py:6" in first["details"]
-    assert "all ranks went on, with wrong results since collective 31" in first["details"]
+    assert "all ranks continued, with wrong results since collective 31" in first["details"]
 
 
 @GROUPS[0]

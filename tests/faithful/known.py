@@ -1,4 +1,4 @@
-"""Differences that are meant: each is documented, in docs/launch.md unless its reason says otherwise."""
+"""Differences that are meant: each is documented, in docs/concepts/launch.md if its reason does not say otherwise."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_ranks_are_new_interpreters_where_forking_is_not_safe(run: Run, report: 
         assert [server.way for server in run.servers] == ["cold", "fresh"]
         assert supervisor.client.way == "fresh"
         assert supervisor.hints is None
-        assert "every rank gets an interpreter of its own" in run.notes[0]
+        assert "every rank gets its own interpreter" in run.notes[0]
 
     play(scene)
 

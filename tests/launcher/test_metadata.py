@@ -189,7 +189,7 @@ def test_arguments_of_a_function_are_hyperparameters() -> None:
 
 
 def test_every_field_is_documented(request: pytest.FixtureRequest) -> None:
-    text = (request.config.rootpath / "docs" / "runs.md").read_text()
+    text = (request.config.rootpath / "docs" / "reference" / "run-folder.md").read_text()
 
     def names(kind: type[msgspec.Struct]) -> set[str]:
         return {field.name for field in msgspec.structs.fields(kind)}

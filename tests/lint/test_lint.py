@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 WRONG = script(BAD["rank-collective"]["under a condition"])
 
 
+@pytest.mark.checkout
 def test_our_own_examples_are_clean() -> None:
     """But for the one that is to hang."""
     report = inspect_all([str(ROOT / "examples"), str(ROOT / "benchmarks/scripts"), str(ROOT / "src/phalanx/demo")])

@@ -44,7 +44,7 @@ def checkpoints(folder: Path) -> list[int]:
 def preempted(folder: Path, job: Handle) -> int:
     """The step that it ended at, as it was told; the newest checkpoint is of it."""
     assert job.wait() == 75, job.both
-    (told,) = re.findall(rf"preempted by SIG\w+: step (\d+) is in {folder}/kept; the same command goes on", job.err)
+    (told,) = re.findall(rf"preempted by SIG\w+: step (\d+) is in {folder}/kept; the same command resumes", job.err)
     assert checkpoints(folder)[-1] == int(told)
     assert "after the training" not in job.out
     assert not list((folder / "kept").glob(".writing*"))

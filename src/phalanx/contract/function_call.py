@@ -89,7 +89,7 @@ def pack(
         raise UsageError(
             f"the function and its arguments cannot be sent to the ranks: {error}",
             details=list(details),
-            fix="put the function into a module of its own, or: pip install cloudpickle",
+            fix="put the function into a separate module, or: pip install cloudpickle",
         ) from error
     return pickle.dumps({"path": sys.path, "main": main, "call": call})
 

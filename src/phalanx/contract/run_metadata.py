@@ -1,6 +1,6 @@
 """What is recorded about a run for those who read about it later: metadata.json in the run folder.
 
-docs/runs.md documents every field. The environment is not recorded: it may contain secrets.
+docs/reference/run-folder.md documents every field. The environment is not recorded: it may contain secrets.
 """
 
 from __future__ import annotations

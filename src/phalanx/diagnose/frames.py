@@ -90,7 +90,7 @@ def _patterns(table: tuple[tuple[str, What, str], ...]) -> tuple[tuple[re.Patter
     return tuple((re.compile(pattern), what, words) for pattern, what, words in table)
 
 
-# Calls that are built in have no frame of their own: then the text of the line tells, where it is known.
+# Built-in calls have no frame: then the text of the line tells, where it is known.
 _SOURCES = _patterns(
     (
         (r"\binput\(|stdin\.(read|buffer)", "input", "waiting for input"),

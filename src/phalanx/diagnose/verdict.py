@@ -10,7 +10,7 @@ from phalanx.diagnose.evidence import Frame
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Why a run is stalled, and which ranks are to blame."""
 
-    kind: str  # one word or two of the table in docs/explain.md: "data", "stopped", "skipped collective" ...
+    kind: str  # one word or two of the table in docs/concepts/hangs.md: "data", "stopped", "skipped collective" ...
     ranks: tuple[int, ...]  # who is wrong; empty: nobody, or all
     text: str  # one sentence that names rank, place and cause
     details: tuple[str, ...] = ()  # what shows it: one line each

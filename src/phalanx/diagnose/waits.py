@@ -128,7 +128,7 @@ def members_of(state: RankState, states: dict[int, RankState]) -> frozenset[int]
 
 
 def _absent(state: RankState, call: CallEvidence) -> bool:
-    if state.stopped or state.gone:  # what it has called, it cannot go on with
+    if state.stopped or state.gone:  # it cannot continue what it has called
         return not any(each.done and (each.group, each.seq) == (call.group, call.seq) for each in state.rank.calls)
     if call.seq > 0:
         reached = newest(state.rank, call.group)

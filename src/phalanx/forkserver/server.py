@@ -241,7 +241,7 @@ class ForkServer:
             self._store = None
 
     def _end(self, *, leave: bool = False, patience: float = 0.0, grace: float = linux.GRACE) -> None:
-        """Exit, after ending all descendants, also those in sessions of their own.
+        """Exit, after ending all descendants, also those in other sessions.
 
         With `leave`, what workers have started keeps running, as a child of the next reaper. Otherwise it has
         `patience` seconds to end by itself, then gets SIGTERM, and `grace` seconds later SIGKILL.

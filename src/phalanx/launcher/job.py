@@ -1,6 +1,6 @@
 """A run that `phalanx.launch` has started, as a Python program holds it.
 
-A job is a process of its own, `phalanx run`: what happens in it, such as signals and forks, does not touch the caller.
+A job is a separate process, `phalanx run`: what happens in it, such as signals and forks, does not touch the caller.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class RankOperation:
     node: ast.Call
     op: str  # all_reduce
     kind: Kind = "collective"
-    part: bool = False  # in a group of its own: some ranks only are right
+    part: bool = False  # in a separate group: only some ranks are right
     via: str = ""  # the function of this file, called here, that does it
     quiet: bool = False  # without gradients: DDP then communicates only for a model with buffers
 
@@ -147,7 +147,7 @@ class Operations:
                 local = any(word.arg == "use_local_synchronization" for word in call.keywords)
                 return RankOperation(call, last, "group", part=local)
             if last == "init_process_group":
-                # With a size of its own it may be a world of some ranks.
+                # With its own size it may be a world of some ranks.
                 return RankOperation(call, last, part=any(word.arg == "world_size" for word in call.keywords))
             if last in _TORCH:
                 return RankOperation(call, last, part=_in_part(call, last))

@@ -34,10 +34,10 @@ _TEXT = (
 )
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx attach`. Return the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx attach`."""
     parser = argparse.ArgumentParser(prog="phalanx attach", description=_TEXT)
-    parser.add_argument("rank", type=int, metavar="RANK")
+    parser.add_argument("rank", type=int, metavar="RANK", help="global rank")
     parser.add_argument("run", nargs="?", help="name from `phalanx ps`, or a prefix of it")
     parser.add_argument(
         "-c",
@@ -54,7 +54,12 @@ def main(argv: list[str]) -> int:
         metavar="PORT",
         help=f"for an IDE: debugpy listens on this port of the rank's machine (default: {_PORT}; 0: a free port)",
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx attach`. Return the exit code."""
+    options = make_parser().parse_args(argv)
     run = _find(options.run, options.rank)
     with _asked(run, options.rank, options.debugpy) as (caller, answer, stream):
         if stream is None:

@@ -27,8 +27,8 @@ _HIGH = {True: 15, False: 10}  # rows of a chart: of the metric, of a rate
 _MOST = 160  # columns
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx compare`. Return the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx compare`."""
     parser = argparse.ArgumentParser(
         prog="phalanx compare",
         description="Compare loss and throughput of runs, as charts and a table. Runs may be running or ended.",
@@ -40,7 +40,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--svg", metavar="FILE", help="also write an image")
     parser.add_argument("-f", "--force", action="store_true", help="overwrite a FILE that phalanx did not write")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx compare`. Return the exit code."""
+    options = make_parser().parse_args(argv)
     records = [history.leading(run_lookup.find(name, verb="compare")) for name in options.runs]
     names = _names(records)
     compared = []

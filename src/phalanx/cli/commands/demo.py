@@ -16,13 +16,18 @@ _SCRIPTS = os.path.dirname(os.path.abspath(demo.__file__))
 _ENOUGH = "95"  # percent
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx demo`. Return 0 if the demo went as expected."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx demo`."""
     parser = argparse.ArgumentParser(
         prog="phalanx demo", description="Show a training that succeeds and one that fails, in a few seconds."
     )
     parser.add_argument("-g", "--slots", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
-    ranks = parser.parse_args(argv).slots
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx demo`. Return 0 if the demo went as expected."""
+    ranks = make_parser().parse_args(argv).slots
     if ranks < 2:
         raise OptionError(f"-g {ranks}: the demo needs 2 ranks or more", fix="phalanx demo -g 2")
     code, took = _run(ranks, "digits.py", "--at-least", _ENOUGH)

@@ -42,7 +42,7 @@ _RANKS = 8
 
 def main(argv: list[str]) -> int:
     """Run `phalanx doctor`. Return 1 if something would make a run fail."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     environ = environment()
     # As an exception, so that the test run ends with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -70,7 +70,8 @@ def main(argv: list[str]) -> int:
     return 1 if worst(result_.findings) == "red" else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx doctor`."""
     parser = argparse.ArgumentParser(
         prog="phalanx doctor",
         description="Check this machine, or several and the network between them: with --hosts, in a Slurm allocation, "

@@ -12,7 +12,7 @@ from phalanx.lint.inspection import LintReport, inspect_all
 
 def main(argv: list[str]) -> int:
     """Run `phalanx lint`. Return the exit code."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     report = inspect_all(options.script)
     if options.json:
         sys.stdout.write(json.dumps(_as_json(report), indent=1) + "\n")
@@ -21,7 +21,8 @@ def main(argv: list[str]) -> int:
     return 2 if report.unreadable else 1 if report.findings else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx lint`."""
     parser = argparse.ArgumentParser(
         prog="phalanx lint",
         description="Check scripts, without running or importing them, for code that hangs or gives wrong results on "

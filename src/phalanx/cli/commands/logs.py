@@ -26,8 +26,8 @@ _IDLE = 4  # times as long as a look takes: a run may have thousands of ranks
 _ASK_INTERVAL = 1.0  # seconds between two requests for the output of ranks on other hosts
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx logs`. Return the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx logs`."""
     parser = argparse.ArgumentParser(
         prog="phalanx logs",
         description="Print what the ranks of a run have written, rank by rank. The run may be running or ended.",
@@ -43,7 +43,12 @@ def main(argv: list[str]) -> int:
         "--tail", type=int, metavar="N", help="only the last N lines of each stream of each rank, in the newest attempt"
     )
     parser.add_argument("--stream", choices=run_logs.STREAMS, help="only this stream (default: both)")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx logs`. Return the exit code."""
+    options = make_parser().parse_args(argv)
     if options.tail is not None and options.tail < 0:
         raise OptionError(f"--tail is {options.tail}, expected 0 or more lines", fix="phalanx logs --tail 20")
     wanted = None if options.rank is None else _ranks(options.rank)

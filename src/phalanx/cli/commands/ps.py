@@ -27,8 +27,8 @@ _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _WHAT = 48  # characters of a command
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx ps`. Return the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx ps`."""
     parser = argparse.ArgumentParser(prog="phalanx ps", description="List running runs, or all.")
     parser.add_argument("-a", "--all", action="store_true", help="also runs that have ended")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, with metadata")
@@ -39,7 +39,12 @@ def main(argv: list[str]) -> int:
         help="delete these ended runs, with their folders and logs; with --older: all ended runs of that age",
     )
     parser.add_argument("--older", metavar="AGE", help="with --forget: runs that started longer ago than 12h, 30d …")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx ps`. Return the exit code."""
+    options = make_parser().parse_args(argv)
     base = run_folder.home(environment())
     if options.forget is not None or options.older is not None:
         return _forget(base, options.forget, options.older)

@@ -40,8 +40,8 @@ _STACK = 10_000  # characters of each
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx report`. Return the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx report`."""
     parser = argparse.ArgumentParser(
         prog="phalanx report",
         description="Write one HTML file about a run, running or ended: what ran, how fast, what failed and what that "
@@ -51,7 +51,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-o", "--output", metavar="FILE", help="output file (default: RUN.html); - is standard output")
     parser.add_argument("-f", "--force", action="store_true", help="overwrite a FILE that is not a report")
     parser.add_argument("--no-logs", action="store_true", help="leave out the output of the ranks")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx report`. Return the exit code."""
+    options = make_parser().parse_args(argv)
     record = history.leading(run_lookup.find(options.run, verb="report"))
     text = render(record, with_logs=not options.no_logs)
     if options.output == "-":

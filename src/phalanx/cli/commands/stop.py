@@ -19,15 +19,20 @@ from phalanx.launcher.runs.run_folder import RunRecord
 _DELIVERED = 5.0  # seconds for a signal to be delivered: the agent may be stopped
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx stop`. Return the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx stop`."""
     parser = argparse.ArgumentParser(
         prog="phalanx stop", description="End a run: let workers shut down after SIGTERM, or end them at once."
     )
     parser.add_argument("run", nargs="?", help="name from `phalanx ps`, or a prefix of it")
     parser.add_argument("--now", action="store_true", help="do not wait for workers to shut down")
     parser.add_argument("--timeout", type=float, default=60, metavar="S", help="how long to wait (default: 60)")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx stop`. Return the exit code."""
+    options = make_parser().parse_args(argv)
     run = run_lookup.find_running(options.run, verb="stop")
     with handle(run) as process:
         signal.pidfd_send_signal(process, signal.SIGTERM)

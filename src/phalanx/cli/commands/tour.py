@@ -25,7 +25,7 @@ _RANKS = ("-P", "-m", "phalanx.demo.tour")
 
 def main(argv: list[str]) -> int:
     """Run `phalanx tour`. Return the exit code."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     chosen = _chosen(options.names)
     if options.list:
         width = max(map(len, scenes.NAMES)) + 2
@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
     return _tour(chosen, options.ranks)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx tour`."""
     parser = argparse.ArgumentParser(
         prog="phalanx tour",
         description="Show every collective: what each rank has before the call, the call, and what it has after.",

@@ -11,8 +11,8 @@ from phalanx.launcher.viewers.run_list import LocalRunList
 from phalanx.watch.page import address, keys, runs_server
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx ui`. Return the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx ui`."""
     parser = argparse.ArgumentParser(
         prog="phalanx ui",
         description="Serve a browser page with all runs of this machine until Ctrl-C, and print its link: live and "
@@ -23,7 +23,12 @@ def main(argv: list[str]) -> int:
         metavar="HOST[:PORT]",
         help="address of the page (default: 127.0.0.1, a free port); on another than loopback, runs cannot be deleted",
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx ui`. Return the exit code."""
+    options = make_parser().parse_args(argv)
     environ = environment()
     runs = LocalRunList(run_folder.home(environ), read_only=not address.parse(options.page_at).loopback)
     return runs_server.serve(runs, options.page_at, keys.new(environ.get(PAGE_KEY, "")))

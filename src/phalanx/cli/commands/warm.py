@@ -15,8 +15,8 @@ from phalanx.launcher.forking import warm_pool
 from phalanx.launcher.runs import run_folder
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx warm`. Return the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx warm`."""
     parser = argparse.ArgumentParser(
         prog="phalanx warm",
         description="Keep a fork server with torch imported, for the next `phalanx run` with this interpreter, these "
@@ -26,7 +26,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--preload", default="", metavar="A,B", help="modules to import as well")
     parser.add_argument("--list", action="store_true", help="list warm fork servers")
     parser.add_argument("--stop", action="store_true", help="end warm fork servers; runs that use one continue")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx warm`. Return the exit code."""
+    options = make_parser().parse_args(argv)
     environ = environment()
     base = run_folder.home(environ)
     if options.stop:

@@ -13,8 +13,8 @@ from phalanx.launcher.viewers import dashboard, views
 from phalanx.watch.page import keys
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx watch`. Return the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx watch`."""
     parser = argparse.ArgumentParser(
         prog="phalanx watch", description="Show a run, live or ended. Watching does not affect the run."
     )
@@ -26,7 +26,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plain", action="store_true", help="print lines instead of a full-screen view, as in a pipe")
     parser.add_argument("--page-fd", type=int, help=argparse.SUPPRESS)  # a socket that `phalanx run` has opened
     parser.add_argument("--held", type=int, help=argparse.SUPPRESS)  # by the `phalanx run` with this pid
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx watch`. Return the exit code."""
+    options = make_parser().parse_args(argv)
     if options.held is not None:
         linux.die_with_parent(options.held, signal.SIGTERM if options.page_fd is None else signal.SIGKILL)
     run = (

@@ -33,8 +33,8 @@ _TIMEOUT = 20.0  # seconds for all nodes to answer
 R = TypeVar("R", bound=AnyReply)
 
 
-def main(argv: list[str]) -> int:
-    """Run `phalanx why`. Return 0 if nothing is wrong, else 1."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `phalanx why`."""
     parser = argparse.ArgumentParser(
         prog="phalanx why",
         description="Say which rank is wrong, at which line and why: of a running job, or of one that has ended.",
@@ -56,7 +56,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--stacks", action="store_true", help="also print all stacks of all ranks")
     parser.add_argument("--timings", action="store_true", help="also print how long each rank has computed and waited")
     parser.add_argument("--json", action="store_true", help="print verdicts and evidence as one JSON object")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `phalanx why`. Return 0 if nothing is wrong, else 1."""
+    options = make_parser().parse_args(argv)
     if options.pid or options.slurm:
         if options.run:
             raise UsageError(f"{options.run} and --pid or --slurm are two different jobs", fix="leave one of them out")

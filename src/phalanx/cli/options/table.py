@@ -1,7 +1,8 @@
 """Every option of `phalanx run`, `plan` and `chaos`, declared once.
 
-The parser, the help text, docs/options.md, shell completion, RunOptions and the plan all follow from these rows. Only
-options whose meaning depends on each other, such as -g and --nproc-per-node, have no `field`: checks.py combines them.
+The parser, the help text, docs/reference/options.md, shell completion, RunOptions and the plan all follow from these
+rows. Only options whose meaning depends on each other, such as -g and --nproc-per-node, have no `field`: checks.py
+combines them.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> JoinProblem:
         "taken": (
             f"{mine} of this run is already there: {theirs}",
             (f"{node0} says so", "two nodes cannot have the same number"),
-            "give every node a --node-rank of its own; if the other is left from before, end it: phalanx stop",
+            "give every node its own --node-rank; if the other is left from before, end it: phalanx stop",
         ),
         "devices": (
             f"this node has {mine}, but {theirs} were expected",
@@ -251,7 +251,7 @@ async def _converse(sock: socket.socket, timeout: float, hello: bytes, expected:
 
 
 def _reason(error: OSError) -> str:
-    # asyncio puts words of its own over those of the kernel.
+    # asyncio replaces the message of the kernel.
     return os.strerror(error.errno) if error.errno else str(error)
 
 

@@ -171,7 +171,7 @@ def _unused(case: _Case) -> Verdict | None:
     return case.verdict(
         "unused parameters",
         f"{case.who} did not reduce a DDP bucket that the others wait for in {case.theirs}: parameters got no gradient "
-        f"there; it went on to {case.mine}",
+        f"there; it continued to {case.mine}",
         "DistributedDataParallel(..., find_unused_parameters=True), or the same branches of the model on all ranks",
     )
 
@@ -186,7 +186,7 @@ def _left_out(case: _Case) -> Verdict:
     return case.verdict(
         "skipped collective",
         f"{case.who} skipped a collective that {case.them} called{words.inside(case.their_guard or case.there)}: "
-        f"{named(case.other, case.beside)}; {case.who} went on to {case.mine}",
+        f"{named(case.other, case.beside)}; {case.who} continued to {case.mine}",
     )
 
 
@@ -254,7 +254,7 @@ def _aftermath(divergence: Divergence) -> list[str]:
     found = []
     if all(call.done for _, call in (*divergence.odd, *divergence.rest)):
         checked = "NCCL does not compare what ranks call: " if "nccl" in divergence.backend else ""
-        found.append(f"{checked}all ranks went on, with wrong results since collective {divergence.seq}")
+        found.append(f"{checked}all ranks continued, with wrong results since collective {divergence.seq}")
     if divergence.overwritten:
         have = words.verb(divergence.overwritten, "has", "have")
         found.append(f"{words.who(divergence.overwritten)} {have} no record of it any more")

@@ -32,7 +32,7 @@ class Divergence:
     backend: str = ""
     passed: bool = False  # by the records of all ranks: it may be over since long
     newest: bool = True  # the odd ones have called nothing since
-    shift: Shift = ""  # how their collectives go on after it
+    shift: Shift = ""  # how their collectives continue after it
     begin: int = 0  # the first number that could be compared: older records are overwritten
     overwritten: tuple[int, ...] = ()  # ranks that do not have it any more
     earlier: Mapping[int, Sequence[CallEvidence]] = field(default_factory=dict)  # of a rank: what it called before

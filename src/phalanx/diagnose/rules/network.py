@@ -130,7 +130,7 @@ def _messages(field: Field) -> Iterator[Verdict]:
             yield Verdict(
                 kind="network",
                 ranks=tuple(sorted((state.number, peer.number))),
-                text=f"rank {state.number} sends, rank {peer.number} receives, and it does not go on "
+                text=f"rank {state.number} sends, rank {peer.number} receives, and it does not progress "
                 f"({described(state)}; {described(peer)}): {_between(field)}",
                 place=state.place,
                 fix=_DOCTOR,

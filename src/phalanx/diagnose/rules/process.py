@@ -94,7 +94,7 @@ def _stopped(field: Field, state: RankState) -> Verdict | None:
         text=f"rank {state.number} {how}{words.at(state.place)}{field.wait_for([state.number])}",
         details=(f"process {process.pid} is in state {process.state}",),
         place=state.place,
-        fix="let the tracer go on or end it" if traced else f"kill -CONT {process.pid}",
+        fix="let the tracer continue or end it" if traced else f"kill -CONT {process.pid}",
     )
 
 

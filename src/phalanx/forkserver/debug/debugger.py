@@ -66,7 +66,7 @@ def untrace() -> None:
 
 
 def attach(sock: socket.socket, answer: Answer) -> None:
-    """Attach pdb to the main thread. Runs in a thread of its own."""
+    """Attach pdb to the main thread. Runs in a separate thread."""
     if not _is_open(sock):  # the other side has given up, because the GIL was held
         sock.close()
         return
@@ -108,7 +108,7 @@ def _withdraw() -> bool:
 
 
 def interrupt(answer: Answer) -> None:
-    """Handle Ctrl-C at the terminal of a debugger. Runs in a thread of its own."""
+    """Handle Ctrl-C at the terminal of a debugger. Runs in a separate thread."""
     session = terminal.session()
     if session is None or session.thread != terminal.main():
         answer({"came": True})  # there is only a prompt
@@ -245,7 +245,7 @@ def _is_open(sock: socket.socket) -> bool:
 
 
 def listen(port: int, answer: Answer) -> None:
-    """Let an IDE connect, from this host only. Runs in a thread of its own."""
+    """Let an IDE connect, from this host only. Runs in a separate thread."""
     global _debugpy_address
     try:
         import debugpy

@@ -293,7 +293,7 @@ class Probe:
             wire.send(self._channel, message, fds)
 
     def _in_thread(self, request: dict[str, Any], act: Callable[..., None], *args: Any) -> None:
-        """Run something slow in a thread of its own, which answers."""
+        """Run something slow in a separate thread, which answers."""
 
         def answer(message: dict[str, Any]) -> None:
             with contextlib.suppress(OSError):

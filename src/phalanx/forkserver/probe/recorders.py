@@ -1,7 +1,7 @@
 """Reads the flight recorders of this process: torch's two, one for NCCL and one for all others, and phalanx's own.
 
 torch's have a lock that is never held by a thread that waits for the GIL, so they can be read while a collective hangs.
-They do not see phalanx's groups: those have a recorder of their own, without a lock.
+They do not see phalanx's groups: those have their own recorder, without a lock.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Preemption:
             case worker_messages.HaltAck() if self.begun:
                 self._committed[rank] = message.step
                 if message.stuck and message.generation == generation:
-                    self._regroup(f"rank {rank} cannot go on")
+                    self._regroup(f"rank {rank} cannot continue")
                 elif self._goal is None and len(self._committed) >= self._ranks:
                     self._set_goal(max(self._committed.values()) + 1)
             case worker_messages.HaltedAt() if self.begun and not self.halted:
@@ -150,6 +150,6 @@ class Preemption:
         """Return the last message of a preempted run."""
         text = (
             f"preempted by {self._signal.name}: step {self._step} is in {self._checkpoints}; "
-            "the same command goes on from there (exit code 75: run me again)"
+            "the same command resumes (exit code 75: run me again)"
         )
         return "\n".join(filter(None, (text, summary)))

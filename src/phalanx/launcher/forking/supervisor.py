@@ -180,7 +180,7 @@ class ForkServerSupervisor:
         self._folder.event(events.ForkServerRefused(time=time.time(), reason=reason))
         if self.hints is not None and self.hints.modules:
             self.hints.refuse()
-        self._note(f"{reason}, so every rank gets an interpreter of its own (as with --fresh)")
+        self._note(f"{reason}, so every rank gets its own interpreter (as with --fresh)")
         await self._connection.end()
         if self._is_ending():
             return {}

@@ -5,7 +5,7 @@
 
 A worker writes its last traceback to a file before it prints it, so the text is known exactly: nothing else is kept
 back. It waits until the failure was reported (`drop`), or turns out not to be reported (`release`). After `DELAY`
-seconds it is shown in any case: the process may go on without its main thread, or hang at its exit.
+seconds it is shown in any case: the process may continue without its main thread, or hang at its exit.
 
 The error of argparse is kept back in the same way, and what torch and NCCL write about a lost peer. They are recognized
 by their form.

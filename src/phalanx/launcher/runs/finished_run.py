@@ -41,7 +41,7 @@ class FinishedRun:
     async def events(self) -> AsyncIterator[AnyEvent]:
         """Yield all events."""
         since: float | None = None
-        # After a failover, the later leaders have samples of their own.
+        # After a failover, the later leaders have their own samples.
         heirs = [part for part in self._parts()[1:] if os.path.exists(os.path.join(part, event_cursor.FILES[1]))]
         for folder in (self._folder, *heirs):
             newest = since or 0.0

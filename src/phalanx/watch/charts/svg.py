@@ -95,7 +95,7 @@ def picture(
 ) -> str:
     """Return the charts one below the other.
 
-    `alone`: a file of its own, else part of a page that has the style sheet. `comment`: a description.
+    `alone`: a separate file, else part of a page that has the style sheet. `comment`: a description.
     """
     whole = max(1, len(charts)) * height
     title = _text(", ".join(chart.title for chart in charts))

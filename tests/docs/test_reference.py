@@ -1,0 +1,81 @@
+"""docs/reference and the README, held against the code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import VERBS
+from phalanx.cli.options.table import OPTIONS
+from phalanx.contract import variables
+from phalanx.contract.placement import RankPlacement
+from tests.kit.cli import phalanx
+from tools import reference
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "reference"
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    """If this fails: python -m tools.reference"""
+    assert (PAGES / name).read_text() == reference.PAGES[name]()
+
+
+def test_every_option_of_the_help_is_in_the_reference() -> None:
+    page = (PAGES / "options.md").read_text()
+    for verb in ("run", "plan", "chaos"):
+        named = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", phalanx(verb, "--help-all").out, re.M))
+        assert len(named) > 50
+        assert [name for name in sorted(named) if not re.search(rf"{name}(?![\w-])", page)] == []
+    assert all(option.name in page for option in OPTIONS)
+    page = (PAGES / "commands.md").read_text()
+    for verb in VERBS:
+        section = page.partition(f"### phalanx {verb}\n")[2].partition("\n### ")[0]
+        assert section, verb
+        if verb in (*reference.AS_RUN, "bench"):
+            continue
+        parser: argparse.ArgumentParser = importlib.import_module(f"phalanx.cli.commands.{verb}").make_parser()
+        named = set(re.findall(r"(?<![\w-])--[\w-]+", parser.format_help())) - {"--help"}
+        assert {name for name in named if name not in section} == set(), verb
+
+
+def test_every_variable_is_in_the_reference() -> None:
+    page = (PAGES / "environment.md").read_text()
+    placement = RankPlacement(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, node_count=1)
+    worker = variables.WorkerVariables(placement, "default", "none", "a", "/a", "127.0.0.1", 1, 0, 0, "/a/e", "SIGTERM")
+    ours = {
+        name for path in (ROOT / "src").rglob("*.py") for name in re.findall(r"\bPHALANX_[A-Z_]+", path.read_text())
+    }
+    assert len(ours) > 15
+    for name in {*variables.worker_environment(worker, {}), *variables.INTERFACES, *ours}:
+        assert f"`{name}`" in page, name
+
+
+def test_every_file_of_a_run_is_in_the_reference(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise ValueError('no')")
+    home = tmp_path / "home"
+    assert phalanx("run", "--fresh", "--name", "a", "-g", "2", str(script), env={"PHALANX_HOME": str(home)}).code == 1
+    page, run = (PAGES / "run-folder.md").read_text(), home / "runs" / "a"
+    files = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for path in files:
+        name = re.sub(r"^attempt_\d+/\d+/", "attempt_N/RANK/", str(path))
+        assert f"`{name}`" in page, name
+    for entry in home.iterdir():
+        assert entry.name == "runs" or f"`{entry.name}" in page, entry.name
+
+
+def test_figures_of_the_readme_are_in_the_benchmarks() -> None:
+    """Numbers with a unit or a factor, in its table of what is better."""
+    better = (ROOT / "README.md").read_text().partition("## What is better")[2].partition("\n## ")[0]
+    figures = re.findall(r"\d+(?:\.\d+)?(?: (?:s|ms|µs|%)\b|×)", better)
+    assert len(figures) > 8
+    measured = (ROOT / "docs" / "benchmarks.md").read_text()
+    numbers = set(re.findall(r"\d+(?:\.\d+)?", measured))
+    assert [figure for figure in figures if re.match(r"[\d.]+", figure)[0] not in numbers] == []  # type: ignore[index]
