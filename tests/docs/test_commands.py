@@ -1,0 +1,165 @@
+"""Every command and every piece of Python in the documentation runs, as far as one host without a GPU can run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs import blocks
+from tests.docs.blocks import EXAMPLES, ROOT, Block
+from tests.kit import imported
+from tests.kit.cli import Handle, free_port, run, start
+
+pytestmark = [pytest.mark.extended, pytest.mark.warmed, pytest.mark.xdist_group("docs")]
+
+# Names that fragments use without defining them: what a reader has at that point.
+PRELUDE = """
+import os, torch, phalanx, torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+os.environ.update(PHALANX_HOME=os.environ["PHALANX_HOME"], OMP_NUM_THREADS="1")
+class Net(nn.Sequential):
+    def __init__(self): super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+dataset = test_set = TensorDataset(torch.randn(600, 4), torch.randint(3, (600,)))
+loss_fn = nn.functional.cross_entropy
+evaluate = lambda model: 0.5
+make = lambda: (Net(), None)
+accuracy = 0.5
+"""
+# For fragments that use a run that has begun.
+RUNNING = """
+run = phalanx.init(device="cpu")
+model = Net()
+opt = optimizer = torch.optim.AdamW(model.parameters())
+data = run.loader(dataset, global_batch=60, shuffle=True)
+"""
+WRAPPED = "run.keep(model, opt, data, best=0.0)\nddp = run.wrap(model)\n"
+# Commands whose exit code depends on the machine, or that say something with it.
+CODES = {"phalanx doctor": {0, 1}, "diff": {0, 1}}
+done: set[str] = set()  # lines that have run, on any page
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder as a reader has it: a training script, a package, and the examples."""
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    for path in (*(EXAMPLES / "tutorial").iterdir(), EXAMPLES / "survive.py"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "package").mkdir()
+    shutil.copy(tmp_path / "train.py", tmp_path / "package")
+    return tmp_path
+
+
+def with_bash(page: str) -> bool:
+    return any(block.language == "bash" and not block.is_file for block in blocks.blocks(page))
+
+
+@pytest.mark.parametrize("page", filter(with_bash, blocks.pages()))
+def test_commands_run(page: str, folder: Path) -> None:
+    """In the order of the page: what a command leaves behind is there for the next one."""
+    shell(folder, "phalanx run --name resnet --cpu -g 2 --quiet train.py --lr 0.1")
+    for block in blocks.blocks(page):
+        if block.is_file and block.language in ("python", "bash"):
+            (folder / (block.title or "job.sh")).write_text(block.text + "\n")
+        elif block.language == "bash" and not block.needs:
+            for line in blocks.lines(block):
+                command = line.replace("RUN", "resnet").replace("[resnet]", "resnet")
+                if not blocks.needs(line) and (command not in done or block.exits):
+                    shell(folder, command, {block.exits}, where=str(block))
+                    done.add(command)
+
+
+def shell(folder: Path, command: str, codes: set[int] | None = None, where: str = "") -> str:
+    """Run it in bash, and check its exit code."""
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
+    began = time.monotonic()
+    result = run(("bash", "-c", command), cwd=str(folder), env={"PATH": path}, timeout=150)
+    expected = next((CODES[start] for start in CODES if command.startswith(start)), codes or {0})
+    print(f"{time.monotonic() - began:5.1f} s  {command}")
+    assert result.code in expected, f"{where}: {command}\n{result.out}{result.err}"
+    assert "Traceback" not in result.err
+    return result.out
+
+
+def fragments() -> list[Block]:
+    """Python that is no file, no sketch, and needs nothing else."""
+    found = blocks.of_language("python")
+    return [block for block in found if not block.is_file and not block.needs and "…" not in block.text]
+
+
+@pytest.mark.imported
+@pytest.mark.parametrize("block", fragments(), ids=str)
+def test_python_runs(block: Block, folder: Path) -> None:
+    """Alone in a process, after what the text before it has defined."""
+    whole = "phalanx.main(" in block.text or "phalanx.launch(" in block.text or "def train(" in block.text
+    text = PRELUDE
+    if not whole:
+        text += RUNNING + ("" if re.search(r"run\.(keep|on_resize|checkpoints)\(", block.text) else WRAPPED)
+    script = folder / "fragment.py"
+    script.write_text(f"{text}\n{block.text}\n")
+    result = imported.python(str(script), cwd=str(folder))
+    assert result.code == 0, f"{block}\n{result.out}{result.err}"
+
+
+def test_pods_find_each_other(folder: Path) -> None:
+    """docs/how-to/containers.md: two processes with the variables of its Job, each with a home of its own."""
+    texts = [block.text for block in blocks.blocks("docs/how-to/containers.md") if block.language == "yaml"]
+    _, job = yaml.safe_load_all(next(text for text in texts if "kind: Job" in text))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    given = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert {name for name, value in given.items() if value is None} == {"PET_NODE_RANK", "PHALANX_TOKEN"}
+    given |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free_port()), "PHALANX_TOKEN": "5a" * 32}
+
+    def pod(index: int) -> Handle:
+        env = {**given, "PET_NODE_RANK": str(index), "PHALANX_HOME": str(folder / f"home{index}")}
+        return start(*container["command"][1:], cwd=str(folder), env=env)
+
+    pods = [pod(index) for index in range(int(given["PET_NNODES"]))]
+    for one in pods:
+        assert one.wait(120) == 0, one.out + one.err
+    assert "epoch 7" in pods[0].out
+    assert "2 nodes" in pods[0].err
+
+
+def test_the_scripts_of_the_tutorial_learn(folder: Path) -> None:
+    """The accuracies that the pages show; with phalanx the same for any number of ranks."""
+    line = re.compile(r"epoch \d: ([\d.]+)% of the test digits are correct")
+    commands = ("python alone.py", "phalanx run -g 2 --cpu ddp.py", "phalanx run -g 2 --cpu train.py", "python train.py")
+    alone, ddp, two, one = (line.findall(shell(folder, command)) for command in commands)
+    assert len(alone) == len(ddp) == len(two) == 8
+    assert min(float(last) for *_, last in (alone, ddp, two)) > 90
+    assert one == two
+
+
+def test_metrics_are_sent(folder: Path) -> None:
+    shell(folder, "phalanx run -g 2 --cpu tracked.py")
+    sent = [line.split(",") for line in (folder / "sent.csv").read_text().splitlines()]
+    assert [int(step) for step, name, _ in sent if name == "loss"] == list(range(1, 45))
+    assert [value for _, name, value in sent if name == "epochs_done"] == ["1", "2"]
+
+
+@pytest.mark.imported
+def test_the_notebook(folder: Path) -> None:
+    """All cells, in a kernel; and the page shows what they are."""
+    check = folder / "execute.py"
+    check.write_text(
+        "import nbclient, nbformat\n"
+        "notebook = nbformat.read('examples/notebook.ipynb', 4)\n"
+        "nbclient.NotebookClient(notebook, timeout=150).execute()\n"
+        "texts = [out.get('text') or out.get('data', {}).get('text/plain', '') for cell in notebook.cells\n"
+        "         if cell.cell_type == 'code' for out in cell.outputs]\n"
+        "print('\\n'.join(texts))\n"
+    )
+    out = run((sys.executable, str(check)), cwd=str(folder), timeout=200)
+    assert out.code == 0, out.err
+    assert "[6.0, 6.0, 6.0, 6.0]" in out.out
+    assert "rank 1 of 2: ValueError: a broken sample" in out.out
+    assert "Cell In[4]" in out.out
+    assert ROOT.is_dir()
