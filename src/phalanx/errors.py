@@ -10,13 +10,15 @@
     ├── LaunchError
     │   ├── JoinError
     │   └── RankError
-    └── CheckpointError
+    ├── CheckpointError
+    └── NonFiniteError
 
 A message has the same three parts everywhere: what was seen, details (one per line), and what to type.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 
@@ -97,3 +99,9 @@ class RankError(LaunchError):
 
 class CheckpointError(PhalanxError):
     """A checkpoint could not be written, is damaged, or does not fit the objects."""
+
+
+class NonFiniteError(PhalanxError):
+    """The loss or the gradients are not finite, and `--on-nan` stops the run: exit code 65."""
+
+    exit_code = os.EX_DATAERR

@@ -171,3 +171,11 @@ def test_a_rank_that_raises_at_each_step_ends_the_run_although_others_commit(
 
 def test_a_store_that_never_answers_is_started_again_after_a_pause() -> None:
     assert [bool(store_delay(failed)) for failed in range(STORE_STARTS + 2)] == [False] * STORE_STARTS + [True] * 2
+
+
+def test_a_training_that_has_stopped_itself_is_not_retried() -> None:
+    """`--on-nan stop`: after thousands of steps, too."""
+    fault = Fault("train.py:7", 100.0, 1000.0, step=5000, hope="stopped")
+    for able in (True, False):
+        found = decide([], fault, RestartPolicy(3), able=able)
+        assert (found.way, found.why) == (RecoveryAction.STOP, "not retrying: --on-nan has stopped the training")

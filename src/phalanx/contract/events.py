@@ -123,6 +123,14 @@ class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
     idle: float = 0.0  # that of the fault; `seconds` counts from when it was noticed
 
 
+class BatchSkipped(Event, frozen=True, kw_only=True, tag="batch-skipped"):
+    """The update of a step was not finite: it was dropped, and its batch skipped (`--on-nan rollback`)."""
+
+    step: int
+    reason: str  # a sentence that says what was not finite
+    seconds: float = 0.0  # that the step has cost
+
+
 class GoodputMeasured(Event, frozen=True, kw_only=True, tag="goodput"):
     """What the console says at the end about lost time. Page and report show the same."""
 
@@ -332,6 +340,7 @@ AnyEvent = (
     | FaultEvent
     | Recovered
     | Restarted
+    | BatchSkipped
     | GoodputMeasured
     | Preempted
     | Stalled

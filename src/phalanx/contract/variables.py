@@ -28,6 +28,7 @@ CHECKPOINT_EVERY = "PHALANX_CHECKPOINT_EVERY"
 CHECKPOINT_KEY = "PHALANX_CHECKPOINT_KEY"  # the path of the file with the key that signs them
 SNAPSHOT_EVERY = "PHALANX_SNAPSHOT_EVERY"  # the same, or one of OFF; not set: default
 OFF = ("off", "0")
+ON_NAN = "PHALANX_ON_NAN"  # report, rollback or stop; not set: report
 
 # Which interface a library is to use. Left to themselves, libraries ask what this machine's name resolves to.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}", "TP_SOCKET_IFNAME": "{}"}

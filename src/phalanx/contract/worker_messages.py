@@ -37,6 +37,14 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True, tag="measured-step
     values: dict[str, float | None] = {}  # None: not finite
 
 
+class BatchSkipped(msgspec.Struct, frozen=True, tag="batch-skipped"):
+    """From rank 0: an update was not finite, so it was dropped and its batch skipped (`--on-nan rollback`)."""
+
+    step: int
+    what: str  # the loss of which rank, or the gradients
+    seconds: float = 0.0  # that the step has cost
+
+
 class Entering(msgspec.Struct, frozen=True, tag="entering"):
     """The worker has left its group and joins that of this generation.
 
@@ -130,6 +138,18 @@ class EndWorker(msgspec.Struct, frozen=True, tag="end"):
 
 
 FromAgent = Assignment | Wait | Halt | Rescue | EndWorker
-FromWorker = Hello | Heartbeat | MeasuredStep | Entering | FirstStep | Done | Keeping | HaltAck | HaltedAt | Rescued
+FromWorker = (
+    Hello
+    | Heartbeat
+    | MeasuredStep
+    | BatchSkipped
+    | Entering
+    | FirstStep
+    | Done
+    | Keeping
+    | HaltAck
+    | HaltedAt
+    | Rescued
+)
 from_worker: Decoder[FromWorker] = Decoder(FromWorker)
 from_agent: Decoder[FromAgent] = Decoder(FromAgent)

@@ -237,7 +237,7 @@ class NodeWorkerFailed(Message, frozen=True, kw_only=True, tag="worker-failed"):
     lived: float = 0.0
     step: Annotated[int, Meta(ge=0)] | None = None
     generation: Annotated[int, Meta(ge=-1)] = -1  # of the group that it was in
-    hope: Literal["over", "none", "little", "some"] = "some"  # that another try succeeds
+    hope: Literal["over", "stopped", "none", "little", "some"] = "some"  # that another try succeeds
     idle: Annotated[float, Meta(ge=0)] = 0.0  # seconds without a newer step
 
 
@@ -247,6 +247,14 @@ class FirstStepCommitted(Message, frozen=True, kw_only=True, tag="first-step"):
     generation: Count
     step: Annotated[int, Meta(ge=0)]
     before: Annotated[int, Meta(ge=0)] = 0
+
+
+class NodeBatchSkipped(Message, frozen=True, kw_only=True, tag="batch-skipped"):
+    """BatchSkipped of contract/worker_messages.py: rank 0 is on this node."""
+
+    step: Annotated[int, Meta(ge=0)]
+    what: Text
+    seconds: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class SignalReceived(Message, frozen=True, kw_only=True, tag="signal-received"):
@@ -349,6 +357,7 @@ FromMember = (
     | RegroupReady
     | NodeWorkerFailed
     | FirstStepCommitted
+    | NodeBatchSkipped
     | SignalReceived
     | NodeHaltAck
     | NodeHalted

@@ -18,8 +18,9 @@ AT_ONCE = 30.0  # seconds after a start without progress, if the script does not
 
 
 # That another try succeeds. "over": the training is complete, and only its last checkpoint could not be written.
-# "none": an error in the script or its arguments. "little": it raised an exception by itself.
-Hope = Literal["over", "none", "little", "some"]
+# "stopped": the training has stopped itself (`--on-nan`). "none": an error in the script or its arguments.
+# "little": it raised an exception by itself.
+Hope = Literal["over", "stopped", "none", "little", "some"]
 
 
 class RecoveryAction(Enum):
@@ -77,6 +78,8 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
         return RecoveryDecision(RecoveryAction.STOP)
     if fault.hope == "over":
         return RecoveryDecision(RecoveryAction.STOP, used, "not retrying: the training is complete")
+    if fault.hope == "stopped":
+        return RecoveryDecision(RecoveryAction.STOP, used, "not retrying: --on-nan has stopped the training")
     if fault.hope == "none" and fault.before_first_step and fault.lived < SOON:
         return RecoveryDecision(RecoveryAction.STOP, used, "not retrying: an error in the script or its arguments")
     if able and fails_again(past, fault):

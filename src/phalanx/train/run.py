@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.variables import ON_NAN
 from phalanx.errors import UsageError
 from phalanx.train import evaluation
 from phalanx.train.agreement import Agreement
@@ -24,6 +26,7 @@ from phalanx.train.model.compression import Compress
 from phalanx.train.model.sharding import Policy
 from phalanx.train.model.wrap import wrap
 from phalanx.train.model.wrapped import Wrapped
+from phalanx.train.non_finite_guard import NonFiniteGuard, checked_policy
 from phalanx.train.reporting.metrics import held
 from phalanx.train.reporting.rank_log import RankLog
 from phalanx.train.reporting.reporter import RunReporter
@@ -106,8 +109,26 @@ class Run(StatefulRun):
         self._agreement = Agreement(self._kept, self._recovery.reference)
         self._restoration = Restoration(parts, self._snapshots, self._recovery, self._reader, self._warnings)
         self._uncommitted: dict[str, Any] = {}  # metrics of steps with commit=False
+        self._guard = self._make_guard(membership)
         survives = self._recovery.generation.regroups and not self.generation
         self._misuse = MisuseChecks(membership, self._kept, self._warnings, survives=survives)
+
+    def _make_guard(self, membership: Membership) -> NonFiniteGuard | None:
+        """Return what checks updates, if `--on-nan` says so."""
+        policy = checked_policy(environment().get(ON_NAN))
+        if policy == "report":
+            return None
+        guard = NonFiniteGuard(
+            policy,
+            membership.device,
+            self.world_size,
+            kept=self._kept,
+            counter=self._counter,
+            save=self._save_last_step,
+        )
+        self._stepper.hooks.guard = guard
+        self._stepper.hooks.before_forward.append(guard.before_forward)
+        return guard
 
     # -- where the training is
 
@@ -231,6 +252,8 @@ class Run(StatefulRun):
         and `create_graph` are torch's.
         """
         check_loss(loss)
+        if self._guard is not None:
+            self._guard.add_loss(loss)
         self._stepper.backward(self._reader.weighted(loss), retain_graph=retain_graph, create_graph=create_graph)
 
     # -- data
@@ -391,6 +414,9 @@ class Run(StatefulRun):
             self._misuse.stepping(opt)
         if not self._agreement.complete and self._stepper.models:
             self._agreement.compare_data(self, self._reader.data)
+        if self._guard is not None:
+            self._guard.check_stopped()
+            self._guard.add_metrics(metrics)
         update = self._stepper.step(opt, clip=clip, accumulate=accumulate, scheduler=scheduler, commit=commit)
         if not update.done and not update.skipped:
             return update
@@ -398,11 +424,22 @@ class Run(StatefulRun):
         if self._uncommitted or not commit:
             values = {**self._uncommitted, **values}
             self._uncommitted = {} if commit else values
+        dropped = self._guard.latest if self._guard is not None else None
         if commit:
-            self._commit(opt, values)
+            self._commit(opt, values, reported=dropped is not None)
+        if dropped is not None:
+            self._report_skipped(self.steps if commit else self.steps + 1, *dropped)
         return update
 
-    def _commit(self, opt: Any, values: dict[str, Any]) -> None:
+    def _report_skipped(self, step: int, what: str, seconds: float) -> None:
+        report = self._recovery.generation.hooks.batch_skipped
+        if self.is_main and report is not None:
+            report(step, what, seconds)
+        elif report is None:
+            self.print(f"phalanx: step {step}: {what}: its update was dropped and its batch skipped")
+
+    def _commit(self, opt: Any, values: dict[str, Any], *, reported: bool = False) -> None:
+        """Commit a step. `reported`: what is not finite in its metrics is reported already."""
         counter = self._counter
         samples = self._reader.commit(opt)
         if not self._misuse.done:
@@ -417,9 +454,9 @@ class Run(StatefulRun):
             self._recovery.first_step_committed()
         if self.is_main:
             if self._reporter.bar is None:
-                self._reporter.begin(self._reader.total_steps(), values)
+                self._reporter.begin(self._reader.total_steps(), values, reported=reported)
             else:
-                self._reporter.committed(samples, values)
+                self._reporter.committed(samples, values, reported=reported)
         else:
             self._reporter.post()
         self._checkpoints.committed(self, values)
@@ -432,8 +469,19 @@ class Run(StatefulRun):
 
         Return False if it could not be written: the training is complete, and `close` raises the error.
         """
+        if self._guard is not None:
+            self._guard.check_stopped()
         self._reporter.finish()
         return self._checkpoints.finish(self)
+
+    def _save_last_step(self) -> int | None:
+        """Save a checkpoint of the last committed step, in the middle of the next. None: there are no checkpoints, or
+        an optimizer has made its update of the next step."""
+        if self._stepper.torn:
+            return None
+        values = self._kept.values
+        values.replace(values.committed.state_dict())
+        return self._checkpoints.save_and_wait(self)
 
     def _halt_if_asked(self) -> None:
         should_halt = self._recovery.generation.hooks.should_halt

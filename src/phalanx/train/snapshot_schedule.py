@@ -63,7 +63,7 @@ class SnapshotSchedule:
             snapshots.held_in([offer[4] for offer in offers])
             self._chosen = offers[0][1]
             self._due = Interval(self._chosen or EVERY, waited=max(offer[2] for offer in offers))
-            self._stepper.hooks.before_forward = snapshots.forward
+            self._stepper.hooks.before_forward.append(snapshots.forward)
             self._stepper.hooks.before_update.append(snapshots.update)
         self.snapshots = snapshots
 

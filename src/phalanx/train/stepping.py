@@ -11,7 +11,7 @@ sizes, use `weights.weigh(loss, count, total)` with the samples of this rank and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -54,15 +54,27 @@ class SteppedModel(Protocol):
         ...
 
 
+class UpdateGuard(Protocol):
+    """Decides whether an update is made."""
+
+    skipped: list[int]  # steps without an update, as part of the state
+
+    def refuses(self, parameters: Sequence[Any], *, scaled: bool) -> bool:
+        """Return whether the update must not be made. `scaled`: gradients are scaled for fp16."""
+        ...
+
+
 class OptimizerUpdate(NamedTuple):
     """What `run.step` returns."""
 
     done: bool  # the parameters have changed
-    skipped: bool = False  # fp16: a gradient was infinite, so there was no update, and the scale is reduced
+    # There was no update. fp16: a gradient was infinite, and the scale is reduced. `--on-nan rollback`: a loss or a
+    # gradient was not finite.
+    skipped: bool = False
     norm: Any = None  # with clip: of the gradient before clipping, as a tensor, so that nothing waits for the GPU
 
 
-WAITING, DONE = OptimizerUpdate(False), OptimizerUpdate(True)
+WAITING, DONE, SKIPPED = OptimizerUpdate(False), OptimizerUpdate(True), OptimizerUpdate(False, True)
 
 
 @dataclass(slots=True)
@@ -92,9 +104,10 @@ class MicroBatch:
 class StepHooks:
     """What is called in the course of a step. All but the first may raise."""
 
-    before_forward: Callable[[], None] | None = None  # before the first forward of a step
+    before_forward: list[Callable[[], None]] = field(default_factory=list)  # before the first forward of a step
     before_update: list[Callable[[], None]] = field(default_factory=list)  # before gradients are used
     before_commit: Callable[[Any, Any], None] | None = None  # with optimizer and scheduler
+    guard: UpdateGuard | None = None  # asked before every update
 
 
 class Stepper:
@@ -156,8 +169,8 @@ class Stepper:
         self.weights.share = 1.0
         if self.scaling.outdated:
             self._update_scale()
-        if self.hooks.before_forward is not None:
-            self.hooks.before_forward()
+        for call in self.hooks.before_forward:
+            call()
         for model in self._models:
             want = model.wanted or micro_batch.ending
             if model.synchronised is not want:
@@ -232,6 +245,8 @@ class Stepper:
         if not window.updated:
             window.updated = True
             self.idle |= all(parameter.grad is None for parameter in window.parameters)
+        if hooks.guard is not None and hooks.guard.refuses(window.parameters, scaled=self.scaling.scaler is not None):
+            return self._skip(opt, commit=commit)
         norm = None
         if self.scaling.scaler is not None or clip is not None or window.divisor != 1.0:
             norm = self._adjust_gradients(opt, window, clip)
@@ -239,6 +254,13 @@ class Stepper:
             hooks.before_commit(opt, scheduler)
         done = self.apply(opt, scheduler)
         return DONE if done and norm is None else OptimizerUpdate(done, not done, norm)
+
+    def _skip(self, opt: Any, *, commit: bool) -> OptimizerUpdate:
+        """Make no update. Without gradients, an update that is made late changes nothing either."""
+        opt.zero_grad(set_to_none=True)
+        if self.hooks.before_commit is not None and commit and not self.torn:
+            self.hooks.before_commit(opt, None)
+        return SKIPPED
 
     def _adjust_gradients(self, opt: Any, window: MicroBatchWindow, clip: float | None) -> Any:
         """Unscale, average over the window and clip; return the norm if they are clipped."""
@@ -317,6 +339,7 @@ class Stepper:
             "scaler": self.scaling.state_dict(),
             "drawn": self.fresh.drawn,
             "ranks": self._ranks,
+            **({"skipped": self.hooks.guard.skipped} if self.hooks.guard is not None else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -324,6 +347,8 @@ class Stepper:
         self.scaling.load_state_dict(state.get("scaler") or {})
         self.fresh.drawn = state.get("drawn", self.fresh.drawn)
         self.ranks_before = state.get("ranks", self.ranks_before)
+        if self.hooks.guard is not None:
+            self.hooks.guard.skipped = list(state.get("skipped", []))
 
 
 def clipped(grads: list[Any], divisor: float, most: float) -> Any:

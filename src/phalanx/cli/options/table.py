@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.cli.options import values as kinds
 from phalanx.cli.options.option import Option
 from phalanx.cli.options.values import one_of
-from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINT_KEY, CHECKPOINTS, SNAPSHOT_EVERY
+from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINT_KEY, CHECKPOINTS, ON_NAN, SNAPSHOT_EVERY
 
 OFTEN = "Used most"
 PLAN = "Only phalanx plan"
@@ -335,6 +335,16 @@ OPTIONS = (
         kinds.one_of("report", "kill", "stop"),
         "report",
         field="hang.action",
+    ),
+    _ours(
+        START,
+        "--on-nan",
+        "Action on a loss or gradient that is NaN or infinite: report it, rollback (drop the update and skip the "
+        "batch), or stop the run with exit code 65. For scripts that use run.step.",
+        kinds.one_of("report", "rollback", "stop"),
+        "report",
+        exports=ON_NAN,
+        convert=lambda action: "" if action == "report" else action,
     ),
     _ours(
         START,

@@ -138,6 +138,9 @@ class Coordinator(RpcCarrier, Protocol):
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Report that a group that formed after a failure has committed its first step."""
 
+    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+        """Report that all ranks have dropped an update that was not finite, and skipped its batch."""
+
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from phalanx.contract import events
+from phalanx.contract import events, worker_messages
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import Fault, RecoveryAction, RecoveryDecision, RestartPolicy, decide
@@ -47,6 +47,7 @@ class Recoveries:
         self._stopped = 0.0  # when the stop of all ranks before a restart began
         self._lost = 0.0  # seconds from a fault to the next step or start, and those of steps that were computed again
         self._first: tuple[int, float, int] | None = None  # generation, time and number of its first committed step
+        self._skipped = 0  # batches
         self._trained = 0.0  # when the very first step was committed
 
     @property
@@ -146,6 +147,16 @@ class Recoveries:
         text = f"{who}; regrouped, and step {step} was committed {took:.2f} s later, {cost}"
         return "\n".join([text, *where])
 
+    def batch_skipped(self, message: worker_messages.BatchSkipped) -> str:
+        """Record an update that was dropped because it was not finite. Return the line that reports it."""
+        self._skipped += 1
+        self._lost += message.seconds
+        reason = f"step {message.step}: {message.what}"
+        self._folder.event(
+            events.BatchSkipped(time=time.time(), step=message.step, reason=reason, seconds=message.seconds)
+        )
+        return f"{reason}; its update was dropped and its batch skipped (--on-nan rollback)"
+
     def _new_frames(self, failure: WorkerFailure) -> tuple[str, ...]:
         """Return where a script failed, unless an earlier line said so."""
         if failure.place in self._places:
@@ -170,14 +181,16 @@ class Recoveries:
 
     def summary(self) -> str:
         """Return the summary of all faults. Empty if there were none."""
-        if not self._faults and not self._moves:
+        if not self._faults and not self._moves and not self._skipped:
             return ""
         now = time.monotonic()
         lost = self._lost + self._folder.stalled
         count, moves = len(self._faults), self._moves
         happened = [f"{count} fault{'s' if count > 1 else ''} survived"] * (count > 0)
         happened += [f"{moves} change{'s' if moves > 1 else ''} of nodes"] * (moves > 0)
-        if not self.generation:  # the steps lost since the last checkpoint are unknown
+        skipped = self._skipped
+        happened += [f"{skipped} batch{'es' if skipped > 1 else ''} skipped"] * (skipped > 0)
+        if not self.generation and not skipped:  # the steps lost since the last checkpoint are unknown
             whole = now - self._began
             return f"{', '.join(happened)}, {self._lost:.1f} s of {whole:.0f} s until all ranks were started again"
         whole = max(now - (self._trained or self._began), 1e-3)

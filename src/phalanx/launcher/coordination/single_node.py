@@ -143,6 +143,10 @@ class SingleNodeCoordinator:
         if text:
             self._agent.note(text, repeats=True)
 
+    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+        """Print it and count it."""
+        self._agent.note(self._recoveries.batch_skipped(message), repeats=True)
+
     def signal_received(self, number: signal.Signals) -> None:
         """Do nothing: there is no other node."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.diagnose import words
 from phalanx.diagnose.rules import timeouts
+from phalanx.errors import NonFiniteError
 from phalanx.forkserver import paths
 from phalanx.launcher.output import tracebacks
 from phalanx.launcher.output.tracebacks import Line, TracebackReport
@@ -293,6 +294,11 @@ def permanent(death: ProcessFailure) -> bool:
     """
     report = report_of(death)
     return report.kind in _PERMANENT or report.exception.startswith(f"{USAGE}: ")
+
+
+def stopped_itself(death: ProcessFailure) -> bool:
+    """Return whether the training has stopped itself, because its loss or its gradients were not finite."""
+    return report_of(death).kind == NonFiniteError.__name__
 
 
 def raised(death: ProcessFailure) -> bool:

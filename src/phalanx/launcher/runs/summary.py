@@ -36,6 +36,7 @@ def of(record: RunRecord) -> RunSummary:
     happened = list(_end_of(os.path.join(record.folder, "events.jsonl")))
     faults = (event for event in happened if isinstance(event, events.FaultEvent) and event.kind != "node-joined")
     survived = sum(event.recovery != "stop" for event in faults)
+    survived += sum(isinstance(event, events.BatchSkipped) for event in happened)
     step, loss = _measured(record.folder)
     if step is None:
         step = next((event.step for event in reversed(happened) if isinstance(event, events.Recovered)), None)

@@ -26,6 +26,9 @@ class RegroupObserver(Protocol):
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Handle the first committed step of a generation."""
 
+    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+        """Handle an update that was dropped because it was not finite."""
+
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:

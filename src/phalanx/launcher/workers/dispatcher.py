@@ -51,6 +51,9 @@ class MessageDispatcher:
                 worker.progress.samples, worker.progress.sampled = message.samples, worker.last_heartbeat
             case worker_messages.MeasuredStep() if worker.seat.rank == 0 and not worker.spare:
                 self._measured(message)
+            case worker_messages.BatchSkipped() if worker.seat.rank == 0 and not worker.spare:
+                worker.committed(message.step)
+                self._observer.batch_skipped(message)
             case worker_messages.Entering():
                 worker.membership.entered, worker.membership.holds = message.generation, message.holds
             case worker_messages.FirstStep():

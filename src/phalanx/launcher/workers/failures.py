@@ -120,6 +120,8 @@ class Failures:
 
 
 def _hope(death: root_cause.ProcessFailure) -> Hope:
+    if root_cause.stopped_itself(death):
+        return "stopped"
     if root_cause.permanent(death):
         return "none"
     return "little" if root_cause.raised(death) else "some"

@@ -37,6 +37,7 @@ class AgentHooks:
     checkpoint_folder: Callable[[str], None] | None = None
     should_halt: Callable[[int], bool] | None = None  # asked between steps
     measured: Callable[[MeasuredStep], None] | None = None  # now and then, on rank 0
+    batch_skipped: Callable[[int, str, float], None] | None = None  # on rank 0: step, what was not finite, seconds lost
     check_group: Callable[[], None] | None = None  # raises if the group was lost, so that gradients may be incomplete
 
 

@@ -61,6 +61,7 @@ class Metrics:
         self._resumed_at = resumed_at
         self._repeated: Counter[tuple[str, ...]] = Counter()  # names in the lines of the step that is resumed from
         self._non_finite = NonFiniteWatch()
+        self._reported: set[int] = set()  # steps whose loss is not finite, which the user knows already
         self._clock = clock
         self._due = clock() + FLUSH_EVERY
         self._file: BinaryIO | None = None
@@ -82,10 +83,15 @@ class Metrics:
         elif self._file is not None:
             self._waiting.append((step, epoch, when, rank, values))
 
-    def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> bool:
-        """Add the values of a committed step, as `held` returned them; return whether a GPU was just synchronised."""
+    def write(self, step: int, epoch: int, values: Mapping[str, Any], *, reported: bool = False) -> bool:
+        """Add the values of a committed step, as `held` returned them; return whether a GPU was just synchronised.
+
+        `reported`: the user knows already that a loss among them is not finite.
+        """
         if self._file is None:
             return False
+        if reported:
+            self._reported.add(step)
         self._waiting.append((step, epoch, time.time(), 0, values))
         if len(self._waiting) < MOST and self._clock() < self._due:
             return False
@@ -100,8 +106,9 @@ class Metrics:
             return
         rows = read(values for *_, values in waiting)
         for (step, _, _, rank, _), row in zip(waiting, rows, strict=True):
-            for line in self._non_finite.look(step, row) if not rank else ():
+            for line in self._non_finite.look(step, row) if not rank and step not in self._reported else ():
                 self._say(line)
+        self._reported.clear()
         lines = [
             encode(step, epoch, when, row, rank)
             for (step, epoch, when, rank, _), row in zip(waiting, rows, strict=True)

@@ -52,14 +52,17 @@ class RunReporter:
         self._held: list[LoggedRow] = []  # of other ranks, for a step that rank 0 has not left yet
         self._due = 0.0
 
-    def begin(self, total: int | None, values: Mapping[str, Any]) -> None:
-        """Report the first step. It is slower than all others, so speed is measured without it."""
+    def begin(self, total: int | None, values: Mapping[str, Any], *, reported: bool = False) -> None:
+        """Report the first step. It is slower than all others, so speed is measured without it.
+
+        `reported`: the user knows already that its loss is not finite.
+        """
         self.bar = ProgressBar(total, start=self._counter.steps, title=self._title)
         self.bar.advance(0, values, steps=0)
         if self._measured is not None:
             self._measuring = Measuring(self._measured, total)
         self._open(self._counter.steps - 1)
-        self._write(values)
+        self._write(values, reported=reported)
 
     def _open(self, resumed_at: int) -> None:
         folder = self._folder()
@@ -69,17 +72,17 @@ class RunReporter:
         for epoch, when, values in early:  # the step was not known before the state was restored
             self._log(resumed_at, epoch, when, values)
 
-    def committed(self, samples: int, values: Mapping[str, Any]) -> None:
+    def committed(self, samples: int, values: Mapping[str, Any], *, reported: bool = False) -> None:
         """Report a later step: `samples` of all ranks, and its metrics."""
         if self.bar is not None:
             self.bar.advance(samples, values)
-        self._write(values)
+        self._write(values, reported=reported)
 
-    def _write(self, values: Mapping[str, Any]) -> None:
+    def _write(self, values: Mapping[str, Any], *, reported: bool) -> None:
         counter = self._counter
-        waited = (
-            self._metrics is not None and bool(values) and self._metrics.write(counter.steps, counter.epoch, values)
-        )
+        waited = False
+        if self._metrics is not None and values:
+            waited = self._metrics.write(counter.steps, counter.epoch, values, reported=reported)
         if self._measuring is not None:
             epoch, epochs = self._counted(counter.epoch)
             self._measuring.advance(counter.steps, epoch, values, epochs=epochs, waited=waited)

@@ -101,6 +101,8 @@ def _entry(event: events.AnyEvent) -> TimelineEvent | None:
         case events.Restarted():
             text = f"all ranks restarted {event.seconds:.2f} s after the fault"
             return TimelineEvent(event.time, "restarted", text, seconds=event.seconds)
+        case events.BatchSkipped():
+            return TimelineEvent(event.time, "fault", f"{event.reason}; its batch was skipped", seconds=event.seconds)
         case events.Stalled():
             text = f"no progress for {event.seconds:.0f} s"
             return TimelineEvent(event.time, "stalled", text, seconds=event.seconds)

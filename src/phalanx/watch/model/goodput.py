@@ -4,6 +4,7 @@ Goodput is the share of the time since the first step that was not lost. Lost ti
 - from a fault to the first committed step after it (Recovered), plus the usual time of each step computed again;
 - from a fault until all ranks have ended (Restarted), and from there to the next step. How many steps are computed
   again after a restart is not known;
+- a step whose update was not finite and was dropped (BatchSkipped);
 - a stall (Resumed; if that does not come, from its begin to the next step).
 
 A loss begins with the last committed step before the fault, however long it takes until the fault is noticed.

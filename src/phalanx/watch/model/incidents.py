@@ -18,7 +18,7 @@ class Incident:
     kind: Literal["fault", "stall", "preemption"]
     text: str
     ranks: tuple[int, ...] = ()
-    remedy: str = ""  # regroup, restart, stop; of a stall: fault, end
+    remedy: str = ""  # regroup, restart, skip, stop; of a stall: fault, end
     seconds: float | None = None  # until the next step; None: there was none
     redone: int = 0  # steps computed again
     step: int = -1  # the first step committed after it; -1: unknown
@@ -37,6 +37,8 @@ class Incident:
             return {"fault": "ended by a fault", "end": "until the run ended"}.get(self.remedy, "resumed by itself")
         if self.remedy == "restart":
             return "restarted all ranks"
+        if self.remedy == "skip":
+            return f"the batch of step {self.step} was skipped"
         cost = "no step lost" if not self.redone else f"{self.redone} step{'s' * (self.redone > 1)} done again"
         return f"regrouped: next step {self.step}, {cost}"
 
@@ -59,6 +61,9 @@ class Incidents:
                 self._close("fault", event.seconds, redone=event.redone, step=event.step)
             case events.Restarted():
                 self._close("fault", event.seconds)
+            case events.BatchSkipped():
+                lost = event.seconds
+                self._add(Incident(event.time, "fault", event.reason, (), "skip", seconds=lost, step=event.step))
             case events.Stalled():
                 if not any(self.entries[index].kind == "stall" for index in self._open):
                     self._add(Incident(event.time - event.seconds, "stall", "no progress"))

@@ -51,6 +51,8 @@ class Trouble:
                 self.lost_time.end_after(event.seconds + max(0.0, event.idle))
                 self.lost_time.begin(event.time)
                 self.verdicts.clear()
+            case events.BatchSkipped():
+                self.lost_time.add(event.seconds)
             case events.GoodputMeasured():
                 self.lost_time.measured = max(0.0, event.lost), max(0.0, event.seconds)
             case events.WorkerFailed():

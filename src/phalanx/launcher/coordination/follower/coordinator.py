@@ -213,6 +213,10 @@ class FollowerCoordinator:
         """Report the first step to the leader."""
         self._send(messages.FirstStepCommitted(generation=message.generation, step=message.step, before=message.before))
 
+    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+        """Report it to the leader."""
+        self._send(messages.NodeBatchSkipped(step=message.step, what=message.what, seconds=message.seconds))
+
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:

@@ -195,6 +195,10 @@ class FailoverCoordinator:
         """Report to the current role."""
         self._role.first_step(message)
 
+    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+        """Report to the current role."""
+        self._role.batch_skipped(message)
+
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:

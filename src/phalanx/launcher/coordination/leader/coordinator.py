@@ -268,6 +268,10 @@ class LeaderCoordinator:
         """Print how long the recovery took."""
         self._group.first_step(message.generation, message.step, message.before)
 
+    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+        """Print it and count it."""
+        self._group.batch_skipped(message)
+
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:

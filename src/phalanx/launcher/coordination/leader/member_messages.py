@@ -69,6 +69,9 @@ class MemberMessages:
             case messages.FirstStepCommitted():
                 self._changes.first_step(member, message.generation)
                 self._group.first_step(message.generation, message.step, message.before)
+            case messages.NodeBatchSkipped():
+                skipped = worker_messages.BatchSkipped(message.step, message.what, message.seconds)
+                self._group.batch_skipped(skipped)
             case messages.SignalReceived():
                 self._signal_received(member, message)
             case messages.AttemptEnded():
