@@ -222,7 +222,10 @@ def test_a_port_in_use_names_its_holder() -> None:
 
 
 def test_the_command_of_its_holder_is_one_line() -> None:
-    code = "import socket\ns = socket.create_server(('127.0.0.1', 0))\nprint(s.getsockname()[1], '\x1b', flush=True)\ninput()"
+    code = (
+        "import socket\ns = socket.create_server(('127.0.0.1', 0))\n"
+        "print(s.getsockname()[1], '\x1b', flush=True)\ninput()"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         number = int(holder.stdout.readline().split()[0])

@@ -388,6 +388,7 @@ def test_a_usage_error_is_told_with_the_usage() -> None:
         ("ModuleNotFoundError: No module named 'x'", True, True),
         ("SyntaxError: invalid syntax", True, True),
         ("NameError: name 'x' is not defined", True, True),
+        ("OptionError: precision=x", True, True),
         ("ValueError: x", False, True),
         (LOST, False, False),
         (TIMEOUT, False, False),

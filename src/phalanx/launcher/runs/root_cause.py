@@ -42,6 +42,7 @@ _PERMANENT = (
     "ImportError",
     "ModuleNotFoundError",
     "UsageError",
+    "OptionError",
     "NameError",
     "UnboundLocalError",
 )
