@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from phalanx.control.leader.members import Members
 from phalanx.control.leader.roster import Roster
-from phalanx.control.messages import AttemptEnded, FailureReport
+from phalanx.control.messages import AttemptEnded, FailedRanks, FailureReport
 from phalanx.launcher.coordination.coordinator import AgentProxy, AttemptReport, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults, Restart
 from phalanx.launcher.coordination.recoveries import Recoveries
@@ -21,6 +22,8 @@ from phalanx.recover.decision import RestartPolicy
 
 NOW = time.time()
 SUCCESS = AttemptReport(0)
+MESSAGE = {"message": "RuntimeError: Connection closed by peer", "extraInfo": {"py_callstack": "", "timestamp": "1"}}
+PEER_LOST = json.dumps({"message": MESSAGE, "time": NOW + 1})
 
 
 class Folder:
@@ -46,12 +49,12 @@ def results() -> tuple[AttemptResults, Notes]:
 
 def own(rank: int = 0, *, at: float = NOW, code: int = 3) -> AttemptReport:
     failure = ProcessFailure(rank=rank, code=code, time=at, stopped=False, device="", error="", stderr=[], memory="")
-    return AttemptReport(0, [failure], f"rank {rank} failed", failed=1)
+    return AttemptReport(0, [failure], f"rank {rank} failed")
 
 
 def theirs(rank: int = 1, *, at: float = NOW, code: int = 4) -> AttemptEnded:
     first = FailureReport(rank=rank, code=code, time=at, block=f"rank {rank} failed")
-    return AttemptEnded(attempt=0, failed=1, not_stopped=1, first=first)
+    return AttemptEnded(attempt=0, failed=1, kinds=(FailedRanks(text=f"exit code {code}", ranks=(rank,)),), first=first)
 
 
 def evaluate(found: AttemptResults, report: AttemptReport, **changes: Any) -> RunResult | Restart:
@@ -85,13 +88,22 @@ def test_the_first_failure_of_all_nodes_decides(own_first: bool) -> None:
 def test_what_became_of_the_ranks_of_other_nodes_is_added_to_the_first_cause() -> None:
     found, _ = results()
     lost = FailureReport(rank=2, code=1, time=NOW + 1, block="rank 2 failed")
-    found.add(1, AttemptEnded(attempt=0, failed=3, not_stopped=3, first=lost, lost_peer=(2, 3)))
-    result = evaluate(found, replace(own(), block="rank 0 failed\n  all of its output: /x"))
+    kinds = (
+        FailedRanks(place="exit code 3", text="exit code 3", ranks=(4,)),
+        FailedRanks(text="exit code 9", ranks=(5,)),
+        FailedRanks(text="KeyError: 1", late=True, ranks=(6,)),
+        FailedRanks(lost_peer=True, ranks=(2, 3)),
+    )
+    found.add(1, AttemptEnded(attempt=0, failed=5, kinds=kinds, first=lost))
+    report = replace(own(), block="rank 0 failed\n  all of its output: /x")
+    gone = replace(report.deaths[0], rank=1, error=PEER_LOST, code=1)
+    result = evaluate(found, replace(report, deaths=[*report.deaths, gone]))
     assert isinstance(result, RunResult)
     assert result.text.splitlines() == [
         "rank 0 failed",
-        "  afterwards: ranks 2, 3 on other nodes lost the peer",
-        "  afterwards: 1 rank failed on other nodes",
+        "  afterwards: rank 4 failed in the same way",
+        "  afterwards: rank 5 failed: exit code 9",
+        "  afterwards: ranks 1-3 lost the peer",
         "  all of its output: /x",
     ]
 

@@ -221,6 +221,22 @@ def test_a_port_in_use_names_its_holder() -> None:
     assert f"held by pid {os.getpid()}" in str(caught.value)
 
 
+def test_the_command_of_its_holder_is_one_line() -> None:
+    code = (
+        "import socket\ns = socket.create_server(('127.0.0.1', 0))\n"
+        "print(s.getsockname()[1], '\x1b', flush=True)\ninput()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        number = int(holder.stdout.readline().split()[0])
+        with pytest.raises(PortError) as caught:
+            port.listen("127.0.0.1", number)
+        holder.communicate(b"\n")
+    (line,) = [line for line in str(caught.value).splitlines() if f"held by pid {holder.pid}" in line]
+    assert "import socket\\ns = socket" in line
+    assert line.isprintable()
+
+
 @pytest.mark.parametrize(
     ("address", "words"),
     [("192.0.2.1", "not an address of this machine"), ("no.such.host.invalid", "does not resolve")],

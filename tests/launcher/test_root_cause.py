@@ -14,6 +14,7 @@ from phalanx.launcher.runs.root_cause import (
     afterwards,
     block,
     count,
+    failed_ranks,
     first_cause,
     in_words,
     left_alone,
@@ -23,7 +24,7 @@ from phalanx.launcher.runs.root_cause import (
     report_of,
     stopped_by_signal,
     summary,
-    with_other_nodes,
+    with_afterwards,
 )
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"
@@ -263,7 +264,7 @@ def test_the_block_has_all_that_is_known() -> None:
         device="gpu 2",
         error=error("OSError: disk\nsecond line", 2.0, frames=[["/t.py", 4, "load", "read()"]]),
     )
-    text = with_other_nodes(block(death, tail=["epoch 1"], folder="/runs/x/5"), failed=2, lost_peer=[7, 1, 2])
+    text = with_afterwards(block(death, tail=["epoch 1"], folder="/runs/x/5"), ["afterwards: rank 1 lost the peer"])
     assert text.splitlines() == [
         "rank 5 (gpu 2) failed: OSError: disk",
         "    second line",
@@ -271,8 +272,7 @@ def test_the_block_has_all_that_is_known() -> None:
         "      read()",
         "  its last lines:",
         "    epoch 1",
-        "  afterwards: ranks 1, 2, 7 on other nodes lost the peer",
-        "  afterwards: 2 ranks failed on other nodes",
+        "  afterwards: rank 1 lost the peer",
         "  all of its output: /runs/x/5",
     ]
 
@@ -329,13 +329,25 @@ def test_what_became_of_the_others_is_told_in_one_line_per_kind() -> None:
         ProcessFailure(7, -15, 3.2, stopped=True),
         ProcessFailure(8, 9, 3.2),
     ]
-    assert afterwards(cause, deaths) == [
+    assert afterwards(cause, failed_ranks(deaths)) == [
         "afterwards: rank 5 failed in the same way",
         "afterwards: rank 6 failed: KeyError: 1",
         "afterwards: rank 8 failed: exit code 9",
         "afterwards: ranks 0, 2-4 lost the peer",
     ]
-    assert afterwards(cause, [cause]) == []
+    assert afterwards(cause, failed_ranks([cause])) == []
+
+
+def test_failures_that_are_all_different_are_counted() -> None:
+    cause = ProcessFailure(0, 1, 3.0, error=traced("ValueError: x", "/w/a.py"))
+    others = [ProcessFailure(rank, 1, 3.1, error=traced(f"Error{rank}: y", "/w/a.py")) for rank in range(1, 100)]
+    kinds = failed_ranks([cause, *others])
+    assert len(kinds) < 20
+    assert sorted(rank for kind in kinds for rank in kind.ranks) == list(range(100))
+    lines = afterwards(cause, kinds)
+    assert len(lines) == 5
+    assert lines[0] == "afterwards: rank 1 failed: Error1: y"
+    assert lines[-1] == "afterwards: 95 more failed in other ways"
 
 
 def test_where_a_script_called_exit() -> None:
@@ -376,6 +388,7 @@ def test_a_usage_error_is_told_with_the_usage() -> None:
         ("ModuleNotFoundError: No module named 'x'", True, True),
         ("SyntaxError: invalid syntax", True, True),
         ("NameError: name 'x' is not defined", True, True),
+        ("OptionError: precision=x", True, True),
         ("ValueError: x", False, True),
         (LOST, False, False),
         (TIMEOUT, False, False),

@@ -123,6 +123,13 @@ def test_an_error_of_the_script_is_not_retried() -> None:
     # After committed steps, or hours of a script that does not report them, an import may fail by chance.
     assert decide([], replace(bad, step=9), RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
     assert decide([], replace(bad, lived=HOUR), RestartPolicy(3), able=False).way is RecoveryAction.RESTART
+    # On a second rank, or in a second try, it is no chance.
+    late = replace(bad, step=9)
+    for again in (replace(late, time=10.1, together=True), replace(late, time=12.0)):
+        stopped = decide([late], again, RestartPolicy(None), able=True)
+        assert stopped.way is RecoveryAction.STOP
+        assert stopped.why == "not retrying: the same error in the script or its arguments twice, with no progress"
+        assert decide([late], replace(again, step=10), RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
 
 
 def test_a_complete_training_is_not_repeated_because_its_last_checkpoint_is_missing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,27 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[phalanx.Run
 def test_a_loss(run: phalanx.Run, loss: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run.backward(loss)
+
+
+def test_a_number_of_epochs(run: phalanx.Run) -> None:
+    for wrong in ("2", 2.0, None, [1, 2]):
+        with pytest.raises(
+            UsageError, match=r"epochs\(\) was given .*, expected a number of epochs\n.*run.epochs\(10\)"
+        ):
+            list(run.epochs(wrong))  # type: ignore[arg-type]
+    assert list(run.epochs(numpy.int64(2))) == [0, 1]
+
+
+def test_the_loss_of_a_step_can_be_given_by_position(run: phalanx.Run, tmp_path: Path) -> None:
+    run.folder = str(tmp_path)
+    model = nn.Linear(1, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for loss in (0.5, numpy.float32(0.25), torch.tensor(0.125)):
+        run.backward(model(torch.ones(1, 1)).mean())
+        run.step(opt, loss, lr=0.1)
+    run.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["loss"], line["lr"]) for line in lines] == [(0.5, 0.1), (0.25, 0.1), (0.125, 0.1)]
 
 
 def test_a_step(run: phalanx.Run) -> None:

@@ -240,3 +240,29 @@ def test_the_best_by_an_evaluation_is_kept_and_values_are_resumed(tmp_path: Path
         (16, 0.8),
         (20, 0.95),
     ]
+
+
+def test_a_default_before_the_loop_does_not_replace_what_was_restored(tmp_path: Path) -> None:
+    """In any call of `run.keep`; in the loop, it is a new value."""
+
+    def train(epochs: int) -> list[dict[str, Any]]:
+        seen = []
+        with alone(tmp_path) as run:
+            model = nn.Linear(2, 1)
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.checkpoints(tmp_path / "kept", every=1000)
+            run.keep(best=0.0)
+            run.keep(model, opt)
+            run.keep(count=0, added=epochs)
+            seen.append(dict(run.state))
+            for epoch in run.epochs(epochs):
+                run.keep(count=run.state["count"] + 1, best=epoch / 10)
+                run.backward(model(torch.ones(1, 2)).mean())
+                run.step(opt)
+            run._finish()
+            return [*seen, dict(run.state)]
+
+    assert train(2) == [{"best": 0.0, "count": 0, "added": 2}, {"best": 0.1, "count": 2, "added": 2}]
+    before, after = train(4)
+    assert before == {"best": 0.1, "count": 2, "added": 2}
+    assert (after["best"], after["added"]) == (0.3, 2)

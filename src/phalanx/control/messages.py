@@ -304,13 +304,22 @@ class FailureReport(Message, frozen=True, kw_only=True, tag="failure-report"):
     blame: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()
 
 
+class FailedRanks(Message, frozen=True, kw_only=True, tag="failed-ranks"):
+    """Ranks of one node that failed in the same way."""
+
+    place: Text = ""  # what failed and where, equal for the same failure; empty: not known
+    text: Text = ""  # the failure in words
+    lost_peer: bool = False  # because another rank had failed
+    late: bool = False  # after they were told to stop
+    ranks: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()
+
+
 class AttemptEnded(Message, frozen=True, kw_only=True, tag="attempt-ended"):
     """All workers of a member have ended."""
 
     attempt: Count
     failed: Count = 0
-    not_stopped: Count = 0  # of those, the ones that failed by themselves
-    lost_peer: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()  # ranks that failed because another did
+    kinds: Annotated[tuple[FailedRanks, ...], Meta(max_length=64)] = ()  # those that were not just stopped
     first: FailureReport | None = None  # the first cause among its own
     trouble: Text = ""  # it ended for a reason that is no worker's
     left: Text = ""  # processes that its workers left running, and what will be done about them

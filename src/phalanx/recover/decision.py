@@ -82,6 +82,9 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
         return RecoveryDecision(RecoveryAction.STOP, used, "not retrying: --on-nan has stopped the training")
     if fault.hope == "none" and fault.before_first_step and fault.lived < SOON:
         return RecoveryDecision(RecoveryAction.STOP, used, "not retrying: an error in the script or its arguments")
+    if fault.hope == "none" and any(_same(each, fault) for each in past):
+        why = "not retrying: the same error in the script or its arguments twice, with no progress"
+        return RecoveryDecision(RecoveryAction.STOP, used, why)
     if able and fails_again(past, fault):
         why = "not retrying: the same error twice, before the first step was committed"
         return RecoveryDecision(RecoveryAction.STOP, used, why)

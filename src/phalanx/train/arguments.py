@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -43,6 +44,14 @@ def check_loss(loss: object) -> None:
             ],
             fix="loss = loss_fn(ddp(x), y), outside of torch.no_grad()",
         )
+
+
+def check_epochs(count: Any) -> int:
+    """Return the number of epochs, or raise."""
+    try:
+        return operator.index(count)
+    except TypeError:
+        raise UsageError(f"epochs() was given {count!r}, expected a number of epochs", fix="run.epochs(10)") from None
 
 
 def check_step(opt: Any, clip: object, scheduler: object) -> None:

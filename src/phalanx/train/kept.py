@@ -45,7 +45,7 @@ class KeptObjects:
             )
         if twice := (objects.keys() | self.objects.keys()) & values.keys():
             raise UsageError(f'"{min(twice)}" is the name of an object that is kept', fix="choose another name")
-        self.values.update(values)
+        self.values.give(values)
         self.objects = objects or self.objects
         self.adopt()
         return bool(objects)

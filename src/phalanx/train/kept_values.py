@@ -29,6 +29,7 @@ class KeptValues(MutableMapping[str, Any]):
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._committed: dict[str, Any] = {}
+        self._restored: set[str] = set()  # names of values that a default does not replace
         self._stepped = False
 
     def __getitem__(self, name: str) -> Any:
@@ -54,10 +55,15 @@ class KeptValues(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return f"run.state: {self._values!r}"
 
+    def give(self, values: Mapping[str, Any]) -> None:
+        """Take what `run.keep` was given: new values in the loop, and defaults before it, which restored values replace."""
+        self.update({name: value for name, value in values.items() if name not in self._restored})
+
     def commit(self, *, stepped: bool = False) -> None:
         """Remember the values as they are now: what has set them is not repeated after a failure. `stepped`: a step is
         committed, and the script may set more for it until it asks for the next batch."""
         self._stepped = stepped
+        self._restored = set()  # the loop has begun
         if self._values or self._committed:
             self._committed = {name: copied(value, name) for name, value in self._values.items()}
 
@@ -79,6 +85,7 @@ class KeptValues(MutableMapping[str, Any]):
         """Restore values. One that was not saved keeps its current value, which is the script's default."""
         self._values.update({str(name): _unpacked(value) for name, value in state.items()})
         self.commit()
+        self._restored = {str(name) for name in state}
 
     def replace(self, state: Mapping[str, Any]) -> None:
         """Restore values, and drop all others."""
@@ -148,7 +155,8 @@ def refusal(value: object, path: str) -> UsageError:
         "numpy.ndarray": f"run.state[{path!r}] = torch.from_numpy({path}), or {path}.tolist()",
         "torch.utils.data.dataloader.DataLoader": "data = run.loader(dataset, batch_size=…), which can be kept",
     }.get(kind, "give its class both methods, or keep a number or a string in its place")
-    return UsageError(f"{path} is a {kind}, which cannot be kept", details=details, fix=fix)
+    article = "an" if kind[:1].lower() in "aeiou" else "a"
+    return UsageError(f"{path} is {article} {kind}, which cannot be kept", details=details, fix=fix)
 
 
 def _is_numpy_scalar(value: object) -> bool:

@@ -15,7 +15,7 @@ from phalanx.contract.variables import ON_NAN
 from phalanx.errors import UsageError
 from phalanx.train import evaluation
 from phalanx.train.agreement import Agreement
-from phalanx.train.arguments import check_loss, check_model, check_step
+from phalanx.train.arguments import check_epochs, check_loss, check_model, check_step
 from phalanx.train.batch_reader import BatchReader
 from phalanx.train.checkpoint_schedule import CheckpointSchedule
 from phalanx.train.data.loader import Loader
@@ -330,7 +330,7 @@ class Run(StatefulRun):
 
         If all batches of that epoch are done, it is entered once more, for what the script does at its end.
         """
-        for epoch in self._reader.epochs(count, begun=self._epoch_begun):
+        for epoch in self._reader.epochs(check_epochs(count), begun=self._epoch_begun):
             yield epoch
             self._checkpoints.epoch_ended(self, epoch)
         self._kept.values.commit()
@@ -385,6 +385,7 @@ class Run(StatefulRun):
     def step(
         self,
         opt: Any,
+        loss: Any = None,
         *,
         clip: float | None = None,
         accumulate: int | None = None,
@@ -394,6 +395,7 @@ class Run(StatefulRun):
     ) -> OptimizerUpdate:
         """`run.step(opt, loss=loss)`: update, clear the gradients, and commit the step, its samples and its metrics.
 
+        loss        a metric, as any other; it can be given by position
         clip        maximum norm of the gradient, over the samples and shards of all ranks
         accumulate  micro-batches per update; the last one of an epoch always makes an update
         scheduler   a learning rate scheduler, stepped after every update
@@ -408,6 +410,8 @@ class Run(StatefulRun):
         Gradients that one loss leaves in the parameters of another optimizer are yours to clear: opt_d.zero_grad().
         """
         check_step(opt, clip, scheduler)
+        if loss is not None:
+            metrics = {"loss": loss, **metrics}
         self._halt_if_asked()  # for a script that does not use run.batches
         self._reader.check_weights()
         if not self._misuse.done:

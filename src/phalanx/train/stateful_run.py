@@ -47,8 +47,8 @@ class StatefulRun(WorkerProcessGroup):
         if it was that. Give all objects in one call, before or after `run.wrap`; a model and its wrapped module count
         as the same object. Objects without a name are called "model", "optimizer", "scheduler" and "loader".
 
-        A value in that call is the default for a new training. Read it as `run.state["best"]`; to set it later, write
-        `run.state["best"] = accuracy` or `run.keep(best=accuracy)`.
+        A value that is given before the loop is the default for a new training. Read it as `run.state["best"]`; to set
+        it in the loop, write `run.state["best"] = accuracy` or `run.keep(best=accuracy)`.
         """
         if not objects and not named:
             raise UsageError("keep() was given nothing to keep", fix="run.keep(model, opt, data)")

@@ -157,7 +157,7 @@ class AttemptLoop:
         if not group.workers.failed:
             return AttemptReport(group.number)
         deaths, block = group.failures.explain()
-        return AttemptReport(group.number, deaths, block, failed=root_cause.count(deaths))
+        return AttemptReport(group.number, deaths, block)
 
 
 def _succeeded(group: WorkerGroup) -> list[int]:

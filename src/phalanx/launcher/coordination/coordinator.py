@@ -32,15 +32,14 @@ class AttemptReport:
 
     attempt: int
     deaths: Sequence[root_cause.ProcessFailure] = ()
-    block: str = ""  # the message about the first of them
+    block: str = ""  # the message about the first of them, without what became of the others
     trouble: str = ""  # why it ended, if no worker is the cause
-    failed: int = 0  # workers that failed, not counting those that were stopped
     left: str = ""  # processes that workers left running, and what happens to them
 
     @property
-    def lost_peer(self) -> tuple[int, ...]:
-        """Return the ranks that failed because another one did."""
-        return tuple(sorted(death.rank for death in self.deaths if root_cause.gave_up(death)))
+    def kinds(self) -> tuple[messages.FailedRanks, ...]:
+        """The ranks that failed, by how they did."""
+        return root_cause.failed_ranks(self.deaths)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+from phalanx.contract.visible import visible_line
 from phalanx.errors import PortError
 
 
@@ -76,7 +77,8 @@ def _holder(port: int) -> str:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and tuple(connection.laddr)[1:2] == (port,) and connection.pid:
                 process = psutil.Process(connection.pid)
-                return f"held by pid {connection.pid} ({process.username()}): {' '.join(process.cmdline())[:120]}"
+                command = visible_line(" ".join(process.cmdline()))[:120]  # `python -c` has whole scripts there
+                return f"held by pid {connection.pid} ({process.username()}): {command}"
     except (psutil.Error, OSError):
         pass
     return "held by a process that this user may not see"

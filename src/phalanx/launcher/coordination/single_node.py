@@ -94,9 +94,10 @@ class SingleNodeCoordinator:
         if death is None:
             return RunResult(1)
         record_failure(self._folder, death, report.attempt)
+        text = root_cause.with_afterwards(report.block, root_cause.afterwards(death, report.kinds))
         if not self._restarts:
-            return RunResult(death.exit_code, self._recoveries.final_text(report.block))
-        return self._restart(report.attempt, report.block)
+            return RunResult(death.exit_code, self._recoveries.final_text(text))
+        return self._restart(report.attempt, text)
 
     def _restart(self, attempt: int, why: str) -> StartAttempt:
         self._agent.note(f"{why}\nphalanx: {self._recoveries.restarting()}", repeats=True)

@@ -149,8 +149,8 @@ def report(data: PostmortemData) -> str:
     if death is not None:
         folder = _place(record.folder, _last_attempt(data), death.rank)
         tail = [line for line in _text(os.path.join(folder, "stdout.log")).splitlines()[-5:] if line.strip()]
-        others = root_cause.afterwards(death, data.deaths)
-        lines.append(root_cause.block(death, tail=tail, folder=folder, others=others))
+        others = root_cause.afterwards(death, root_cause.failed_ranks(data.deaths))
+        lines.append(root_cause.with_afterwards(root_cause.block(death, tail=tail, folder=folder), others))
     elif failure is not None:
         lines += [failure.summary, "  on another node: see the part of the run there"]
     elif record.state == "killed":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.control.messages import FailedRanks
 from phalanx.diagnose import words
 from phalanx.diagnose.rules import timeouts
 from phalanx.errors import NonFiniteError
@@ -42,6 +43,7 @@ _PERMANENT = (
     "ImportError",
     "ModuleNotFoundError",
     "UsageError",
+    "OptionError",
     "NameError",
     "UnboundLocalError",
 )
@@ -49,6 +51,7 @@ USAGE = "usage error"  # how the report of a script begins that argparse has end
 _MOST_FRAMES = 12  # of the script
 _LONGEST = 300  # characters of a line
 _MOST = 4  # further lines of a message
+_MOST_KINDS = 16  # of failures on one node
 
 HUNG = "stalled: SIGKILL (--on-hang kill)"
 
@@ -128,39 +131,55 @@ def _raised_before(death: ProcessFailure) -> bool:
     return 0 < report.when <= death.stop_sent
 
 
-def with_other_nodes(block: str, *, failed: int, lost_peer: Sequence[int]) -> str:
-    """Insert what became of ranks on other nodes before the last line of a block.
+def failed_ranks(deaths: Sequence[ProcessFailure]) -> tuple[FailedRanks, ...]:
+    """Return the ranks that failed, grouped by what failed and where. Without those that ended because we stopped them.
 
-    `failed`: how many failed by themselves. `lost_peer`: which failed because another rank did.
+    Of failures that are all different, only some are named.
     """
-    more = [f"  afterwards: {words.who(sorted(lost_peer))} on other nodes lost the peer"] if lost_peer else []
-    if failed > 0:
-        more.append(f"  afterwards: {failed} rank{'s' if failed > 1 else ''} failed on other nodes")
-    *lines, last = block.split("\n")
-    return "\n".join([*lines, *more, last])
+    kinds: dict[tuple[str, str, bool, bool], list[int]] = {}
+    for death in deaths:
+        report = report_of(death)
+        if _obeyed(death) and not report.exception:
+            continue
+        lost = _lost_a_peer(report) or timeouts.timed_out(_said(report, death))
+        text = "" if lost else _short(report.exception or in_words(death.code))
+        key = (place(death)[:_LONGEST], text, lost, count([death]) == 0)
+        if len(kinds) >= _MOST_KINDS and key not in kinds:
+            key = ("", "other errors", lost, key[3])
+        kinds.setdefault(key, []).append(death.rank)
+    return tuple(
+        FailedRanks(place=where, text=text, lost_peer=lost, late=late, ranks=tuple(ranks))
+        for (where, text, lost, late), ranks in kinds.items()
+    )
 
 
-def afterwards(cause: ProcessFailure, deaths: Sequence[ProcessFailure]) -> list[str]:
-    """Return what became of the ranks that failed after the first one: one line per kind of failure."""
+def afterwards(cause: ProcessFailure, failed: Iterable[FailedRanks]) -> list[str]:
+    """Return what became of the ranks that failed after the first one, on any node: one line per kind of failure."""
+    where = place(cause)[:_LONGEST]
     same: list[int] = []
     lost: list[int] = []
     different: dict[str, list[int]] = {}
-    for death in deaths:
-        report = report_of(death)
-        if death.rank == cause.rank or (_obeyed(death) and not report.exception):
-            continue
-        if place(death) == place(cause) and place(cause):
-            same.append(death.rank)
-        elif _lost_a_peer(report) or timeouts.timed_out(_said(report, death)):
-            lost.append(death.rank)
-        elif count([death]):
-            different.setdefault(_short(report.exception or in_words(death.code)), []).append(death.rank)
-    lines = [f"{words.who(same)} failed in the same way"] if same else []
-    lines += [f"{words.who(ranks)} failed: {text}" for text, ranks in list(different.items())[:_MOST]]
+    for kind in failed:
+        ranks = [rank for rank in kind.ranks if rank != cause.rank]
+        if where and kind.place == where:
+            same += ranks
+        elif kind.lost_peer:
+            lost += ranks
+        elif ranks and not kind.late:
+            different[kind.text] = [*different.get(kind.text, ()), *ranks]
+    lines = [f"{words.who(sorted(same))} failed in the same way"] if same else []
+    lines += [f"{words.who(sorted(ranks))} failed: {text}" for text, ranks in list(different.items())[:_MOST]]
     if len(different) > _MOST:
         lines.append(f"{sum(map(len, list(different.values())[_MOST:]))} more failed in other ways")
-    lines += [f"{words.who(lost)} lost the peer"] if lost else []
+    lines += [f"{words.who(sorted(lost))} lost the peer"] if lost else []
     return [f"afterwards: {line}" for line in lines]
+
+
+def with_afterwards(block: str, lines: Sequence[str]) -> str:
+    """Insert the lines of `afterwards` before the last line of a block, which says where the output is."""
+    shown = block.split("\n")
+    end = max(len(shown) - 1, 1)
+    return "\n".join([*shown[:end], *(f"  {line}" for line in lines), *shown[end:]])
 
 
 def timeout(death: ProcessFailure) -> timeouts.Timeout | None:
@@ -313,13 +332,11 @@ def block(
     tail: Sequence[str],
     folder: str,
     means: Sequence[str] = (),
-    others: Sequence[str] = (),
     brief: bool = False,
 ) -> str:
     """Return the explanation of the first cause that the user reads at the end.
 
-    `means` are further lines of explanation; `others` say what became of the other ranks. `brief`: the console shows
-    the traceback of this rank.
+    `means` are further lines of explanation. `brief`: the console shows the traceback of this rank.
     """
     report = report_of(death)
     lines = [summary(death), *(f"  {line}" for line in (*death.blame[1:], *means))]
@@ -344,7 +361,6 @@ def block(
     if last and not brief:
         lines.append("  its last lines:")
         lines.extend(f"    {line}" for line in last)
-    lines += (f"  {line}" for line in others)
     lines.append(f"  all of its output: {folder}")
     return "\n".join(lines)
 

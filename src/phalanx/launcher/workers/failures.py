@@ -55,7 +55,7 @@ class Failures:
         }
 
     def explain(self) -> tuple[list[root_cause.ProcessFailure], str]:
-        """Return all failures and the message about the first."""
+        """Return all failures and the message about the first, without what became of the others."""
         failed, workers = self._workers.failed, self._workers.values()
         deaths = [self.process_failure(worker) for worker in failed]
         death = root_cause.first_cause(deaths)
@@ -71,7 +71,6 @@ class Failures:
             tail=tail,
             folder=worker.folder,
             means=means,
-            others=root_cause.afterwards(death, deaths),
             brief=shown == "whole" and len(workers) == 1,
         )
 

@@ -24,7 +24,7 @@ NO_GRADIENT = (
 )
 NOT_KEPT = (
     "run.keep was not called, so the training starts again from the beginning when a rank dies: "
-    "run.keep(model=model, opt=opt, data=data) before the loop"
+    "run.keep(model, opt, data) before the loop"
 )
 NOT_COMMITTED = (
     "opt.step() updates this rank and commits nothing: no progress, no checkpoints, and batches are read again after a "

@@ -27,7 +27,7 @@ NOT_WRAPPED = (
     "ddp = run.wrap(model), and then ddp(x) in place of model(x)"
 )
 NOT_DIVIDED = (
-    "every rank reads all samples of this DataLoader, so {ranks} ranks do the same work: "
+    "every rank reads all samples of the DataLoader in run.batches, so {ranks} ranks do the same work: "
     "run.loader(dataset, batch_size={batch}{shuffle}) in place of the DataLoader"
 )
 Found = tuple[str, str]  # a subject and a text

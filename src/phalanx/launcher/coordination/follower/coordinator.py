@@ -175,8 +175,7 @@ class FollowerCoordinator:
             messages.AttemptEnded(
                 attempt=report.attempt,
                 failed=len(report.deaths),
-                not_stopped=report.failed,
-                lost_peer=report.lost_peer,
+                kinds=report.kinds,
                 first=_first(report),
                 trouble=report.trouble[:_LONGEST],
                 left=report.left[:_LONGEST],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from phalanx.control import messages
@@ -122,16 +122,21 @@ class AttemptResults:
 
     def _failures(self, report: AttemptReport) -> tuple[list[root_cause.ProcessFailure], dict[int, str]]:
         """Return the first failure of each node, by this node's clock, and the message about each rank."""
+        kinds = [*report.kinds, *(kind for each in self._reports.values() for kind in each.kinds)]
+        failures: list[root_cause.ProcessFailure] = []
+        blocks: dict[int, str] = {}
+
+        def add(failure: root_cause.ProcessFailure, block: str, where: str = "") -> None:
+            failures.append(failure)
+            blocks[failure.rank] = root_cause.with_afterwards(block, root_cause.afterwards(failure, kinds)) + where
+
         own = root_cause.first_cause(report.deaths)
-        failures = [own] if own is not None else []
-        blocks = {failure.rank: _with_other_nodes(report.block, self._reports.values()) for failure in failures}
-        here = messages.AttemptEnded(attempt=report.attempt, not_stopped=report.failed, lost_peer=report.lost_peer)
+        if own is not None:
+            add(own, report.block)
         for member, each in self._reports.items():
             if each.first is not None:
-                failures.append(process_failure(each.first, self._members.skew(member)))
-                others = [here, *(other for node, other in self._reports.items() if node != member)]
-                block = _with_other_nodes(each.first.block, others)
-                blocks[each.first.rank] = f"{block}\n  on {self._members.name(member)}"
+                first = process_failure(each.first, self._members.skew(member))
+                add(first, each.first.block, f"\n  on {self._members.name(member)}")
         return failures, blocks
 
 
@@ -148,13 +153,4 @@ def process_failure(report: messages.FailureReport, skew: float) -> root_cause.P
         memory=report.memory,
         skew=skew,
         blame=report.blame,
-    )
-
-
-def _with_other_nodes(block: str, others: Iterable[messages.AttemptEnded]) -> str:
-    """Add what became of the ranks of other nodes to the message about a failure."""
-    others = tuple(others)
-    failed = sum(max(each.not_stopped - len(each.lost_peer), 0) for each in others)
-    return root_cause.with_other_nodes(
-        block, failed=failed, lost_peer=[rank for each in others for rank in each.lost_peer]
     )
