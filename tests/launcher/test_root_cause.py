@@ -9,21 +9,17 @@ from dataclasses import replace
 import pytest
 
 from phalanx.launcher.output.tracebacks import read_traceback
+from phalanx.launcher.runs.failure_report import afterwards, block, left_alone, summary, with_other_nodes
 from phalanx.launcher.runs.root_cause import (
     ProcessFailure,
-    afterwards,
-    block,
     count,
     first_cause,
     in_words,
-    left_alone,
     lost,
     permanent,
     raised,
     report_of,
     stopped_by_signal,
-    summary,
-    with_other_nodes,
 )
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"

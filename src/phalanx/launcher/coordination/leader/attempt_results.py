@@ -12,7 +12,7 @@ from phalanx.control import messages
 from phalanx.control.leader.members import Members
 from phalanx.launcher.coordination.coordinator import AgentProxy, AttemptReport, RunResult, record_failure
 from phalanx.launcher.coordination.recoveries import Recoveries
-from phalanx.launcher.runs import root_cause
+from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 
 
@@ -155,6 +155,6 @@ def _with_other_nodes(block: str, others: Iterable[messages.AttemptEnded]) -> st
     """Add what became of the ranks of other nodes to the message about a failure."""
     others = tuple(others)
     failed = sum(max(each.not_stopped - len(each.lost_peer), 0) for each in others)
-    return root_cause.with_other_nodes(
+    return failure_report.with_other_nodes(
         block, failed=failed, lost_peer=[rank for each in others for rank in each.lost_peer]
     )
