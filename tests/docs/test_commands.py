@@ -131,7 +131,12 @@ def test_pods_find_each_other(folder: Path) -> None:
 def test_the_scripts_of_the_tutorial_learn(folder: Path) -> None:
     """The accuracies that the pages show; with phalanx the same for any number of ranks."""
     line = re.compile(r"epoch \d: ([\d.]+)% of the test digits are correct")
-    commands = ("python alone.py", "phalanx run -g 2 --cpu ddp.py", "phalanx run -g 2 --cpu train.py", "python train.py")
+    commands = (
+        "python alone.py",
+        "phalanx run -g 2 --cpu ddp.py",
+        "phalanx run -g 2 --cpu train.py",
+        "python train.py",
+    )
     alone, ddp, two, one = (line.findall(shell(folder, command)) for command in commands)
     assert len(alone) == len(ddp) == len(two) == 8
     assert min(float(last) for *_, last in (alone, ddp, two)) > 90

@@ -20,7 +20,7 @@ SYSTEM_FIXTURES = {"lab", "_lab", "ssh", "slurm"}
 SYSTEM_FILES = (
     *("e2e/test_mpi.py", "e2e/test_browser.py", "e2e/test_page.py", "e2e/test_compat.py"),
     *("bench/test_browser.py", "watch/test_page.py", "watch/test_runs_page.py"),
-    *("collectives/test_suite.py", "collectives/test_mpi.py", "collectives/test_native.py", "faithful/"),
+    *("collectives/test_suite.py", "collectives/test_mpi.py", "collectives/native/", "faithful/"),
 )
 REAL_RUNS = "e2e/"
 MARKERS = (

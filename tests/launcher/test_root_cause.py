@@ -9,22 +9,24 @@ from dataclasses import replace
 import pytest
 
 from phalanx.launcher.output.tracebacks import read_traceback
-from phalanx.launcher.runs.root_cause import (
-    ProcessFailure,
+from phalanx.launcher.runs.failure_report import (
     afterwards,
     block,
-    count,
     failed_ranks,
+    left_alone,
+    summary,
+    with_afterwards,
+)
+from phalanx.launcher.runs.root_cause import (
+    ProcessFailure,
+    count,
     first_cause,
     in_words,
-    left_alone,
     lost,
     permanent,
     raised,
     report_of,
     stopped_by_signal,
-    summary,
-    with_afterwards,
 )
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"

@@ -11,7 +11,7 @@ import sys
 import msgspec
 import pytest
 
-from phalanx.cli.hosts import _options_of
+from phalanx.cli.host_specs import options_of
 from phalanx.cli.options import RunOptions, parse_run
 from phalanx.cluster.sources.hosts import parse_hosts
 from phalanx.errors import JoinError
@@ -99,7 +99,7 @@ def test_options_survive_the_way(words: tuple[str, ...]) -> None:
     options = parse_run(["--hosts", "a:2,b:0-1,3", *words], {})
     hosts = options.nodes.hosts
     assert hosts is not None
-    own = _options_of(options, hosts, 1, near=False, run_id="run-1")
+    own = options_of(options, hosts, 1, near=False, run_id="run-1")
     base = NodeSpec(
         node=1,
         nodes=2,
@@ -128,7 +128,7 @@ def test_options_survive_the_way(words: tuple[str, ...]) -> None:
 def test_each_host_gets_its_own_share() -> None:
     options = parse_run(["--hosts", "a:8,b:2,c", "--no-auth", "--token-file", "t", "train.py"], {})
     assert options.nodes.hosts is not None
-    mine = [_options_of(options, options.nodes.hosts, node, near=node == 0) for node in range(3)]
+    mine = [options_of(options, options.nodes.hosts, node, near=node == 0) for node in range(3)]
     assert [own.workers.count for own in mine] == [8, 2, None]
     assert [own.script.stdin_rank for own in mine] == [0, None, None]
     assert not any(own.rendezvous.no_auth or own.rendezvous.token_file for own in mine)

@@ -10,7 +10,7 @@ import pytest
 from phalanx.errors import ScriptError
 from phalanx.lint.inspection import inspect, inspect_all
 from tests.kit.cli import phalanx
-from tests.lint.snippets import BAD, script
+from tests.lint.snippets.scripts import BAD, script
 
 ROOT = Path(__file__).parents[2]
 WRONG = script(BAD["rank-collective"]["under a condition"])

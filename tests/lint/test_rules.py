@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.lint.inspection import RULES, inspect
-from tests.lint.snippets import BAD, BAD_WHOLE, GOOD, GOOD_WHOLE, script, whole
+from tests.lint.snippets.scripts import BAD, GOOD, script, whole
+from tests.lint.snippets.whole import BAD_WHOLE, GOOD_WHOLE
 
 WRONG = [
     *(pytest.param(r, script(s), id=f"{r}: {t}") for r, cases in BAD.items() for t, s in cases.items()),

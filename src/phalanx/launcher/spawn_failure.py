@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.diagnose import words
 from phalanx.errors import LaunchError, RankError
 from phalanx.launcher import cells
-from phalanx.launcher.runs import root_cause
+from phalanx.launcher.runs import failure_report, root_cause
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def error(failures: Sequence[SpawnFailure], world: int) -> RankError:
         f"rank {first.rank} of {world}: {first.text}",
         rank=first.rank,
         traceback=first.traceback,
-        details=[*map(cells.named, root_cause.script_lines(first.traceback)), *_afterwards(first, others)],
+        details=[*map(cells.named, failure_report.script_lines(first.traceback)), *_afterwards(first, others)],
         fix=first.fix,
     )
     if first.exception:

@@ -21,7 +21,7 @@ from phalanx.control import messages
 from phalanx.launcher.actions import Action, StartAttempt
 from phalanx.launcher.ipc.node_rpc import RpcCarrier
 from phalanx.launcher.output.log_forwarder import LogForwarder
-from phalanx.launcher.runs import root_cause
+from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import WorkerFailure
 
@@ -39,7 +39,7 @@ class AttemptReport:
     @property
     def kinds(self) -> tuple[messages.FailedRanks, ...]:
         """The ranks that failed, by how they did."""
-        return root_cause.failed_ranks(self.deaths)
+        return failure_report.failed_ranks(self.deaths)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def record_failure(folder: RunFolder, death: root_cause.ProcessFailure, attempt:
         events.WorkerFailed(
             time=time.time(),
             rank=death.rank,
-            summary=root_cause.summary(death),
+            summary=failure_report.summary(death),
             code=death.exit_code,
             attempt=attempt,
             blame=tuple(death.blame),

@@ -15,7 +15,7 @@ from phalanx.launcher.coordination.preemption import Preemption, PreemptionActio
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.plan import Plan
-from phalanx.launcher.runs import root_cause
+from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
@@ -94,7 +94,7 @@ class SingleNodeCoordinator:
         if death is None:
             return RunResult(1)
         record_failure(self._folder, death, report.attempt)
-        text = root_cause.with_afterwards(report.block, root_cause.afterwards(death, report.kinds))
+        text = failure_report.with_afterwards(report.block, failure_report.afterwards(death, report.kinds))
         if not self._restarts:
             return RunResult(death.exit_code, self._recoveries.final_text(text))
         return self._restart(report.attempt, text)

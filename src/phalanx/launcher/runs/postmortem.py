@@ -13,7 +13,7 @@ import msgspec
 from phalanx.contract import events
 from phalanx.contract.exit_codes import stopped_by
 from phalanx.diagnose.verdict import Verdict
-from phalanx.launcher.runs import root_cause
+from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.runs.run_folder import RunRecord
 
 _TAIL = 1 << 16  # bytes read from the end of a log
@@ -124,7 +124,7 @@ def first(data: PostmortemData) -> str:
     if failure is not None:
         return failure.summary
     death = _first_cause(data)
-    return root_cause.summary(death) if death is not None else ""
+    return failure_report.summary(death) if death is not None else ""
 
 
 def _first_cause(data: PostmortemData) -> root_cause.ProcessFailure | None:
@@ -149,8 +149,8 @@ def report(data: PostmortemData) -> str:
     if death is not None:
         folder = _place(record.folder, _last_attempt(data), death.rank)
         tail = [line for line in _text(os.path.join(folder, "stdout.log")).splitlines()[-5:] if line.strip()]
-        others = root_cause.afterwards(death, root_cause.failed_ranks(data.deaths))
-        lines.append(root_cause.with_afterwards(root_cause.block(death, tail=tail, folder=folder), others))
+        others = failure_report.afterwards(death, failure_report.failed_ranks(data.deaths))
+        lines.append(failure_report.with_afterwards(failure_report.block(death, tail=tail, folder=folder), others))
     elif failure is not None:
         lines += [failure.summary, "  on another node: see the part of the run there"]
     elif record.state == "killed":

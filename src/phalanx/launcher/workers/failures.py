@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from phalanx.launcher.evidence import mismatch
 from phalanx.launcher.output.capture import OutputCapture
-from phalanx.launcher.runs import root_cause
+from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.workers.worker import Worker, WorkerFailure
 from phalanx.launcher.workers.workers import Workers
 from phalanx.recover.decision import Hope
@@ -44,7 +44,7 @@ class Failures:
             stop_sent=worker.exit.stop_sent,
             blame=worker.exit.blame,
         )
-        return death if death.blame else replace(death, blame=root_cause.left_alone(death, self._gone(worker)))
+        return death if death.blame else replace(death, blame=failure_report.left_alone(death, self._gone(worker)))
 
     def _gone(self, worker: Worker) -> dict[int, bool]:
         """Return the ranks that had exited without an error before this worker failed, and whether in mid-training."""
@@ -66,7 +66,7 @@ class Failures:
         tail = [line for line in self._output.tail(death.rank, "stdout", 5) if line.strip()] if shown == "no" else []
         mismatches = {one.seat.rank: one.exit.mismatch for one in workers if one.exit.mismatch is not None}
         means = mismatch.words(mismatches) if root_cause.differs(death) else ()
-        return deaths, root_cause.block(
+        return deaths, failure_report.block(
             death,
             tail=tail,
             folder=worker.folder,
@@ -78,12 +78,12 @@ class Failures:
         """Return the failure of one worker."""
         death = self.process_failure(worker)
         return self._make(
-            root_cause.summary(death),
+            failure_report.summary(death),
             [worker],
             root_cause.place(death),
             worker.membership.entered,
             hope="over" if worker.exit.unsaved else _hope(death),
-            frames=() if self._output.shown(worker.seat.rank) == "whole" else root_cause.frames(death),
+            frames=() if self._output.shown(worker.seat.rank) == "whole" else failure_report.frames(death),
         )
 
     def of_all(self, reason: str, place: str) -> WorkerFailure:

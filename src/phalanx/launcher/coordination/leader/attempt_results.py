@@ -12,7 +12,7 @@ from phalanx.control import messages
 from phalanx.control.leader.members import Members
 from phalanx.launcher.coordination.coordinator import AgentProxy, AttemptReport, RunResult, record_failure
 from phalanx.launcher.coordination.recoveries import Recoveries
-from phalanx.launcher.runs import root_cause
+from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 
 
@@ -128,7 +128,9 @@ class AttemptResults:
 
         def add(failure: root_cause.ProcessFailure, block: str, where: str = "") -> None:
             failures.append(failure)
-            blocks[failure.rank] = root_cause.with_afterwards(block, root_cause.afterwards(failure, kinds)) + where
+            blocks[failure.rank] = (
+                failure_report.with_afterwards(block, failure_report.afterwards(failure, kinds)) + where
+            )
 
         own = root_cause.first_cause(report.deaths)
         if own is not None:

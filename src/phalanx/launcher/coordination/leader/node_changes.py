@@ -19,7 +19,7 @@ from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.node_commands import NodeCommands
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
 from phalanx.launcher.coordination.recoveries import Recoveries
-from phalanx.launcher.runs import root_cause
+from phalanx.launcher.runs import failure_report
 from phalanx.launcher.workers.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
@@ -167,7 +167,7 @@ class NodeChanges:
         text, code = why, 1
         if first is not None:
             failure = process_failure(first, self._members.skew(member))
-            text = root_cause.with_afterwards(first.block, root_cause.afterwards(failure, report.kinds))
+            text = failure_report.with_afterwards(first.block, failure_report.afterwards(failure, report.kinds))
             code = failure.exit_code
         self._agent.note(f"{self._members.name(member)} was dismissed: {text}")
         end = f"{text}\n  this node was dismissed, and the others continue without it"

@@ -1,0 +1,269 @@
+"""Explains a failure in words: one line, or the block of text that the user reads at the end. Pure functions."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+
+from phalanx.control.messages import FailedRanks
+from phalanx.diagnose import words
+from phalanx.diagnose.rules import timeouts
+from phalanx.launcher.output import tracebacks
+from phalanx.launcher.output.tracebacks import Line, TracebackReport
+from phalanx.launcher.runs.root_cause import (
+    USAGE,
+    ProcessFailure,
+    count,
+    differs,
+    failure_message,
+    in_words,
+    lost,
+    lost_a_peer,
+    obeyed,
+    place,
+    report_of,
+    reports_lost_loader,
+    reports_lost_peer,
+    timeout,
+)
+
+_IN_USE = re.compile(r"failed to listen on any local network address.*?port: (\d+).*EADDRINUSE")
+_MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, if sizes differ
+_NO_MESSAGE = re.compile(r"Exception raised from |^frame #\d+|^(Original )?Traceback |^C\+\+ CapturedTraceback")
+_PACKAGES = re.compile(r"^.*/(?:site-packages|dist-packages|python3(?:\.\d+)?|src)/")
+_MOST_FRAMES = 12  # of the script
+_LONGEST = 300  # characters of a line
+_MOST = 4  # further lines of a message
+_MOST_KINDS = 16  # of failures on one node
+_ADVICE = {
+    signal.SIGSEGV: "a crash in native code; run with PYTHONFAULTHANDLER=1 to see the Python line",
+    signal.SIGABRT: "native code aborted; see its last lines below",
+    signal.SIGBUS: "a mapped file shrank, or /dev/shm is full",
+    signal.SIGILL: "an instruction that this processor does not support",
+}
+
+
+def summary(death: ProcessFailure) -> str:
+    """Return rank and reason in one line."""
+    if death.blame:
+        return death.blame[0]
+    report = report_of(death)
+    memory = f", {death.memory}" if death.memory and not report.exception else ""
+    return f"{_who(death)} failed: {_short(report.exception or in_words(death.code))}{memory}"
+
+
+def block(
+    death: ProcessFailure,
+    *,
+    tail: Sequence[str],
+    folder: str,
+    means: Sequence[str] = (),
+    brief: bool = False,
+) -> str:
+    """Return the explanation of the first cause that the user reads at the end.
+
+    `means` are further lines of explanation. `brief`: the console shows the traceback of this rank.
+    """
+    report = report_of(death)
+    lines = [summary(death), *(f"  {line}" for line in (*death.blame[1:], *means))]
+    if death.blame:
+        what = "timed out" if timeout(death) is not None or not reports_lost_peer(report) else "lost the peer"
+        lines.append(f"  {_who(death)} {what}: {_short(report.exception or in_words(death.code))}")
+    if report.exception and not brief and not (death.blame and reports_lost_peer(report)):
+        lines += _more(death, report)
+    said = report.kind == "SystemExit" or (report.in_words and death.code == report.code)
+    if report.exception and not said and death.code != 1:
+        lines.append(f"  ended with {in_words(death.code)}")
+    usage = report.exception.startswith(f"{USAGE}: ")  # the message of argparse is enough, if it is shown
+    if not brief or not death.error or (report.kind == "SystemExit" and not usage):  # no traceback says where
+        lines += _frames(report, only_own=bool(death.blame))
+        if report.root is not None:
+            lines.append(f"  {report.root.link}: {_short(report.root.exception)}")
+            lines += (f"  {line}" for line in _placed([report.root.place] if report.root.place else ()))
+    lines += _explained(death, report)
+    if any(_MISMATCH in line for line in (report.exception, *death.stderr)):
+        lines.append("  ranks called different collectives, or with different sizes: --check-collectives shows where")
+    last = [*tail, *([] if report.exception else death.stderr[-10:])]  # otherwise stderr is the traceback shown above
+    if last and not brief:
+        lines.append("  its last lines:")
+        lines.extend(f"    {line}" for line in last)
+    lines.append(f"  all of its output: {folder}")
+    return "\n".join(lines)
+
+
+def failed_ranks(deaths: Sequence[ProcessFailure]) -> tuple[FailedRanks, ...]:
+    """Return the ranks that failed, grouped by what failed and where. Without those that ended because we stopped them.
+
+    Of failures that are all different, only some are named.
+    """
+    kinds: dict[tuple[str, str, bool, bool], list[int]] = {}
+    for death in deaths:
+        report = report_of(death)
+        if obeyed(death) and not report.exception:
+            continue
+        lost = reports_lost_peer(report) or timeouts.timed_out(failure_message(report, death))
+        text = "" if lost else _short(report.exception or in_words(death.code))
+        key = (place(death)[:_LONGEST], text, lost, count([death]) == 0)
+        if len(kinds) >= _MOST_KINDS and key not in kinds:
+            key = ("", "other errors", lost, key[3])
+        kinds.setdefault(key, []).append(death.rank)
+    return tuple(
+        FailedRanks(place=where, text=text, lost_peer=lost, late=late, ranks=tuple(ranks))
+        for (where, text, lost, late), ranks in kinds.items()
+    )
+
+
+def afterwards(cause: ProcessFailure, failed: Iterable[FailedRanks]) -> list[str]:
+    """Return what became of the ranks that failed after the first one, on any node: one line per kind of failure."""
+    where = place(cause)[:_LONGEST]
+    same: list[int] = []
+    lost: list[int] = []
+    different: dict[str, list[int]] = {}
+    for kind in failed:
+        ranks = [rank for rank in kind.ranks if rank != cause.rank]
+        if where and kind.place == where:
+            same += ranks
+        elif kind.lost_peer:
+            lost += ranks
+        elif ranks and not kind.late:
+            different[kind.text] = [*different.get(kind.text, ()), *ranks]
+    lines = [f"{words.who(sorted(same))} failed in the same way"] if same else []
+    lines += [f"{words.who(sorted(ranks))} failed: {text}" for text, ranks in list(different.items())[:_MOST]]
+    if len(different) > _MOST:
+        lines.append(f"{sum(map(len, list(different.values())[_MOST:]))} more failed in other ways")
+    lines += [f"{words.who(sorted(lost))} lost the peer"] if lost else []
+    return [f"afterwards: {line}" for line in lines]
+
+
+def with_afterwards(block: str, lines: Sequence[str]) -> str:
+    """Insert the lines of `afterwards` before the last line of a block, which says where the output is."""
+    shown = block.split("\n")
+    end = max(len(shown) - 1, 1)
+    return "\n".join([*shown[:end], *(f"  {line}" for line in lines), *shown[end:]])
+
+
+def left_alone(death: ProcessFailure, gone: Mapping[int, bool]) -> list[str]:
+    """Return lines that blame ranks which exited without an error, if the worker failed because it lost one of them.
+
+    `gone`: all ranks that had exited with exit code 0, and whether they are known to have done so during the training.
+    """
+    named = lost(death)
+    ranks = sorted(gone.keys() & named if named else gone)
+    if not ranks or not lost_a_peer(death):
+        return []
+    when = " in the middle of the training" if all(gone[rank] for rank in ranks) else ""
+    return [
+        f"{words.who(ranks)} exited{when}, with exit code 0, while {_who(death)} still needed {_it(ranks)}",
+        "uneven data, an early return, or sys.exit() on some ranks only?",
+    ]
+
+
+def script_lines(traceback: str) -> list[str]:
+    """Return a traceback in a few lines: the script's frames, others folded, and the first exception of a chain."""
+    report = tracebacks.read_traceback(traceback.splitlines())
+    lines = _frames(report, only_own=False)
+    if report.root is not None:
+        lines.append(f"  {report.root.link}: {_short(report.root.exception)}")
+        lines += (f"  {line}" for line in _placed([report.root.place] if report.root.place else ()))
+    return [line.removeprefix("  ") for line in lines]
+
+
+def frames(death: ProcessFailure) -> tuple[str, ...]:
+    """Return lines about where the script failed."""
+    return tuple(_frames(report_of(death), only_own=True))
+
+
+def _more(death: ProcessFailure, report: TracebackReport) -> list[str]:
+    """Return the further lines of a message, without what C++ and DataLoader workers append."""
+    more = report.exception.splitlines()[1:]
+    if report.exception.startswith(f"{USAGE}: "):
+        return [f"    {line.rstrip()}" for line in _usage(death.stderr)]
+    if report.in_words or not report.frames:  # an error of phalanx: its details and fix
+        return more
+    if differs(death):  # the call of each rank
+        return list(itertools.takewhile(lambda line: line.startswith("  "), more))
+    kept = [line for line in itertools.takewhile(lambda line: not _NO_MESSAGE.search(line), more) if line.strip()]
+    return [f"    {_short(line.strip())}" for line in kept[:_MOST]] + ["    …"] * (len(kept) > _MOST)
+
+
+def _usage(stderr: Sequence[str]) -> list[str]:
+    """Return the last usage message of argparse, without its error."""
+    starts = [index for index, line in enumerate(stderr) if line.startswith("usage: ")]
+    if not starts:
+        return []
+    first, *rest = stderr[starts[-1] :]
+    return [first, *itertools.takewhile(lambda line: line.startswith(" "), rest)]
+
+
+def _explained(death: ProcessFailure, report: TracebackReport) -> list[str]:
+    """Return what ended it, if its own message does not say that."""
+    if port := _IN_USE.search(report.exception):
+        return [f"  port {port[1]} is in use: leave MASTER_PORT as the launcher sets it, to a free port"]
+    if reports_lost_loader(report):
+        return ["  a DataLoader worker of this rank died: run with num_workers=0 to see its error"]
+    if death.memory:
+        return [f"  {death.memory}"] if report.exception else []  # the first line has it
+    if death.hung:
+        return ["  it was stalled, and phalanx killed it (--on-hang kill)"]
+    if death.code == -signal.SIGKILL:
+        return ["  killed from outside: the kernel reports no memory limit"]
+    if -death.code in _ADVICE and not report.frames:
+        return [f"  {_ADVICE[signal.Signals(-death.code)]}"]
+    return []
+
+
+def _frames(report: TracebackReport, *, only_own: bool) -> list[str]:
+    """Return the frames of the script, from the outermost. Those of libraries below and between them are folded."""
+    stack = report.stack or report.frames
+    if report.kind != "SystemExit" and not any(map(tracebacks.mine, stack)):
+        return [] if only_own else _placed(report.frames)
+    parts = [(own, list(group)) for own, group in itertools.groupby(_last_frames(stack), tracebacks.mine)]
+    while parts and not parts[0][0]:
+        parts.pop(0)  # what called the script
+    lines = []
+    for own, group in parts:
+        if own:
+            lines += _placed([frame for frame, _ in itertools.groupby(group)])
+        elif not only_own and report.kind != "SystemExit":
+            lines.append(_folded(group))
+    return lines
+
+
+def _last_frames(stack: Sequence[Line]) -> Sequence[Line]:
+    """Return a stack without most of its repeated frames."""
+    once = [frame for frame, _ in itertools.groupby(stack)]
+    own = [index for index, frame in enumerate(once) if tracebacks.mine(frame)]
+    return once if len(own) <= _MOST_FRAMES else once[own[-_MOST_FRAMES] :]
+
+
+def _folded(frames: Sequence[Line]) -> str:
+    """Return one line for several frames of libraries."""
+    file, number, name, _ = frames[-1]
+    file = _PACKAGES.sub("", file)
+    if len(frames) == 1:
+        return f"  … {file}:{number} in {name}"
+    return f"  … {len(frames)} frames, the last {file}:{number} in {name}"
+
+
+def _placed(frames: Sequence[Line]) -> list[str]:
+    lines = []
+    for file, number, name, code in frames:
+        lines.append(f"  {file}:{number}{f' in {name}' if name else ''}")
+        if code:
+            lines.append(f"      {code.strip()}")
+    return lines
+
+
+def _who(death: ProcessFailure) -> str:
+    return f"rank {death.rank}{f' ({death.device})' if death.device else ''}"
+
+
+def _it(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
+
+
+def _short(text: str) -> str:
+    first = (text.splitlines() or [""])[0]
+    return first if len(first) <= _LONGEST else f"{first[:_LONGEST]}…"

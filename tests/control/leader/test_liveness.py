@@ -1,0 +1,217 @@
+"""Members and leaders that fall silent, die or send invalid messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+
+import pytest
+
+from phalanx.control import messages
+from phalanx.control.leader.liveness import Timing
+from phalanx.control.messages import NoteMessage
+from tests.control.parties import FAST, actor, arrival, joined, leading, port_of, speaking, until
+from tests.kit.cli import Handle
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        (b"\xc1", "DecodeError"),
+        (messages.encode(messages.Ping(time=1.0)), "ValidationError"),
+        (b"\x82\xa2is\xa4note\xa4text\xa1\xff", "DecodeError"),  # no text
+        (b"\x82\xa2is\xa4note\xa4zext" + b"\x81\xa1a" * 50_000, "DecodeError"),  # too deep
+        (b"x" * (messages.FRAME_LIMIT + 1), "exceeds limit"),
+        ("text", "it sent an invalid message"),
+    ],
+    ids=["garbage", "the leader's", "no text", "deep", "large", "a frame of text"],
+)
+def test_only_the_member_that_sends_an_invalid_message_is_lost(frame: bytes | str, why: str) -> None:
+    async def meet() -> None:
+        async with leading(3) as led, joined(led.port, 2) as (good, ears), speaking(led.port) as speaker:
+            await speaker.enter(1)
+            await led.leader.wait_for_members(5)
+            with contextlib.suppress(ConnectionError):
+                if isinstance(frame, str):
+                    await speaker.ws.send_str(frame)
+                else:
+                    await speaker.ws.send_bytes(frame)
+            await until(lambda: led.ears.gone)
+            assert len(led.ears.gone) == 1
+            assert led.ears.gone[0].startswith("1: ")
+            assert why in led.ears.gone[0]
+            good.send(NoteMessage(text="undisturbed"))
+            await until(lambda: (2, NoteMessage(text="undisturbed")) in led.ears.said)
+            assert ears.gone == []
+
+    asyncio.run(meet())
+
+
+def test_an_error_in_a_message_handler_is_reported() -> None:
+    async def meet() -> None:
+        async with leading() as led, joined(led.port) as (one, _):
+            await led.leader.wait_for_members(5)
+
+            def stumble(member: int, message: messages.FromMember) -> None:
+                raise KeyError("seat")
+
+            led.ears.message_received = stumble  # type: ignore[method-assign]
+            one.send(NoteMessage(text="x"))
+            await until(lambda: led.ears.gone)
+            assert led.ears.gone == ["1: its message could not be processed (KeyError: 'seat')"]
+
+    asyncio.run(meet())
+
+
+def test_a_stopped_member_is_reported_and_then_lost() -> None:
+    async def meet() -> None:
+        async with leading(timing=FAST) as led:
+            with actor("member", str(led.port), "1") as one:
+                await led.leader.wait_for_members(20)
+                one.signal(signal.SIGSTOP)
+                began = time.monotonic()
+                await until(lambda: led.ears.notes)
+                assert led.ears.notes == ["node 1 (host1) has not answered for 1 s"]
+                assert led.ears.gone == []
+                one.signal(signal.SIGCONT)
+                await until(lambda: len(led.ears.notes) == 2)
+                assert led.ears.notes[1] == "node 1 (host1) answers again"
+                one.signal(signal.SIGSTOP)
+                began = time.monotonic()
+                await until(lambda: led.ears.gone)
+                assert 1.3 < time.monotonic() - began < 5
+                assert led.ears.gone == ["1: no message from it for 2 s (--node-timeout): link or machine is down"]
+                assert not led.ids
+                one.signal(signal.SIGCONT)
+                await asyncio.to_thread(one.wait_for, "lost ")
+
+    asyncio.run(meet())
+
+
+def test_a_killed_member_that_does_not_reconnect_is_lost() -> None:
+    async def meet() -> None:
+        async with leading() as led:
+            with actor("member", str(led.port), "1") as one:
+                await led.leader.wait_for_members(20)
+                one.signal(signal.SIGKILL)
+                await until(lambda: led.ears.gone)
+                assert "its connection closed" in led.ears.gone[0]
+
+    asyncio.run(meet())
+
+
+def test_a_member_whose_port_is_closed_is_lost_at_once() -> None:
+    async def meet(port: int) -> float:
+        async with leading() as led, speaking(led.port) as speaker:
+            words = messages.encode(arrival(1, failover_port=port))
+            await speaker.ws.send_bytes(speaker.knock(words=words))
+            await speaker.answered()
+            await led.leader.wait_for_members(5)
+            began = time.monotonic()
+            await speaker.ws.close()
+            await until(lambda: led.ears.gone)
+            return time.monotonic() - began
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        assert asyncio.run(meet(port)) > Timing().resume - 0.5  # somebody is there, and could come again
+    assert asyncio.run(meet(port)) < Timing().resume - 0.5
+
+
+def test_a_member_that_is_silent_before_the_start_can_join_again() -> None:
+    async def meet() -> None:
+        async with leading(3, timing=FAST) as led, speaking(led.port) as speaker:
+            await speaker.enter(1)
+            await until(lambda: not led.ids)
+            assert led.ears.notes[-1] == "node 1 (host1) left before the start"
+            assert led.ears.gone == []
+            async with joined(led.port, 1):
+                assert led.ids == {1}
+
+    asyncio.run(meet())
+
+
+def test_a_killed_leader_is_lost_at_once(led: Handle) -> None:
+    async def meet() -> None:
+        async with joined(port_of(led)) as (_, ears):
+            began = time.monotonic()
+            led.signal(signal.SIGKILL)
+            await until(lambda: ears.gone)
+            assert time.monotonic() - began < 2
+            assert "the connection to the leader closed" in ears.gone[0]
+
+    asyncio.run(meet())
+
+
+def test_a_leader_that_closes_is_lost_unless_it_ended_the_run() -> None:
+    async def meet(last: messages.Message | None) -> list[str]:
+        async with leading() as led, joined(led.port) as (one, ears):
+            await led.leader.wait_for_members(5)
+            leaving = None
+            if last is not None:
+                led.members.broadcast(last)
+                await until(lambda: ears.told)
+                leaving = asyncio.create_task(one.leave())  # as a member does when the run ends
+            began = time.monotonic()
+            await led.leader.close()
+            if leaving is not None:
+                await leaving
+            assert time.monotonic() - began < 2
+            await until(lambda: ears.gone or ears.told)
+        assert led.ears.gone == []
+        return ears.gone
+
+    assert len(asyncio.run(meet(None))) == 1
+    assert asyncio.run(meet(messages.EndMessage(code=0))) == []
+
+
+def test_a_stopped_leader_is_lost_after_the_node_timeout() -> None:
+    async def meet() -> None:
+        with actor("leader", "2", "1.5") as job:
+            async with joined(port_of(job)) as (one, ears):
+                job.signal(signal.SIGSTOP)
+                began = time.monotonic()
+                await until(lambda: ears.gone)
+                assert 1.3 < time.monotonic() - began < 5
+                assert ears.notes[0].startswith("node 0 has not answered for 1 s")
+                assert ears.gone == ["no message from it for 2 s (--node-timeout): link or machine is down"]
+                began = time.monotonic()
+                await one.leave()
+                assert time.monotonic() - began < 4  # the leader does not answer
+
+    asyncio.run(meet())
+
+
+def test_a_leader_that_was_stopped_does_not_blame_the_members() -> None:
+    async def meet() -> None:
+        with actor("leader", "2", "1.5") as job:
+            port = port_of(job)
+            async with speaking(port) as speaker:  # one that does not give up, unlike a Member
+                await speaker.enter(1)
+                await asyncio.to_thread(job.wait_for, "complete")
+                job.signal(signal.SIGSTOP)
+                await asyncio.sleep(2.5)
+                job.signal(signal.SIGCONT)
+                await speaker.send(NoteMessage(text="still here"))
+                await asyncio.to_thread(job.wait_for, "heard 1 Note")
+                assert "lost" not in job.out
+                # A member that is silent itself is lost as before.
+                await asyncio.to_thread(job.wait_for, "lost 1 no message")
+
+    asyncio.run(meet())
+
+
+@pytest.mark.parametrize(
+    ("members", "node_timeout", "rest", "quiet"),
+    [(2, 15, 1, 3), (1000, 15, 1, 3), (4096, 15, 4.096, 7.5), (4096, 60, 4.096, 8.192), (100_000, 15, 5, 7.5)],
+)
+def test_pings_are_less_frequent_with_thousands_of_members(
+    members: int, node_timeout: float, rest: float, quiet: float
+) -> None:
+    timing = Timing(node_timeout=node_timeout)
+    assert timing.rest(members) == pytest.approx(rest)
+    assert timing.quiet(members) == pytest.approx(quiet)
+    assert timing.rest(members) < timing.quiet(members) < timing.node_timeout

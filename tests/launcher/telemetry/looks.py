@@ -1,0 +1,11 @@
+"""Looks of the probe at a rank, as its status slot has them."""
+
+from __future__ import annotations
+
+from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
+
+WALL = 1000.0  # seconds that the clock on the wall is ahead of the other
+
+
+def look(tenths: float, phase: str, step: int = 0) -> SlotLook:
+    return SlotLook((tenths + 0.05) / 10, PHASES.index(phase), step)
