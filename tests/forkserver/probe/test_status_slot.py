@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import signal
 
 from phalanx.forkserver.probe import status_slot
 from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
@@ -48,3 +50,30 @@ def test_looks_are_never_read_half_written() -> None:
         os.waitpid(child, 0)
         board.close()
     assert {round(one.time * 1000) % 255 for one in seen} == {0}
+
+
+def test_numbers_are_never_read_half_written() -> None:
+    memory = mmap.mmap(-1, status_slot.SIZE)
+    own = status_slot.StatusSlot(memory, 0)
+    own.step(2**40, 2**40)
+    child = os.fork()
+    while not child:
+        own.step(2**40 + 255, 2**40)
+        own.step(2**40, 2**40 + 255)
+    try:
+        found = {status_slot.read(memory, 0).step for _ in range(30000)}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert found <= {2**40, 2**40 + 255}
+
+
+def test_a_half_written_slot_has_no_text() -> None:
+    memory = memoryview(bytearray(2 * status_slot.SIZE))
+    own = status_slot.StatusSlot(memory, 1)
+    own.write({"phase": "data", "place": ["x" * status_slot.SIZE, 1, "f"]})
+    assert status_slot.read(memory, 1).text == {"phase": "data", "cut": True}
+    own.write({"phase": "idle"})
+    status_slot._TEXT.pack_into(memory, status_slot.SIZE + status_slot._TEXT_AT, 5, 16)
+    assert status_slot.read(memory, 1).text == {}
+    assert status_slot.read(memory, 0).looks == 0

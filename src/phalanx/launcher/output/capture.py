@@ -7,45 +7,41 @@ import contextlib
 import fcntl
 import os
 import subprocess
-import termios
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Literal
 
+from phalanx.launcher.output.captured_stream import NAMES, TAIL_SIZE, CapturedStream, make_raw, open_log, resize
 from phalanx.launcher.output.console import Console
-from phalanx.launcher.output.filters import Duplicate, Std
-from phalanx.launcher.output.line_model import LineModel, plain
-from phalanx.launcher.output.log_forwarder import ForwardedStream, LogForwarder
+from phalanx.launcher.output.filtered_logs import FilteredLogs
+from phalanx.launcher.output.filters import Std
+from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.output.log_tail import LogTail
 from phalanx.launcher.output.noise import Noise
 
 PIPE_SIZE = 1 << 20
 _READS = 512  # two empty a pipe, but a pseudo-terminal returns one page at a time
-TAIL_SIZE = 1 << 17
-_MOST_REPEATED = 1 << 20
 _FORWARD_TIMEOUT = 5.0  # seconds for output to reach the leader after a signal
-NAMES: tuple[tuple[Std, str], ...] = ((Std.OUT, "stdout"), (Std.ERR, "stderr"))
 
 
-@dataclass(eq=False)
-class CapturedStream:
-    """One stream of a worker, or both if they are shown in one place."""
+class LostOutput:
+    """Output that could not be written to a log: says so once, and how much it was at the end."""
 
-    rank: int
-    std: Std
-    path: str
-    source: int  # our end of the pipe
-    target: int | None  # the worker's end, until it is handed over
-    pty: bool
-    log: int | None  # None: it could not be opened
-    start: int  # of this worker's part of the log
-    size: int  # of the log
-    ended: asyncio.Future[None]
-    followers: list[LogTail | ForwardedStream] = field(default_factory=list)  # readers of the log
-    duplicate: Duplicate | None = None
-    unkept: bytes = b""  # the last bytes that could not be written to the log
-    repeated: bytes = b""  # what the worker wrote before it started over, and writes again
-    held: bytes = b""  # what it has written of `repeated` since its last whole line
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._path = ""  # of the first log that could not be written
+        self.count = 0  # bytes
+
+    def failed(self, path: str, error: OSError) -> None:
+        """Say that a log cannot be written, if it is the first."""
+        if not self._path:
+            self._path = path
+            self._say(f"{path} cannot be written: {error.strerror}. The run continues; output is shown but not kept.")
+
+    def report(self) -> None:
+        """Say how many bytes were lost since the last report."""
+        if self.count:
+            self._say(f"{self.count} bytes of output could not be written to logs (first: {self._path})")
+            self.count = 0
 
 
 class OutputCapture:
@@ -68,12 +64,8 @@ class OutputCapture:
         self._echo = echo  # output is shown on this node
         self._streams: dict[tuple[int, Std], CapturedStream] = {}
         self._buffer = memoryview(bytearray(PIPE_SIZE))
-        self._lost = 0
-        self._lost_path = ""
-        self._needles: dict[Std, Collection[str]] = {}
-        self._teed: Mapping[int, Std] | None = None
-        self._headers: Mapping[int, str] = {}
-        self._matches: dict[Std, int] = {}
+        self._lost = LostOutput(console.say)
+        self._filtered: FilteredLogs | None = None
 
     def duplicate(
         self,
@@ -88,13 +80,9 @@ class OutputCapture:
 
         `teed` are the streams of each rank that are searched (None: all), `headers` the prefixes of its lines.
         """
-        self._teed = teed
-        self._headers = headers or {}
-        for (std, name), needles in zip(NAMES, (stdout, stderr), strict=True):
-            if needles:
-                self._needles[std] = needles
-                with contextlib.suppress(OSError):  # a full disk
-                    self._matches[std] = _open_log(f"{folder}/filtered_{name}.log")
+        needles = {std: chosen for std, chosen in ((Std.OUT, stdout), (Std.ERR, stderr)) if chosen}
+        if needles:
+            self._filtered = FilteredLogs(folder, needles, teed=teed, headers=headers or {})
 
     def open(
         self,
@@ -115,11 +103,11 @@ class OutputCapture:
         for std, _ in NAMES:
             if (rank, std) in self._streams:  # the worker is replaced; another process may still hold its end
                 self._close(self._streams[rank, std])
-        if show == Std.ALL and self._echo and self._console.together and not apart and not self._needles:
+        if show == Std.ALL and self._echo and self._console.together and not apart and self._filtered is None:
             both = self._open(rank, folder, Std.OUT, show=show, terminal=terminal, traceback=traceback)
             self._streams[rank, Std.ERR] = both
             with contextlib.suppress(OSError):
-                os.close(_open_log(f"{folder}/{dict(NAMES)[Std.ERR]}.log"))
+                os.close(open_log(f"{folder}/{dict(NAMES)[Std.ERR]}.log"))
             streams = [both, both]
         else:
             streams = [
@@ -139,15 +127,15 @@ class OutputCapture:
         path = f"{folder}/{dict(NAMES)[std]}.log"
         log: int | None = None
         try:
-            log = _open_log(path)
+            log = open_log(path)
         except OSError as error:
-            self._report_unkept(path, error)
+            self._lost.failed(path, error)
         size = os.fstat(log).st_size if log is not None else 0
         source, target = os.openpty() if live else os.pipe()
         os.set_blocking(source, False)
         if live:
-            _raw(target)
-            _resize(target, self._console.window(rank, std))
+            make_raw(target)
+            resize(target, self._console.window(rank, std))
         else:
             with contextlib.suppress(OSError):  # the user's limit for pipe memory may be reached
                 fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
@@ -156,8 +144,8 @@ class OutputCapture:
             stream.followers.append(self._console.attach(rank, std, log, size, live=live, traceback=traceback))
         if shown and self._forwarder is not None:
             stream.followers.append(self._forwarder.follow(rank, std, log, size, traceback=traceback))
-        if std in self._needles and (self._teed is None or self._teed.get(rank, Std.NONE) & std):
-            stream.duplicate = Duplicate(self._needles[std], self._headers.get(rank, f"[{rank}]:"))
+        if self._filtered is not None:
+            stream.duplicate = self._filtered.of(rank, std)
         self._streams[rank, std] = stream
         self._loop.add_reader(source, self._readable, stream)
         return stream
@@ -173,8 +161,7 @@ class OutputCapture:
         """Drop repeated lines: the worker starts over in the same process."""
         self.catch_up(rank)
         for stream in self._of([rank]):
-            if stream.log is not None and stream.size - stream.start <= _MOST_REPEATED:
-                stream.repeated = os.pread(stream.log, stream.size - stream.start, stream.start)
+            stream.start_over()
 
     def regroups(self, rank: int) -> None:
         """Hide what torch and NCCL print about a lost peer: this worker can regroup."""
@@ -261,19 +248,9 @@ class OutputCapture:
         """Return the last lines as plain text, progress bars in their last state."""
         std = Std.OUT if stream == "stdout" else Std.ERR
         found = self._streams.get((rank, std))
-        if std == Std.OUT and found is self._streams.get((rank, Std.ERR)):  # one stream, reported as stderr
-            return []
-        if found is None:
-            return []
-        data = _last_bytes(found.path, found.size)
-        if len(data) == TAIL_SIZE:  # probably starts within a line
-            data = data[data.find(b"\n") + 1 :]
-        model = LineModel()
-        text = model.feed(data + found.unkept) + model.end()
-        shown = [plain(line).rstrip() for line in text.split(b"\n")]
-        while shown and not shown[-1]:
-            shown.pop()
-        return shown[-lines:] if lines > 0 else []
+        if found is None or (std == Std.OUT and found is self._streams.get((rank, Std.ERR))):
+            return []  # one stream for both is reported as stderr
+        return found.last_lines(lines)
 
     def resized(self) -> list[int]:
         """Give the workers' terminals the new size of ours. Return the ranks to which SIGWINCH must be sent.
@@ -283,7 +260,7 @@ class OutputCapture:
         resized = set()
         for stream in self._streams.values():
             if stream.pty and not stream.ended.done():
-                _resize(stream.source, self._console.window(stream.rank, stream.std))
+                resize(stream.source, self._console.window(stream.rank, stream.std))
                 resized.add(stream.rank)
         return sorted(resized)
 
@@ -291,12 +268,9 @@ class OutputCapture:
         """Copy what is left, and close all streams."""
         for stream in self._streams.values():
             self._close(stream)
-        for fd in self._matches.values():
-            os.close(fd)
-        self._matches.clear()
-        if self._lost:
-            self._console.say(f"{self._lost} bytes of output could not be written to logs (first: {self._lost_path})")
-            self._lost = 0
+        if self._filtered is not None:
+            self._filtered.close()
+        self._lost.report()
 
     def _of(self, ranks: Iterable[int] | None) -> list[CapturedStream]:
         chosen = None if ranks is None else set(ranks)
@@ -316,7 +290,7 @@ class OutputCapture:
         except OSError:  # EIO: the last process with the pseudo-terminal has closed it
             return 0
         if count and stream.repeated:
-            self._keep(stream, memoryview(_not_repeated(stream, bytes(self._buffer[:count]))))
+            self._keep(stream, memoryview(stream.not_repeated(bytes(self._buffer[:count]))))
         elif count:
             self._keep(stream, self._buffer[:count])
         return count
@@ -328,7 +302,7 @@ class OutputCapture:
                 while written < len(data):
                     written += os.write(stream.log, data[written:])
         except OSError as error:
-            self._report_unkept(stream.path, error)
+            self._lost.failed(stream.path, error)
         stream.size += written
         if written:
             for follower in stream.followers:
@@ -337,26 +311,14 @@ class OutputCapture:
             self._unkept(stream, bytes(data[written:]))
         elif stream.unkept:
             stream.unkept = b""  # the disk has room again
-        if stream.duplicate is not None:
-            self._match(stream.std, stream.duplicate.feed(bytes(data)))
+        if self._filtered is not None and stream.duplicate is not None:
+            self._filtered.write(stream.std, stream.duplicate.feed(bytes(data)))
 
     def _unkept(self, stream: CapturedStream, data: bytes) -> None:
-        self._lost += len(data)
+        self._lost.count += len(data)
         stream.unkept = (stream.unkept + data)[-TAIL_SIZE:]  # the last lines contain the reason of a failure
         for follower in stream.followers:
             follower.unkept(data)
-
-    def _report_unkept(self, path: str, error: OSError) -> None:
-        if not self._lost_path:
-            self._lost_path = path
-            self._console.say(
-                f"{path} cannot be written: {error.strerror}. The run continues; output is shown but not kept."
-            )
-
-    def _match(self, std: Std, lines: bytes) -> None:
-        if lines and std in self._matches:
-            with contextlib.suppress(OSError):
-                os.write(self._matches[std], lines)
 
     def _close(self, stream: CapturedStream) -> None:
         """Copy what is there, then close the stream, even if another process has the other end."""
@@ -379,49 +341,8 @@ class OutputCapture:
         if stream.log is not None:
             os.close(stream.log)
             stream.log = None
-        if stream.duplicate is not None:
-            self._match(stream.std, stream.duplicate.end())
+        if self._filtered is not None and stream.duplicate is not None:
+            self._filtered.write(stream.std, stream.duplicate.end())
         for follower in stream.followers:
             follower.end()
         stream.ended.set_result(None)
-
-
-def _not_repeated(stream: CapturedStream, data: bytes) -> bytes:
-    """Return the data from the first line that differs. Hold back what may still be the same line."""
-    data = stream.held + data
-    pairs = enumerate(zip(data, stream.repeated, strict=False))
-    same = next((place for place, (new, old) in pairs if new != old), min(len(data), len(stream.repeated)))
-    line = stream.repeated.rfind(b"\n", 0, same) + 1
-    if same == len(stream.repeated):
-        stream.repeated = stream.held = b""
-        return data[same:]
-    if same < len(data):
-        stream.repeated = stream.held = b""
-        return data[line:]
-    stream.repeated, stream.held = stream.repeated[line:], data[line:]
-    return b""
-
-
-def _open_log(path: str) -> int:
-    """Open a log for appending, and for the console to read."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-
-
-def _raw(terminal: int) -> None:
-    """Make the terminal pass bytes unchanged: no carriage returns, no echo."""
-    attributes = termios.tcgetattr(terminal)
-    attributes[1] &= ~termios.OPOST
-    attributes[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
-    termios.tcsetattr(terminal, termios.TCSANOW, attributes)
-
-
-def _resize(terminal: int, window: tuple[int, int]) -> None:
-    with contextlib.suppress(OSError, termios.error):
-        termios.tcsetwinsize(terminal, window)
-
-
-def _last_bytes(path: str, size: int) -> bytes:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        file.seek(max(size - TAIL_SIZE, 0))
-        return file.read(min(size, TAIL_SIZE))
-    return b""

@@ -1,4 +1,4 @@
-"""A plain script that forks all the time, takes signals for itself, and becomes another program. odd.py FOLDER"""
+"""A plain script that forks all the time, takes signals for itself, and becomes another program. forking.py FOLDER"""
 
 import os
 import pathlib

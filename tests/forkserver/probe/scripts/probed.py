@@ -1,4 +1,4 @@
-"""A plain script that looks for its probe, and forks, and closes what it does not know. witnessed.py FOLDER"""
+"""A plain script that looks for its probe, and forks, and closes what it does not know. probed.py FOLDER"""
 
 import json
 import multiprocessing
@@ -45,9 +45,9 @@ def main():
         process.join()
     listing = f"import os, json; json.dump(os.listdir('/proc/self/fd'), open({str(FOLDER / 'executed')!r}, 'w'))"
     subprocess.run([sys.executable, "-c", listing], check=True, close_fds=False)
-    other = threading.Thread(target=wait_for, args=["told"], name="the other")
+    other = threading.Thread(target=wait_for, args=["reported"], name="the other")
     other.start()
-    wait_for("told")
+    wait_for("reported")
     other.join()
     os.closerange(3, 65536)
     taken = [os.dup(0) for _ in range(8)]
