@@ -62,6 +62,6 @@ def _slot(slots: Sequence[Slot], local_rank: int) -> Slot:
     if local_rank >= len(slots):
         raise DeviceError(
             f"this task is number {local_rank} on its node, and {len(slots)} devices can be used here",
-            fix="ask the scheduler for as many tasks a node as it has devices, or for one task a node",
+            fix="ask the scheduler for as many tasks per node as it has devices, or for one task per node",
         )
     return slots[local_rank]
