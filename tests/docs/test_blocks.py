@@ -138,9 +138,7 @@ def _function(node: ast.expr) -> object:
 def test_diffs_are_those_of_the_files(block: Block) -> None:
     names = re.match(r"--- (\S+)\n\+\+\+ (\S+)\n", block.text)
     assert names is not None, "a diff begins with the names of two files"
-    shown = [
-        blocks.diff(before, after) for before in EXAMPLES.rglob(names[1]) for after in [before.parent / names[2]]
-    ]
+    shown = [blocks.diff(before, after) for before in EXAMPLES.rglob(names[1]) for after in [before.parent / names[2]]]
     assert block.text in shown
 
 
