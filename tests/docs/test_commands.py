@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import yaml
 from tests.docs import blocks
 from tests.docs.blocks import EXAMPLES, ROOT, Block
 from tests.kit import imported
-from tests.kit.cli import Handle, free_port, run, start
+from tests.kit.cli import Handle, free_port, phalanx, run, start
 
 pytestmark = [pytest.mark.extended, pytest.mark.warmed, pytest.mark.xdist_group("docs")]
 
@@ -24,23 +26,36 @@ PRELUDE = """
 import os, torch, phalanx, torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
-os.environ.update(PHALANX_HOME=os.environ["PHALANX_HOME"], OMP_NUM_THREADS="1")
+
 class Net(nn.Sequential):
-    def __init__(self): super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+def train(lr):
+    return lr
+
+def evaluate(model):
+    return 0.5
+
 dataset = test_set = TensorDataset(torch.randn(600, 4), torch.randint(3, (600,)))
 loss_fn = nn.functional.cross_entropy
-evaluate = lambda model: 0.5
 make = lambda: (Net(), None)
 accuracy = 0.5
 """
-# For fragments that use a run that has begun.
+# For fragments that use a run.
 RUNNING = """
 run = phalanx.init(device="cpu")
 model = Net()
 opt = optimizer = torch.optim.AdamW(model.parameters())
 data = run.loader(dataset, global_batch=60, shuffle=True)
+test = run.loader(test_set, batch_size=20, train=False)
 """
-WRAPPED = "run.keep(model, opt, data, best=0.0)\nddp = run.wrap(model)\n"
+# For fragments that do not do this themselves.
+WRAPPED = """
+run.keep(model, opt, data, best=0.0)
+ddp = run.wrap(model)
+"""
+FORMS_A_GROUP = r"phalanx\.init\(|init_process_group\("
 # Commands whose exit code depends on the machine, or that say something with it.
 CODES = {"phalanx doctor": {0, 1}, "diff": {0, 1}}
 ABOUT_RUNS = re.compile(r"\bRUN\b|resnet|phalanx (why|logs|ps|report|compare)")  # pages with commands that need one
@@ -72,7 +87,7 @@ def test_the_scripts_of_the_tutorial_learn(folder: Path) -> None:
     assert one == two
 
 
-@pytest.mark.parametrize("page", filter(with_bash, blocks.pages()))
+@pytest.mark.parametrize("page", [page for page in blocks.pages() if with_bash(page)])
 def test_commands_run(page: str, folder: Path) -> None:
     """In the order of the page: what a command leaves behind is there for the next one."""
     if ABOUT_RUNS.search((ROOT / page).read_text()):
@@ -114,15 +129,28 @@ def fragments() -> list[Block]:
 @pytest.mark.imported
 @pytest.mark.parametrize("block", fragments(), ids=str)
 def test_python_runs(block: Block, folder: Path) -> None:
-    """Alone in a process, after what the text before it has defined."""
-    whole = "phalanx.main(" in block.text or "phalanx.launch(" in block.text or "def train(" in block.text
-    text = PRELUDE
-    if not whole:
-        text += RUNNING + ("" if re.search(r"run\.(keep|on_resize|checkpoints)\(", block.text) else WRAPPED)
+    """After what the text before it has defined; on three ranks, if it does not start ranks itself."""
     script = folder / "fragment.py"
-    script.write_text(f"{text}\n{block.text}\n")
-    result = imported.python(str(script), cwd=str(folder))
-    assert result.code == 0, f"{block}\n{result.out}{result.err}"
+    for text in alternatives(block.text):
+        before = PRELUDE
+        if not re.search(rf"{FORMS_A_GROUP}|phalanx\.(main|launch)\(|def train\(", text):
+            before += RUNNING + ("" if re.search(r"run\.(keep|on_resize|checkpoints)\(", text) else WRAPPED)
+        if "phalanx.launch(" in text:
+            script.write_text(f"{before}\nif __name__ == '__main__':\n{textwrap.indent(text, '    ')}\n")
+            result = imported.python(str(script), cwd=str(folder))
+        else:
+            script.write_text(f"{before}\n{text}\n")
+            result = phalanx("run", "-g", "3", "--cpu", str(script), cwd=str(folder))
+        assert result.code == 0, f"{block}\n{result.out}{result.err}"
+
+
+def alternatives(text: str) -> list[str]:
+    """The text; or, if it forms a group in several ways, one text for each of them."""
+    lines = [ast.unparse(node) for node in ast.parse(text).body]
+    ways = [line for line in lines if re.search(FORMS_A_GROUP, line)]
+    if len(ways) < 2:
+        return [text]
+    return ["\n".join(line for line in lines if line == way or line not in ways) for way in ways]
 
 
 def test_pods_find_each_other(folder: Path) -> None:
