@@ -42,7 +42,7 @@ NEEDS = {
 
 _FENCE = re.compile(r"^( *)(```+)(\w*) *(.*)$")
 _MARK = re.compile(r"<!-- *(needs|exits): *(.*?) *-->")
-_SNIPPET = re.compile(r'^ *--8<-- "([^"]+)"$', re.M)
+_SNIPPET = re.compile(r"^--8<--\n(\S+)\n--8<--$", re.M)  # this form is no Python, which ruff would format
 _SEPARATOR = re.compile(r"[();<>|&]+$")
 
 
