@@ -1,4 +1,4 @@
-"""Train a small network on handwritten digits: one of five versions, which docs/port.md compares."""
+"""Train a small network on handwritten digits: plain.py with DeepSpeed, for docs/how-to/from-deepspeed.md."""
 
 import deepspeed
 import torch

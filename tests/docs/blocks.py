@@ -30,18 +30,19 @@ GENERATED = ("docs/reference/options.md",)  # a table
 # What a line of bash needs, by its words. Such a line is parsed, and not run.
 NEEDS = {
     "several hosts": r"--hosts\b|--hostfile|--master\b|--node-rank|--nnodes|--slurm|(^|\s)-n \d",
-    "a cluster": r"\b(srun|sbatch|salloc|scontrol|mpirun|ssh|kubectl|docker)\b",
+    "a cluster": r"\$SLURM|\b(srun|sbatch|salloc|scontrol|mpirun|ssh|kubectl|docker)\b",
     "GPUs": r"--share-gpu|--devices|--precision|make gpu-test",
     "a terminal or a browser": r"--screen|\bphalanx (watch|attach|ui)\b",
     "a live run": r"\bphalanx stop\b|--pid\b|\bkill\b|\blogs .*-f\b",
     "a network": r"\bpip install\b|pre-commit",
     "a checkout; it takes minutes": r"^make\b|^\.ci/|-m tests\.|-m pytest|\bphalanx (demo|tour|bench)\b",
     "programs that CI does not install": r"\bjq\b|tensorboard",
+    "nothing: tests/e2e runs the examples": r"\bexamples/",
 }
 
 _FENCE = re.compile(r"^( *)(```+)(\w*) *(.*)$")
 _MARK = re.compile(r"<!-- *(needs|exits): *(.*?) *-->")
-_SNIPPET = re.compile(r'^ *--8<-- "([^"]+)"$', re.M)
+_SNIPPET = re.compile(r"^--8<--\n(\S+)\n--8<--$", re.M)  # this form is no Python, which ruff would format
 _SEPARATOR = re.compile(r"[();<>|&]+$")
 
 

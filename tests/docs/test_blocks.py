@@ -166,7 +166,7 @@ def test_every_script_of_the_tutorials_is_shown() -> None:
     shown = "".join((ROOT / page).read_text() for page in PAGES if page.startswith("docs/"))
     for path in (EXAMPLES / "tutorial").iterdir():
         if path.suffix in (".py", ".sbatch"):
-            assert f'"examples/tutorial/{path.name}"' in shown or f"+++ {path.name}" in shown, path.name
+            assert f"--8<--\nexamples/tutorial/{path.name}\n" in shown or f"+++ {path.name}" in shown, path.name
 
 
 def test_what_a_line_needs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 import signal
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs import blocks
 from tests.kit import imported
 from tests.kit.cli import phalanx, start
 
@@ -38,9 +38,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def diff(name: str) -> list[str]:
-    before, after = ((PORT / file).read_text().splitlines() for file in ("plain.py", f"with_{name}.py"))
-    lines = difflib.unified_diff(before, after, "plain.py", f"with_{name}.py", lineterm="", n=0)
-    return [line for line in lines if not line.startswith("@@")]
+    return blocks.diff(PORT / "plain.py", PORT / f"with_{name}.py").splitlines()
 
 
 @pytest.mark.parametrize("name", ["phalanx", "accelerate", "fabric"])
