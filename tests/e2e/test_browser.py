@@ -52,7 +52,20 @@ async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle)
             await sees(page, "document.getElementById('notice').textContent.startsWith('The run succeeded.')")
             assert [one.wait(60), other.wait(60)] == [0, 0], one.both + other.both
             assert await page.evaluate("document.querySelectorAll('.row.rank:not([hidden])').length") == 3
+            await ended(page)
             assert [error for error in errors if "net::" not in error] == []  # who served it has gone
+
+
+async def ended(page: Page) -> None:
+    """What can no longer be fetched is named, with the command that shows it."""
+    gone = "the run has ended, and the server of this page with it; in a terminal: phalanx"
+    await page.click("#stderr")
+    await sees(page, f"document.getElementById('log-note').textContent.includes('stderr: {gone} logs ')")
+    await page.fill("#search-text", "made")
+    await page.click("#search button")
+    await sees(page, f"document.getElementById('found').textContent.startsWith('{gone} logs ')")
+    await page.click("#why")
+    await sees(page, f"document.getElementById('stacks-note').textContent.startsWith('no stacks: {gone} why ')")
 
 
 async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:

@@ -158,6 +158,11 @@ def test_an_exception_is_raised_with_its_rank_and_traceback() -> None:
     assert str(caught.value).splitlines()[1:] == [place, '      raise ValueError("a broken sample")']
 
 
+def test_the_hint_of_python_is_part_of_the_error() -> None:
+    with pytest.raises(RankError, match=r"AttributeError: .* has no attribute 'sleap'. Did you mean: 'sleep'\?"):
+        spawn(lambda: time.sleap(1), 1)  # type: ignore[attr-defined]
+
+
 def test_a_training_function_gets_its_run() -> None:
     def train(run: phalanx.Run, factor: int, *, more: int = 0) -> int:
         return factor * run.sum(run.rank) + more
@@ -270,6 +275,11 @@ def test_the_progress_bar_of_rank_0_is_live_in_a_notebook(monkeypatch: pytest.Mo
     shown.show(b"a line\n", 1, 0)  # the bar is removed meanwhile
     assert out.getvalue() == "[1] a line\n"
     assert err.getvalue().endswith("\r" + " " * 14 + "\r" + "\r[0]  10%|#   |")
+    shown.show(b"\r 20%|##  |\x1b[K", 0, 1)
+    shown.show(b"train.py:3: UserWarning: careful\n", 0, 1)  # of the rank that draws the bar
+    assert err.getvalue().endswith("\r" + " " * 14 + "\r" + "[0] train.py:3: UserWarning: careful\n")
+    shown.show(b"\r 30%|### |\x1b[K", 0, 1)
+    assert err.getvalue().endswith("careful\n\r[0]  30%|### |")
     shown.show(b"\rdone\x1b[K\n", 0, 1)
     assert err.getvalue().endswith("\r[0] done\n")
     monkeypatch.setattr(sys, "stderr", io.StringIO())

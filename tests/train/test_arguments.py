@@ -43,9 +43,7 @@ def test_a_loss(run: phalanx.Run, loss: Any, message: str) -> None:
 
 def test_a_number_of_epochs(run: phalanx.Run) -> None:
     for wrong in ("2", 2.0, None, [1, 2]):
-        with pytest.raises(
-            UsageError, match=r"epochs\(\) was given .*, expected a number of epochs\n.*run.epochs\(10\)"
-        ):
+        with pytest.raises(UsageError, match=r"epochs\(\) was given .*, expected a number(.*\n)*.*run.epochs\(10\)"):
             list(run.epochs(wrong))  # type: ignore[arg-type]
     assert list(run.epochs(numpy.int64(2))) == [0, 1]
 

@@ -13,6 +13,7 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.contract import events
 from phalanx.contract.events import AnyEvent
+from phalanx.launcher.runs import history
 from phalanx.watch.html.comparison import ComparedRunBuilder
 from phalanx.watch.model import simulation
 from phalanx.watch.model.incidents import Incidents
@@ -118,6 +119,23 @@ def test_of_a_short_run_every_step_is_there(capsys: pytest.CaptureFixture[str]) 
     assert [point[0] for point in told["curves"]["loss"]] == list(range(200))
     assert told["final"] == 10.0 / 200
     assert told["rates"]["samples/s"] == 122.0
+
+
+def test_what_other_ranks_have_logged_has_its_rank_and_its_place() -> None:
+    """Their lines are written later than rank 0's, and are no sign that the steps began again."""
+    run = left("ranks", simulation.run(2, 10))
+    lines: list[dict[str, float]] = [
+        {"step": step, "epoch": 0, "time": START + 2 + step / 20, "loss": 10.0 / (step + 1)} for step in range(100)
+    ]
+    late = [{"step": n, "epoch": 0, "time": START + 2.01 + n / 20, "rank": 1, "heat": 70.0 + n} for n in (10, 20, 30)]
+    lines[60:60] = late[:2]
+    (Path(run.folder) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, late[2]]))
+    track = ComparedRunBuilder("ranks")
+    history.read(run, track.apply)
+    curves = track.build().curves
+    assert [point[0] for point in curves["loss"]] == list(range(100))
+    assert [(point[0], point[2]) for point in curves["heat/rank 1"]] == [(10, 80.0), (20, 90.0), (30, 100.0)]
+    assert not {"rank", "heat"} & curves.keys()
 
 
 def test_steps_that_are_made_again_are_there_once() -> None:

@@ -70,6 +70,13 @@ def test_of_long_files_only_the_end_is_read() -> None:
     assert (told.step, str(told.loss)) == (7, "nan")
 
 
+def test_the_latest_loss_is_shown_although_an_evaluation_came_after_it() -> None:
+    steps = [events.MetricsMeasured(time=START + n, step=n, values={"loss": 1 / n}) for n in range(1, 5)]
+    last = events.MetricsMeasured(time=START + 5, step=5, values={"accuracy": 0.5})
+    told = summary.of(left("evaluated", [*steps, last]))
+    assert (told.step, told.loss) == (5, 0.25)
+
+
 def io_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 

@@ -56,7 +56,7 @@ class KeptValues(MutableMapping[str, Any]):
         return f"run.state: {self._values!r}"
 
     def give(self, values: Mapping[str, Any]) -> None:
-        """Take what `run.keep` got: new values in the loop; before it defaults, which restored values replace."""
+        """Take what `run.keep` was given. Before the loop these are defaults, which do not replace restored values."""
         self.update({name: value for name, value in values.items() if name not in self._restored})
 
     def commit(self, *, stepped: bool = False) -> None:

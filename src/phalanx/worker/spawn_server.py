@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import io
 import logging
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ from phalanx.contract import function_call
 from phalanx.contract.function_call import STACK_SIGNAL, Call
 from phalanx.contract.variables import THREADS
 from phalanx.forkserver import signed_store, wire
+from phalanx.forkserver.child import error_file
 from phalanx.forkserver.server import ForkServer
 from phalanx.worker.rendezvous import device
 
@@ -180,12 +182,20 @@ def _packed(value: Any) -> dict[str, Any]:
         }
 
 
+def _printed(error: BaseException) -> str:
+    """Return the traceback as Python prints it. Before Python 3.12, only there are its hints."""
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    return text.getvalue()
+
+
 def _failure(error: BaseException) -> dict[str, Any]:
     now = time.time()
     trace = error.__traceback__.tb_next if error.__traceback__ else None  # the first frame is ours
     kind = type(error).__name__
+    text = f"{kind}: {error}" if str(error) else kind
     answer: dict[str, Any] = {
-        "error": f"{kind}: {error}" if str(error) else kind,
+        "error": text + error_file.hint(text, _printed(error)),
         "traceback": "".join(traceback.format_exception(type(error), error, trace)),
         "time": now,
     }

@@ -59,7 +59,7 @@ def write(path: str, kind: Any, value: Any, trace: Any, printed: str = "") -> No
             )
         message = _str(value)
         text = f"{kind.__name__}: {message}"
-        text += _hint(text, printed)
+        text += hint(text, printed)
         stack = printed or "".join(traceback.format_exception(kind, value, trace))
         if getattr(value, "in_words", False):  # where it was raised is not interesting
             stack, frames = text, traceback.StackSummary()
@@ -106,7 +106,7 @@ def _replace(path: str, record: dict[str, Any]) -> None:
     os.replace(f"{path}.part", path)
 
 
-def _hint(text: str, printed: str) -> str:
+def hint(text: str, printed: str) -> str:
     """Return what Python prints after the first line of a message: ". Did you mean: 'rate'?"."""
     first = text.partition("\n")[0]
     lines = (line.removeprefix("__main__.") for line in reversed(printed.splitlines()) if "Did you" in line)
@@ -120,9 +120,9 @@ def _add_hint(path: str, kind: Any, printed: str) -> None:
     message = record["message"]
     if record.get("exception") != kind.__name__ or not isinstance(message, dict):
         return
-    hint = _hint(message["message"], printed)
-    if hint:
-        message["message"] += hint
+    found = hint(message["message"], printed)
+    if found:
+        message["message"] += found
         _replace(path, record)
 
 

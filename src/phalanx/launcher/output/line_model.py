@@ -61,12 +61,13 @@ def _beyond(text: str, count: int) -> str:
 class ConsoleRow:
     """A row that may still change."""
 
-    __slots__ = ("base", "phantom", "returned", "text")
+    __slots__ = ("base", "phantom", "returned", "sealed", "text")
 
     def __init__(self, base: bytes = b"", *, phantom: bool = False) -> None:
         self.base = base  # before the last carriage return
         self.text = bytearray()  # since
         self.returned = bool(base)
+        self.sealed = False  # a progress bar that is drawn to its end: other text does not belong to it
         self.phantom = phantom  # stands for a row that was finished long ago
 
     @property
@@ -76,7 +77,11 @@ class ConsoleRow:
 
     def rewind(self) -> None:
         """Move to the first column."""
-        self.base, self.text, self.returned = self.state, bytearray(), True
+        self.base, self.text, self.returned, self.sealed = self.state, bytearray(), True, False
+
+    def unseal(self) -> None:
+        """Drop a bar that something else is written behind, such as a warning. The bar is drawn again below it."""
+        self.base, self.text, self.returned, self.sealed = b"", bytearray(), False, False
 
 
 class LineModel:
@@ -191,6 +196,8 @@ class LineModel:
         row = self.rows[self._at]
         number = int(token[1]) if token[1].isdigit() else 0
         match token[2]:
+            case b"m" if row.sealed:
+                row.text += token[0]
             case b"m":
                 self._write(token[0], done)
             case b"A":
@@ -204,6 +211,7 @@ class LineModel:
                 row.base, row.text = b"", bytearray()
             case b"K" if number == 0:
                 row.base = b""
+                row.sealed = row.returned and bool(row.text)
             case b"J" if number == 0:
                 row.base = b""
                 del self.rows[self._at + 1 :]
@@ -218,6 +226,8 @@ class LineModel:
         if not text:
             return
         row = self.rows[self._at]
+        if row.sealed:
+            row.unseal()
         row.text += text
         while len(row.text) > self._limit:
             self._done(bytes(row.text[: self._limit]), done)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import heapq
 import json
 import math
 import os
@@ -23,7 +24,8 @@ from phalanx.launcher.runs.run_folder import RunRecord
 
 _METRICS_PREFIX = b'{"event":"%b"' % str(events.MetricsMeasured.__struct_config__.tag).encode()
 METRICS = "metrics.jsonl"  # written by a training run that has no checkpoint folder
-_OURS = frozenset(("step", "epoch", "time"))
+_OURS = frozenset(("step", "epoch", "time", "rank"))
+_LATE = 5000  # lines: what other ranks log is written some seconds later than lines of rank 0
 _MOST = 1 << 24  # bytes of it: if there is more, samples.jsonl says enough
 _STACKS = 1 << 18  # bytes per stall
 _END = 1 << 18  # bytes read by default by `end`
@@ -114,26 +116,35 @@ def _metrics(path: str, reported: list[events.MetricsMeasured]) -> Iterator[even
     """Yield the lines of metrics.jsonl as events, completed from those that were reported for the same step."""
     more = {event.step: event for event in reported}
     last: events.MetricsMeasured | None = None
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        for line in file:
-            found = measured(line)
-            if found is None:
-                continue
-            last = more.get(found.step, last)
-            if last is not None:
-                # The file counts epochs from 0.
-                epoch = min(found.epoch + 1, last.epochs) if last.epochs else found.epoch
-                found = msgspec.structs.replace(
-                    found, epoch=epoch, epochs=last.epochs, total=last.total, samples=last.samples
-                )
+    for found in _in_order(path):
+        last = more.get(found.step, last)
+        if last is None:
             yield found
+            continue
+        # The file counts epochs from 0.
+        epoch = min(found.epoch + 1, last.epochs) if last.epochs else found.epoch
+        yield msgspec.structs.replace(found, epoch=epoch, epochs=last.epochs, total=last.total, samples=last.samples)
+
+
+def _in_order(path: str) -> Iterator[events.MetricsMeasured]:
+    """Yield the lines of metrics.jsonl by time."""
+    waiting: list[tuple[float, int, events.MetricsMeasured]] = []
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        for number, line in enumerate(file):
+            if (found := measured(line)) is not None:
+                heapq.heappush(waiting, (found.time, number, found))
+            if len(waiting) > _LATE:
+                yield heapq.heappop(waiting)[2]
+    while waiting:
+        yield heapq.heappop(waiting)[2]
 
 
 def measured(line: bytes) -> events.MetricsMeasured | None:
     """Parse a line of metrics.jsonl. None if it is malformed."""
     try:
         found: dict[str, Any] = json.loads(line)
-        values = {name: _number(value) for name, value in found.items() if name not in _OURS}
+        suffix = f"/rank {int(found['rank'])}" if "rank" in found else ""
+        values = {f"{name}{suffix}": _number(value) for name, value in found.items() if name not in _OURS}
         return events.MetricsMeasured(
             time=float(found["time"]), step=int(found["step"]), epoch=int(found.get("epoch", 0)), values=values
         )

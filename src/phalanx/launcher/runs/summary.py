@@ -50,18 +50,24 @@ def _end_of(path: str) -> Iterator[events.AnyEvent]:
 
 
 def _measured(folder: str) -> tuple[int | None, float | None]:
+    """Return the latest step and loss. The latest metrics may be those of an evaluation, without a loss."""
     seen: int | None = None
+    step: int | None = None
     for line in reversed(history.end(os.path.join(folder, "samples.jsonl"), _END).splitlines()):
         with contextlib.suppress(msgspec.MsgspecError):
             event = events.decode(line)
             if isinstance(event, events.MetricsMeasured):
-                return event.step, _loss(event)
+                step = event.step if step is None else step
+                if (loss := _loss(event)) is not None:
+                    return step, loss
             if isinstance(event, events.ClusterSample) and seen is None:
                 seen = max((sample.step for sample in event.ranks if sample.step >= 0), default=None)
     for line in reversed(history.end(os.path.join(folder, history.METRICS), _END).splitlines()):
         if (metrics := history.measured(line)) is not None:
-            return metrics.step, _loss(metrics)
-    return seen, None
+            step = metrics.step if step is None else step
+            if (loss := _loss(metrics)) is not None:
+                return step, loss
+    return seen if step is None else step, None
 
 
 def _loss(event: events.MetricsMeasured) -> float | None:

@@ -126,6 +126,8 @@ class Metrics:
                     self._trackers.write(step, named)
             if self._board is not None:
                 self._board.flush()
+            if self._trackers is not None:
+                self._trackers.flush()
 
     def close(self) -> None:
         """Write all lines and close the files."""

@@ -14,11 +14,13 @@ import importlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from phalanx.errors import UsageError
 
+_MLFLOW_MOST = 1000  # metrics of one request
 NAME = "trackers.json"  # the IDs, by the name of the tracker
 LogTo = str | Callable[[int, Mapping[str, float]], object]
 
@@ -33,7 +35,11 @@ class Tracker(Protocol):
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of one step."""
+        """Take the values of one step."""
+        ...
+
+    def flush(self) -> None:
+        """Send what was taken, if it was not sent at once."""
         ...
 
     def close(self) -> None:
@@ -64,6 +70,9 @@ class WandbTracker:
         self._step = max(self._step, step)
         self._wandb.log(dict(values), step=self._step)
 
+    def flush(self) -> None:
+        """Nothing to do: a process of Weights & Biases sends them."""
+
     def close(self) -> None:
         """End the run, if it was started here."""
         if self._started:
@@ -77,6 +86,9 @@ class MlflowTracker:
 
     def __init__(self) -> None:
         self._mlflow: Any = None
+        self._client: Any = None
+        self._run_id = ""
+        self._taken: list[Any] = []  # not sent yet
         self._started = False
 
     def begin(self, run_id: str | None) -> str | None:
@@ -86,11 +98,20 @@ class MlflowTracker:
         if active is None:
             active = self._mlflow.start_run(run_id=run_id)
             self._started = True
-        return str(active.info.run_id)
+        self._client, self._run_id = self._mlflow.MlflowClient(), str(active.info.run_id)
+        return self._run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values."""
-        self._mlflow.log_metrics(dict(values), step=step)
+        """Take the values. A request per step would hold the training up."""
+        now = int(time.time() * 1000)
+        metric = self._mlflow.entities.Metric
+        self._taken += [metric(name, value, now, step) for name, value in values.items()]
+
+    def flush(self) -> None:
+        """Send what was taken, in requests of the size that MLflow allows."""
+        taken, self._taken = self._taken, []
+        for first in range(0, len(taken), _MLFLOW_MOST):
+            self._client.log_batch(self._run_id, metrics=taken[first : first + _MLFLOW_MOST])
 
     def close(self) -> None:
         """End the run, if it was started here."""
@@ -111,6 +132,9 @@ class FunctionTracker:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Call the function."""
         self._function(step, values)
+
+    def flush(self) -> None:
+        """Nothing to do."""
 
     def close(self) -> None:
         """Nothing to do."""
@@ -155,8 +179,12 @@ class TrackerGroup:
                 json.dump({**before, **ids}, file)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of one step to all of them."""
+        """Give the values of one step to all of them."""
         self._members = [one for one in self._members if self._ran(one, lambda one=one: one.write(step, values))]  # type: ignore[misc]
+
+    def flush(self) -> None:
+        """Let all of them send what they have taken."""
+        self._members = [one for one in self._members if self._ran(one, one.flush)]
 
     def close(self) -> None:
         """End all of them."""

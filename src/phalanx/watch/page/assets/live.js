@@ -35,7 +35,9 @@ export class Server {
   }
 
   async json(path) {
-    const answer = await this.ask(path);
+    const answer = await this.ask(path).catch(() => {
+      throw Object.assign(new Error("connection lost"), { lost: true }); // browsers word it in different ways
+    });
     if (!answer.ok) throw Object.assign(new Error((await answer.text()) || `the server answered ${answer.status}`), { status: answer.status });
     return parsed(await answer.text());
   }
@@ -46,6 +48,11 @@ export class Server {
     const answer = await fetch(this.#folder + path, { method: "POST", body, headers, credentials: "same-origin", cache: "no-store" });
     if (!answer.ok) throw new Error((await answer.text()) || `the server answered ${answer.status}`);
   }
+}
+
+// What an error of a request means. The server of a run ends with it: then `command` shows the same in a terminal.
+export function explained(error, model, command) {
+  return error.lost && model.ended ? `the run has ended, and the server of this page with it; in a terminal: ${command}` : error.message;
 }
 
 export class Remote {

@@ -2,6 +2,7 @@
 
 import { $, el, into, press, say, observeVisible } from "./dom.js";
 import { ranksOf } from "./format.js";
+import { explained } from "./live.js";
 
 const EVERY = 1000; // milliseconds between two requests
 const KEPT = 300_000; // characters
@@ -21,6 +22,7 @@ export class Logs {
   #found = null; // the found line that is shown
   #busy = false;
   #over = false; // no more output
+  #lost = false; // the last request has failed, and the note says so
   #view = 0; // number of the opened log: answers for another one are dropped
   #seen;
   #turn = 0; // number of the search: results of an older one are dropped
@@ -96,9 +98,14 @@ export class Logs {
         this.#over = this.#model.ended && !part.text;
         if (!this.#length) say($("log-note"), `rank ${rank}, ${stream}: nothing written yet`);
       } else more = true; // another log was opened meanwhile
+      if (this.#lost) say($("log-note"), `rank ${this.#rank}, ${this.#stream}`);
+      this.#lost = false;
     } catch (error) {
       this.#over = this.#model.ended; // the server is gone
-      if (!this.#over || !this.#length) say($("log-note"), `rank ${rank}, ${stream}: ${error.message}`);
+      this.#lost = !this.#over;
+      const shown = this.#over && this.#length; // the end may be missing, but not much
+      const why = explained(error, this.#model, `phalanx logs ${this.#model.head?.run} -r ${rank} --stream ${stream}`);
+      if (view === this.#view) say($("log-note"), `rank ${rank}, ${stream}${shown ? "" : `: ${why}`}`);
     }
     this.#busy = false;
     if (more) this.#look();
@@ -143,7 +150,8 @@ export class Logs {
     try {
       found = await this.#source.search(text, ranks);
     } catch (error) {
-      if (turn === this.#turn) list.replaceChildren(el("li", { class: "nothing", text: error.message }));
+      const why = explained(error, this.#model, `phalanx logs ${this.#model.head?.run}`);
+      if (turn === this.#turn) list.replaceChildren(el("li", { class: "nothing", text: why }));
       return undefined;
     }
     if (turn !== this.#turn) return undefined;

@@ -2,6 +2,7 @@
 
 import { $, el, into, say } from "./dom.js";
 import { ranges } from "./format.js";
+import { explained } from "./live.js";
 
 export class Stacks {
   #model;
@@ -44,7 +45,7 @@ export class Stacks {
       this.#show(await this.#source.why());
     } catch (error) {
       $("stacks-list").replaceChildren();
-      say($("stacks-note"), `no stacks: ${error.message}`);
+      say($("stacks-note"), `no stacks: ${explained(error, this.#model, `phalanx why ${this.#model.head?.run}`)}`);
     }
     $("stacks").setAttribute("aria-busy", "false");
   }
