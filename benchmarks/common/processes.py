@@ -82,3 +82,12 @@ def last_output(folder: str) -> str:
     with open(os.path.join(folder, OUTPUT), errors="replace") as file:
         lines = [line.strip() for line in file if line.strip()]
     return " / ".join(lines[-3:])[-300:] or "nothing"
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process, all threads together."""
+    total = 0
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/task/{thread}/schedstat") as file:
+            total += int(file.read().split()[0])
+    return total / 1e9

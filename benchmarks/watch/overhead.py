@@ -127,8 +127,8 @@ def _window(run: WatchedRun, viewer: str, settings: WindowSettings) -> tuple[flo
 
 def _usage(run: WatchedRun, running: Sequence[ViewerProcess]) -> tuple[float, float, float]:
     """Return the CPU seconds of the agent and of the viewers, and the bytes sent so far."""
-    own = sum(viewers.cpu_seconds(viewer.pid) for viewer in running)
-    return viewers.cpu_seconds(run.pid), own, sum(viewer.seen for viewer in running)
+    own = sum(processes.cpu_seconds(viewer.pid) for viewer in running)
+    return processes.cpu_seconds(run.pid), own, sum(viewer.seen for viewer in running)
 
 
 def costs(result: WatchResult) -> list[ViewerCost]:

@@ -285,13 +285,4 @@ def wait_until_shown(viewers: Sequence[ViewerProcess]) -> None:
             raise ProcessLostError(f"a viewer shows nothing after {TIMEOUT:.0f} s")
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process, all threads together."""
-    total = 0
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/task/{thread}/schedstat") as file:
-            total += int(file.read().split()[0])
-    return total / 1e9
-
-
 VIEWERS: dict[str, tuple[Any, ...]] = {"off": (), "screen": (ScreenViewer,), "page": (PageViewer,), "again": ()}

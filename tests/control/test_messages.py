@@ -78,7 +78,12 @@ EXAMPLES: dict[str, list[Message]] = {
         Start(attempt=0, place=PLACE),
         Regroup(attempt=0, generation=2, why="w", place=PLACE),
         Hold(attempt=0, why="w"),
-        PeerList(leader=0, peers=(Peer(member=1, host="h", address="10.0.0.1", port=29500),)),
+        PeerList(
+            leader=0,
+            successors=(Peer(member=1, host="h", address="10.0.0.1", port=29500),),
+            working=((1, 1),),
+            spares=((3, 9),),
+        ),
         Stop(signal=15, reason="r", grace=1.0, ends=True),
         EndMessage(code=3),
         NoteMessage(text="t"),

@@ -127,7 +127,7 @@ def test_a_member_of_another_protocol_is_refused_in_words() -> None:
         async with leading() as led, speaking(led.port) as speaker:
             await speaker.ws.send_bytes(messages.encode(JoinRequest(protocol=77, info=b"of another version")))
             answer = await speaker.answered()
-            assert answer == Refusal(kind="version", leader="protocol 2", member="protocol 77")
+            assert answer == Refusal(kind="version", leader=f"protocol {messages.PROTOCOL}", member="protocol 77")
             assert led.ears.notes == ["127.0.0.1 was rejected: it has protocol 77, node 0 has protocol 2"]
 
     asyncio.run(meet())

@@ -40,7 +40,12 @@ VALID: tuple[messages.Message, ...] = (
     messages.Refusal(kind="run", leader="a", member="b"),
     messages.Start(attempt=1, place=RANKS),
     messages.Regroup(attempt=1, generation=2, why="x", place=RANKS),
-    messages.PeerList(leader=0, peers=(messages.Peer(member=1, host="h", address="10.0.0.1", port=1),)),
+    messages.PeerList(
+        leader=0,
+        successors=(messages.Peer(member=1, host="h", address="10.0.0.1", port=1),),
+        working=((1, 1),),
+        spares=((3, 9),),
+    ),
     messages.Stop(signal=15, reason="x", grace=1.0),
     messages.NodeWorkerFailed(rank=1, reason="x", time=1.0, step=3),
     messages.Log(rank=1, stream=2, data=b"x" * 40),

@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 
 from phalanx.launcher.output import sink as sink_module
 from phalanx.launcher.output.console import Console
-from phalanx.launcher.output.display import FailureText
+from phalanx.launcher.output.display import Display, FailureText
 from phalanx.launcher.output.filters import Std
 from phalanx.launcher.output.line_model import LineModel, columns, overwrite, plain
 from phalanx.launcher.output.log_tail import LogTail
+from phalanx.launcher.output.shown_stream import ShownStream
 
 PATIENCE = 20.0
 CUT = re.compile(r"\x1b(\[[0-9;?]*)?$")  # the beginning of a control sequence
@@ -1029,3 +1030,36 @@ def test_a_failure_is_in_colour_on_a_terminal() -> None:
         shown.console.say(FailureText(block))
         shown.caught_up()
         assert shown.err.startswith(f"phalanx: {block}\n".encode())
+
+
+def test_streams_that_wait_for_nothing_cost_nothing() -> None:
+    """The console of a leader has two streams per rank: only those with an unfinished line are looked at."""
+    looked: list[int] = []
+
+    class Counted(ShownStream):
+        def due(self, quiet: float) -> float | None:
+            looked.append(self.rank)
+            return super().due(quiet)
+
+    lock, sink = threading.RLock(), sink_module.Sink(os.open(os.devnull, os.O_WRONLY), terminal=False)
+    display = Display(sink, sink, lock, alone=False, quiet=0.1, bar_interval=10.0, colour=False)
+    streams = []
+    for rank in range(100):
+        tail = LogTail(lock, lambda: None, None, 0)
+        stream = Counted(sink, LineModel(live=False), tail, live=False)
+        stream.rank = rank
+        display.add(stream, first=False)
+        tail.unkept(b"first\nsecond\r\n\x1b[1A" if rank == 7 else b"a line\n")
+        streams.append(stream)
+        display.show(stream)
+    assert [stream.rank for stream in streams if stream.due(0.1) is not None] == [7]
+    looked.clear()
+    display.due()
+    display.tick(time.monotonic())
+    assert set(looked) == {7}
+    for stream in streams:
+        stream.tail.end()
+        display.show(stream)
+    assert display.streams == ()
+    assert display.due() is None
+    os.close(sink.fd)

@@ -157,3 +157,13 @@ def test_workers_of_another_attempt_are_not_taken_over() -> None:
     made = member_states(1, expected=2)
     assert made.admit(1, state(finished=True))  # idle: its workers have to stop
     assert made.next_idle([1]) == [1]
+
+
+def test_all_members_get_the_same_topology_which_is_computed_once_per_change() -> None:
+    made = member_states(4, expected=4)
+    first = made.start_ranks(1, 4711).topology
+    assert first == "2*4"
+    assert all(made.start_ranks(member, 4711).topology is first for member in range(4))
+    made.remove(2)
+    made.regroup()
+    assert {made.start_ranks(member, 4711).topology for member in (0, 1, 3)} == {"2*3"}

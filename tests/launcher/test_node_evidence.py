@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from phalanx.diagnose.evidence import Evidence, Frame, Process, Rank, ThreadStack, decode
+from phalanx.diagnose.evidence import Evidence, Frame, GroupEvidence, NodeFacts, Process, Rank, ThreadStack, decode
 from phalanx.diagnose.verdict import Verdict
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.probe import probe
@@ -250,3 +250,17 @@ def test_a_message_in_pieces_waits_for_nobody() -> None:
         assert found == [(message, []) for message in messages]
         theirs.close()
         assert parcel.receive(ours) is None
+
+
+def test_a_group_of_all_ranks_does_not_list_them() -> None:
+    """Each of thousands of ranks would send all of them to the leader."""
+    groups = (
+        GroupEvidence(name="0", backend="gloo", ranks=(0, 1, 2, 3), enqueued=7),
+        GroupEvidence(name="1", backend="gloo", ranks=(0, 1)),
+    )
+    ranks = (Rank(rank=0, node=0, groups=groups), Rank(rank=1, node=0, groups=groups[1:]))
+    found = node_evidence.without_listing_all(
+        node_evidence.NodeEvidence(node=NodeFacts(node=0, host="a"), ranks=ranks), 4
+    )
+    assert [[group.ranks for group in rank.groups] for rank in found.ranks] == [[(), (0, 1)], [(0, 1)]]
+    assert found.ranks[0].groups[0].enqueued == 7

@@ -19,9 +19,9 @@ import msgspec
 from msgspec import Meta
 
 from phalanx.contract.encoding import Decoder, encode_msgpack
-from phalanx.contract.placement import Count, PartialPlacement, RankPlacement
+from phalanx.contract.placement import MAX_NODES, Count, PartialPlacement, RankPlacement
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 JOIN_REQUEST_LIMIT = 1 << 16  # bytes of the first message of a connection
 FRAME_LIMIT = 1 << 20  # bytes of a frame from a member
@@ -34,6 +34,7 @@ Signal = Annotated[int, Meta(ge=1, le=31)]  # those that have a name
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Session = Annotated[bytes, Meta(max_length=32)]
 Names = Annotated[dict[Name, Name], Meta(max_length=64)]
+Ranges = Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_NODES)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="is", array_like=False, omit_defaults=True):
@@ -178,14 +179,19 @@ class Peer(Message, frozen=True, kw_only=True, tag="peer"):
     host: Name
     address: Name
     port: Port
-    works: bool = True  # else it is a spare
 
 
 class PeerList(Message, frozen=True, kw_only=True, tag="peer-list"):
-    """All members with the leader. The order is that of succession when the leader is lost."""
+    """All members of the leader, and which of them would replace it.
+
+    It is sent to all members at each change, so its size must not grow with their number: only the first successors
+    have an address, and members are listed as ranges of numbers. A range is its first and its last number.
+    """
 
     leader: Count
-    peers: Annotated[tuple[Peer, ...], Meta(max_length=1 << 14)]
+    successors: Annotated[tuple[Peer, ...], Meta(max_length=64)]  # in their order
+    working: Ranges = ()  # members that have ranks, without the leader
+    spares: Ranges = ()  # the other members
 
 
 class HaltAll(Message, frozen=True, kw_only=True, tag="halt"):

@@ -91,7 +91,7 @@ class GroupEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     backend: str
-    ranks: tuple[int, ...]  # global ones, in their order
+    ranks: tuple[int, ...]  # global ones, in their order; empty: all ranks, or not known
     enqueued: int = -1  # the newest collective that was called; -1: not known
     completed: int = -1
     description: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from phalanx.diagnose.evidence import Frame, Process, Rank, ThreadStack
@@ -21,6 +22,7 @@ _THEIRS = re.compile(
 )
 _TYPED = ("<string>", "<stdin>", "<ipython-input")
 _LOADER = "torch/utils/data/"
+_CACHED = 4096  # answers about files and functions: ranks run the same code
 _SAYS_NOTHING = frozenset({"__call__", "wrapper", "<module>", "<lambda>", "run", "main"})
 
 
@@ -127,9 +129,14 @@ _KERNEL = _patterns(
 
 def mine(frame: Frame) -> bool:
     """Return whether a frame is user code: no library, nothing frozen or generated, not phalanx."""
-    if frame.file.startswith("<"):
-        return frame.file.startswith(_TYPED)
-    return _THEIRS.search(frame.file.replace("\\", "/")) is None
+    return _is_users(frame.file)
+
+
+@lru_cache(maxsize=_CACHED)
+def _is_users(file: str) -> bool:
+    if file.startswith("<"):
+        return file.startswith(_TYPED)
+    return _THEIRS.search(file.replace("\\", "/")) is None
 
 
 def own(frames: Sequence[Frame]) -> Frame | None:
@@ -154,7 +161,7 @@ def act(frames: Sequence[Frame], process: Process | None = None) -> Act:
     for frame in frames:
         if mine(frame):
             break
-        meaning = _meaning(frame)
+        meaning = _meaning(frame.file, frame.function)
         # What is nearer to the user's code says more: select < Queue.get < a DataLoader. Plain helpers say nothing.
         found = meaning or found
     if found is not NOTHING:
@@ -185,11 +192,12 @@ def asleep(process: Process | None) -> Act:
     return Act("file", "waiting for a disk or another device", shown=False) if process.state == "D" else NOTHING
 
 
-def _meaning(frame: Frame) -> Act | None:
-    file = frame.file.replace("\\", "/")
-    for pattern, function, what, words in _COMPILED:
-        if pattern.search(file) and function.fullmatch(frame.function):
-            return Act(what, words, name="" if frame.function in _SAYS_NOTHING else frame.function)
+@lru_cache(maxsize=_CACHED)
+def _meaning(path: str, function: str) -> Act | None:
+    file = path.replace("\\", "/")
+    for pattern, name, what, words in _COMPILED:
+        if pattern.search(file) and name.fullmatch(function):
+            return Act(what, words, name="" if function in _SAYS_NOTHING else function)
     return None
 
 

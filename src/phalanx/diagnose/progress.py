@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import msgspec
+
 from phalanx.diagnose.evidence import Phase
 from phalanx.diagnose.rank_state import LONGER, UNHEARD
 
@@ -24,9 +26,8 @@ _ASLEEP = 10.0  # seconds between two readings: this process was suspended, by C
 _LONG = frozenset({"compile", "checkpoint", "import"})
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The progress and state of a rank at one moment."""
+class Reading(msgspec.Struct, frozen=True):
+    """The progress and state of a rank at one moment. A leader makes one per second for each of all ranks."""
 
     rank: int
     time: float
@@ -103,7 +104,7 @@ class ProgressWatch:
 
     def _remember(self, alive: list[Reading]) -> None:
         here = {each.rank for each in alive}
-        if here != set(self._past):  # ranks were added or removed: the time starts again, unless they hang
+        if here != self._past.keys():  # ranks were added or removed: the time starts again, unless they hang
             old, self._past = self._past, {}
             for each in alive:
                 if each.rank in old:
@@ -111,7 +112,9 @@ class ProgressWatch:
                     self._past[each.rank] = old[each.rank] if self._alarm else fresh
         for each in alive:
             mark = (each.step, each.progress, each.batches)
-            past = self._past.setdefault(each.rank, _Past(mark, each.time, each.time, each.time))
+            past = self._past.get(each.rank)
+            if past is None:
+                past = self._past[each.rank] = _Past(mark, each.time, each.time, each.time)
             if mark != past.mark:
                 past.stepped = past.stepped or each.step > past.mark[0] >= 0
                 past.mark, past.moved = mark, each.time
@@ -138,19 +141,22 @@ class ProgressWatch:
         return Alarm("again", alarm.ranks, alarm.since, alarm.limit, alarm.proven)
 
     def _judge(self, alive: list[Reading], *, alone: bool) -> Alarm | None:
+        still = [each for each in alive if self._still(each) >= self.stall_timeout]
+        if not still:  # none of the rules below can hold
+            return None
         met = any(past.met for past in self._past.values())
         self._idle = self._now - max(past.moved for past in self._past.values()) if met else 0.0
         self._resting = self._now - max(past.worked for past in self._past.values())
-        awaited = any(_waits(each) and self._still(each) >= self.stall_timeout for each in alive)
-        proven = [each for each in alive if self._proven(each, awaited)]
+        awaited = any(map(_waits, still))
+        proven = [each for each in still if self._proven(each, awaited)]
         if proven:
             return self._raise(alive, proven, self.stall_timeout, proven=True)
         if not alone and all(_waits(each) for each in alive):
             limit = max(self.stall_timeout, _ALL * max(each.usual for each in alive))
-            if all(self._still(each) >= limit for each in alive):
+            if len(still) == len(alive) and all(self._still(each) >= limit for each in alive):
                 return self._raise(alive, alive, limit, proven=True)
             return None
-        late = [each for each in alive if self._late(each, awaited)]
+        late = [each for each in still if self._late(each, awaited)]
         late = [each for each in late if not _waits(each)] or late
         return self._raise(alive, late, max(map(self._limit, late))) if late else None
 

@@ -13,6 +13,7 @@ from phalanx.diagnose.evidence import CallEvidence, Evidence, GroupEvidence, Ran
 from phalanx.diagnose.rank_state import MEETINGS, RankState, state_of, unstarted
 
 _Memo = dict[tuple[str, int, str, frozenset[int]], frozenset[int]]
+_Groups = dict[tuple[int, ...], frozenset[int]]  # ranks as a group lists them -> those of which something is known
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,11 @@ def survey(evidence: Evidence) -> Field:
     states = {rank.rank: state_of(evidence, rank) for rank in evidence.ranks}
     awaits: dict[int, frozenset[int]] = {}
     memo: _Memo = {}  # most ranks wait in the same one
+    groups: _Groups = {}
     for state in states.values():
-        missing = _missing(state, states, evidence, memo)
+        missing = _missing(state, states, evidence, memo, groups)
         if missing is not None:
-            awaits[state.number] = missing - {state.number}
+            awaits[state.number] = missing - {state.number} if state.number in missing else missing
     return Field(evidence, states, awaits)
 
 
@@ -90,12 +92,13 @@ def _missing(
     states: dict[int, RankState],
     evidence: Evidence,
     memo: _Memo,
+    groups: _Groups,
 ) -> frozenset[int] | None:
     call = state.call
     if not state.stuck:  # however slow its steps are, who is stopped does not come
         if call is None or call.op in ("send", "recv"):
             return None
-        members = members_of(state, states)
+        members = members_of(state, states, groups)
         return frozenset(rank for rank in members if states[rank].stopped) or None
     if call is None:
         if state.act.what not in MEETINGS or state.gone or state.stopped:
@@ -113,18 +116,22 @@ def _missing(
     if call.op in ("send", "recv"):
         peer = states.get(call.peer) if call.peer is not None else None
         return frozenset() if peer is None or meet(state, peer) else frozenset({peer.number})
-    members = members_of(state, states)
+    members = members_of(state, states, groups)
     key = (call.group, call.seq, f"{'' if call.seq > 0 else call.op} {call.started}", members)
     if key not in memo:
         memo[key] = frozenset(rank for rank in members if _absent(states[rank], call))
     return memo[key]
 
 
-def members_of(state: RankState, states: dict[int, RankState]) -> frozenset[int]:
-    """Return the ranks of the group of a call."""
+def members_of(state: RankState, states: dict[int, RankState], known: _Groups | None = None) -> frozenset[int]:
+    """Return the ranks of the group of a call. `known`: those of groups that were asked for before."""
     call = state.call
     group = next((each for each in state.rank.groups if call is not None and each.name == call.group), None)
-    return frozenset(states) & frozenset(group.ranks) if group is not None and group.ranks else frozenset(states)
+    listed = group.ranks if group is not None else ()
+    known = known if known is not None else {}
+    if listed not in known:
+        known[listed] = frozenset(states).intersection(listed) if listed else frozenset(states)
+    return known[listed]
 
 
 def _absent(state: RankState, call: CallEvidence) -> bool:

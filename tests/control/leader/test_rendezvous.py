@@ -129,7 +129,8 @@ def test_the_minimum_starts_after_the_last_call_and_others_join_later() -> None:
                 await until(lambda: led.ears.came == [2])
                 assert late.connection.welcome.member == 2
                 roll = led.members.peer_list(0, working=[0, 1])
-                assert [(peer.member, peer.port, peer.works) for peer in roll.peers] == [(1, 0, True), (2, 4711, False)]
+                assert [(peer.member, peer.port) for peer in roll.successors] == [(1, 0), (2, 4711)]
+                assert (roll.working, roll.spares) == (((1, 1),), ((2, 2),))
                 assert led.members.responsive == 3
 
     asyncio.run(meet())

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from phalanx.contract import number_ranges
 from phalanx.control import messages
 from phalanx.control.leader.roster import Roster
 from phalanx.control.messages import Message, NodeInfo
 from phalanx.control.outbox import LimitExceededError, Outbox
+
+SUCCESSORS = 64  # members that could lead: if all of them are lost with the leader, the run ends
 
 
 @dataclass(frozen=True)
@@ -182,16 +185,20 @@ class Members:
             member.send(messages.encode(messages.Ping(time=now, received=member.outbox.received)))
 
     def peer_list(self, leader: int, working: Collection[int]) -> messages.PeerList:
-        """Return all members, and where each could be reached if it had to lead."""
-        peers = [
-            messages.Peer(
-                member=id_,
-                host=member.info.host[:256],
-                address=member.address[:256],
-                port=member.info.failover_port,
-                works=id_ in working,
-            )
-            for id_, member in sorted(self.connected.items())
-            if id_ in self.roster.members  # else it is leaving
-        ]
-        return messages.PeerList(leader=leader, peers=tuple(peers))
+        """Return all members, and where the first ones could be reached if they had to lead."""
+        peers = sorted(id_ for id_ in self.connected if id_ in self.roster.members)  # the others are leaving
+        return messages.PeerList(
+            leader=leader,
+            successors=tuple(self._peer(id_) for id_ in peers[:SUCCESSORS]),
+            working=number_ranges.encode(id_ for id_ in peers if id_ in working),
+            spares=number_ranges.encode(id_ for id_ in peers if id_ not in working),
+        )
+
+    def _peer(self, id_: int) -> messages.Peer:
+        member = self.connected[id_]
+        return messages.Peer(
+            member=id_,
+            host=member.info.host[:256],
+            address=member.address[:256],
+            port=member.info.failover_port,
+        )

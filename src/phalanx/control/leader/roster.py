@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from phalanx.contract import topology
 from phalanx.contract.placement import RankPlacement
@@ -19,7 +20,7 @@ class RankTable:
 
     placements: tuple[RankPlacement, ...] = ()
 
-    @property
+    @cached_property  # read for every line of output and every sample
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the member."""
         return tuple(placement.rank for placement in self.placements)

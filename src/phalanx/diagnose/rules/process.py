@@ -115,12 +115,11 @@ def _gpu(field: Field, state: RankState) -> Verdict | None:
 
 def _memory(field: Field, state: RankState) -> Verdict | None:
     process = state.rank.process
-    if process is None or state.gone or not state.stuck or state.rank.busy:
+    if process is None or state.gone or not state.stuck or state.rank.busy or process.major_faults < _FAULTS:
         return None
     node = next((node for node in field.evidence.nodes if node.node == state.rank.node), None)
     full = node is not None and node.memory > 0 and node.available < _FULL * node.memory
-    thrashes = process.swapped >= _SWAPPED and process.major_faults >= _FAULTS
-    if not thrashes and not (full and process.major_faults >= _FAULTS):
+    if process.swapped < _SWAPPED and not full:
         return None
     details = [f"{process.major_faults:.0f} pages are read back from disk each second"]
     if node is not None and node.memory:

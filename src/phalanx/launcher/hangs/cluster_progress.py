@@ -81,8 +81,11 @@ class ClusterProgress:
         for member, theirs in members.items():
             if member in self._received:
                 then, received = self._received[member]
-                late = now - then if now - then > QUIET else 0.0
-                ranks += [replace(each, silent=each.silent + late) for each in received.ranks]
+                late = now - then
+                known = received.ranks
+                if late > QUIET:
+                    known = tuple(replace(each, silent=each.silent + late) for each in known)
+                ranks += known
             elif now - self.tracker.began > _SLOW_START:
                 ranks += [RankProgress(rank=rank, silent=now - self.tracker.began) for rank in theirs]
         return self.tracker.update(now, ranks)

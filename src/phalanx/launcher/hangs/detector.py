@@ -140,6 +140,8 @@ class HangDetector:
             self._stalled = self._recheck = None
         if not self._coordinator.leads:
             return heartbeat
+        if not reading.new_second and self._coordinator.members():
+            return heartbeat  # other nodes report once per second
         alarm, stall_timeout = self._progress.update(heartbeat), self._agent.plan.hang.stall_timeout
         if stall_timeout is None:
             return heartbeat
@@ -182,7 +184,7 @@ class HangDetector:
             self._folder.event(
                 events.VerdictEvent(time=time.time(), kind=verdict.kind, text=verdict.text, ranks=verdict.ranks)
             )
-        text = report.text(evidence, verdicts)
+        text = await asyncio.to_thread(report.text, evidence, verdicts)
         short = "\n".join(f"  {verdict.text}" for verdict in verdicts)
         self._stalled = (time.monotonic() - evidence.waited, f"the run was stalled when it ended:\n{short}")
         self._say(f"{text}\n  stacks and all evidence: {path}" if path else text)
@@ -271,7 +273,7 @@ class HangDetector:
         """Diagnose on the leader; elsewhere, ask the leader. None: it does not answer."""
         if self._coordinator.leads:
             evidence, verdicts = await self.explain()
-            text = report.text(evidence, verdicts)
+            text = await asyncio.to_thread(report.text, evidence, verdicts)
             if self._held:
                 text = f"too few nodes are left: the ranks wait for others to join ({self._held})\n\n{text}"
             return WhyReply(evidence=evidence, verdicts=tuple(verdicts), report=text)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -40,6 +41,16 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 _peers: Decoder[list[Peer]] = Decoder(list[Peer])
 
 
+def peers_to_reach(peers: Sequence[Peer], most: int = _MOST_PEERS) -> Iterator[Sequence[Peer]]:
+    """Yield for each peer those that it tries to reach: all, or in a larger run the next ones, as in a ring."""
+    if len(peers) <= most:
+        yield from [peers] * len(peers)
+        return
+    ring = [*peers, *peers[:most]]
+    for at in range(len(peers)):
+        yield ring[at + 1 : at + 1 + most]
+
+
 class EvidenceGatherer:
     """Takes the evidence of this node, and on the leader that of all nodes."""
 
@@ -59,10 +70,11 @@ class EvidenceGatherer:
         members = {member: ranks for member, ranks in self._coordinator.members().items() if ranks}
         loop = asyncio.get_running_loop()
         peers = [Peer(ranks[0], self._coordinator.address(member)) for member, ranks in members.items()]
-        asked = encoding.encode(peers)
         replies = {
-            member: loop.create_task(self._rpc.request("evidence", asked, to=member, timeout=node_evidence.LONGEST))
-            for member in members
+            member: loop.create_task(
+                self._rpc.request("evidence", encoding.encode(asked), to=member, timeout=node_evidence.LONGEST)
+            )
+            for member, asked in zip(members, peers_to_reach(peers), strict=True)
         }
         own = asyncio.create_task(self._take())
         try:
@@ -151,4 +163,5 @@ class EvidenceGatherer:
         if attempt is None:
             return NodeEvidence(node=node, ranks=())
         async with self._taking:
-            return await node_evidence.take(attempt, self._stats, node)
+            evidence = await node_evidence.take(attempt, self._stats, node)
+        return node_evidence.without_listing_all(evidence, self._agent.plan.group.world_size)

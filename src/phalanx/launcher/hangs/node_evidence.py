@@ -67,6 +67,20 @@ def decode(text: bytes) -> NodeEvidence:
     return _decoder.decode(text)
 
 
+def without_listing_all(evidence: NodeEvidence, world_size: int) -> NodeEvidence:
+    """Leave the ranks of groups that have all ranks empty: else all ranks together send their number squared."""
+    whole = tuple(range(world_size))
+
+    def short(rank: Rank) -> Rank:
+        if all(group.ranks != whole for group in rank.groups):
+            return rank
+        return replace(
+            rank, groups=tuple(replace(group, ranks=()) if group.ranks == whole else group for group in rank.groups)
+        )
+
+    return replace(evidence, ranks=tuple(map(short, evidence.ranks)))
+
+
 async def take(attempt: WorkerGroup, stats: ProcessStatsReader, node: NodeFacts) -> NodeEvidence:
     """Gather the evidence of all ranks of this node, dead ones included."""
     workers = {name: worker for name, worker in attempt.workers.items() if not worker.spare}

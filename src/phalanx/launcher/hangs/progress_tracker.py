@@ -98,8 +98,8 @@ class ProgressTracker:
         """Take the progress of all ranks, dead ones included. Return an alarm if they stalled or resumed."""
         self.ranks = {each.rank: each for each in ranks}
         for each in ranks:
-            mark = (each.step, each.progress, each.batches)
-            if self._marks.get(each.rank, ((-2, 0, 0), 0.0))[0] != mark:
+            mark, before = (each.step, each.progress, each.batches), self._marks.get(each.rank)
+            if before is None or before[0] != mark:
                 self._marks[each.rank] = (mark, now)
         return self._watch.see([each.reading(now) for each in ranks])
 

@@ -69,7 +69,8 @@ class Display:
         self._colour = colour  # None: on a terminal
         self._quiet = quiet  # seconds after which an unfinished line is shown
         self._bar_interval = bar_interval  # seconds between two states of a bar where there is no terminal
-        self._streams: list[ShownStream] = []
+        self._streams: dict[ShownStream, None] = {}  # in the order in which they were added
+        self._unfinished: dict[ShownStream, None] = {}  # those that have to be looked at again after a while
         self._live: list[ShownStream] = []
         self._debugged: int | None = None  # the rank whose debugger has the terminal
         self._deferred: list[ShownStream] = []  # to be shown when it ends
@@ -93,7 +94,7 @@ class Display:
 
     def add(self, stream: ShownStream, *, first: bool) -> None:
         """Add a stream, from any thread, with the lock. `first`: paint its rows above those of others."""
-        self._streams.append(stream)
+        self._streams[stream] = None
         self.withheld.add(stream)
         if stream.live:
             self._live.insert(0 if first else len(self._live), stream)
@@ -101,7 +102,7 @@ class Display:
     def due(self) -> float | None:
         """Return the seconds until `tick` and `flush` have something to do, or None."""
         times = [sink.repaint_at for sink in (self.out, self.err) if sink.late and not self._is_hidden(sink)]
-        dues = [stream.due(self._quiet) for stream in self._streams if not self._is_held(stream)]
+        dues = [stream.due(self._quiet) for stream in self._unfinished if not self._is_held(stream)]
         if self._debugged is None and self._held_messages is None:
             dues += [stream.painting_due(self._quiet) for stream in self._live]
         dues.append(self.withheld.due)
@@ -135,7 +136,7 @@ class Display:
         if self._held_messages is None:
             return
         messages, self._held_messages = self._held_messages, None
-        for stream in self._streams:
+        for stream in self.streams:
             if stream.sink.terminal:
                 stream.tail.skip()
         for text in messages:
@@ -211,10 +212,12 @@ class Display:
 
     def tick(self, now: float) -> None:
         """Show unfinished lines that are due."""
-        for stream in self.streams:
+        for stream in list(self._unfinished):
             if not self._is_held(stream):
                 for lines in stream.overdue(now, self._quiet, self._bar_interval):
                     self._put(stream, lines)
+                if stream.due(self._quiet) is None:
+                    del self._unfinished[stream]
         self.withheld.show_overdue(now)
 
     def flush(self) -> None:
@@ -226,7 +229,7 @@ class Display:
 
     def close(self) -> None:
         """Close the logs."""
-        for stream in self._streams:
+        for stream in self.streams:
             stream.tail.close()
 
     def _process(self, stream: ShownStream, data: bytes) -> None:
@@ -235,6 +238,8 @@ class Display:
         done = stream.feed(data, time.monotonic(), self._bar_interval)
         stream.take_over(reclaim=self._debugged is None)
         self._put(stream, done)
+        if stream.due(self._quiet) is not None:
+            self._unfinished[stream] = None
 
     def _leave_prompts(self, writer: ShownStream) -> None:
         """Finish prompts on the other stream of a rank that writes."""
@@ -267,7 +272,8 @@ class Display:
 
     def _remove(self, stream: ShownStream) -> None:
         with self._lock:
-            self._streams.remove(stream)
+            del self._streams[stream]
+            self._unfinished.pop(stream, None)
             if stream.live:
                 self._live.remove(stream)
 

@@ -147,7 +147,7 @@ class Collector:
         infos, ranks = list(own.infos), list(own.ranks)
         members = self._coordinator.members()
         for member, received in self._received.items():
-            theirs = frozenset(members.get(member, ()))  # ranks may have moved to another node since
+            theirs = members.get(member, ())  # ranks may have moved to another node since
             infos += [info for info in received.samples.infos if info.rank in theirs]
             ranks += [sample for sample in _extended(received, own.tick, now) if sample.rank in theirs]
         self._write_infos(tuple(sorted(infos, key=lambda info: info.rank)), own.tick / TENTHS)

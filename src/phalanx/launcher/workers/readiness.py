@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -19,14 +20,50 @@ class Readiness(NamedTuple):
         return self.connected and not self.finished
 
 
-def combine(nodes: Iterable[Readiness]) -> Readiness:
-    """Return the readiness of all nodes together.
+class ReadinessTable:
+    """The readiness of the nodes of a run, by number.
 
-    One script runs on all nodes: if some workers can regroup, those that have not connected yet can too.
+    Counts what nodes report, so that `overall` does not look at all of them: with thousands of nodes it is asked for
+    every line of output.
     """
-    nodes = list(nodes)
-    return Readiness(
-        any(node.connected for node in nodes),
-        any(node.finished for node in nodes),
-        all(node.all_connected for node in nodes),
-    )
+
+    def __init__(self, nodes: Iterable[tuple[int, Readiness]] = ()) -> None:
+        self._nodes: dict[int, Readiness] = {}
+        self._counts: Counter[Readiness] = Counter()  # there are eight different ones at most
+        for node, readiness in nodes:
+            self[node] = readiness
+
+    def __contains__(self, node: int) -> bool:
+        return node in self._nodes
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._nodes)
+
+    def __getitem__(self, node: int) -> Readiness:
+        """Return the readiness of a node. That of an unknown one is empty."""
+        return self._nodes.get(node, Readiness())
+
+    def __setitem__(self, node: int, readiness: Readiness) -> None:
+        self.remove(node)
+        self._nodes[node] = readiness
+        self._counts[readiness] += 1
+
+    def remove(self, node: int) -> None:
+        """Remove a node, if it is there."""
+        before = self._nodes.pop(node, None)
+        if before is not None:
+            self._counts[before] -= 1
+            if not self._counts[before]:
+                del self._counts[before]
+
+    @property
+    def overall(self) -> Readiness:
+        """Return the readiness of all nodes together.
+
+        One script runs on all nodes: if some workers can regroup, those that have not connected yet can too.
+        """
+        return Readiness(
+            any(node.connected for node in self._counts),
+            any(node.finished for node in self._counts),
+            all(node.all_connected for node in self._counts),
+        )

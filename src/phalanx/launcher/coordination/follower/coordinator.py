@@ -74,6 +74,7 @@ class FollowerCoordinator:
 
     def __init__(self, context: NodeContext, *, leader_lost: Callable[[str, bool], None] | None = None) -> None:
         self.state = FollowerState()
+        self._first_step = (-1, -1)  # the latest that was reported: attempt and generation
         self._context = context
         self._agent = AgentProxy()
         self.orders = LeaderOrders(context, self._agent, self.state, assign=self._assign, leader_lost=leader_lost)
@@ -209,7 +210,11 @@ class FollowerCoordinator:
         self._send(messages.RegroupReady(connected=connected, finished=finished, all_connected=all_connected))
 
     def first_step(self, message: worker_messages.FirstStep) -> None:
-        """Report the first step to the leader."""
+        """Report the first step of a generation to the leader: once, though every rank of this node reports it."""
+        first = (self.state.attempt, message.generation)
+        if first == self._first_step:
+            return
+        self._first_step = first
         self._send(messages.FirstStepCommitted(generation=message.generation, step=message.step, before=message.before))
 
     def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:

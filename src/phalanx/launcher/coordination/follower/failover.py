@@ -1,8 +1,9 @@
 """The coordinator of a follower in an elastic run: it takes the lead if node 0 is lost and it is next in line.
 
 All nodes have the peer list. The first living node on it takes over, opens the port that it reserved at the start, and
-the others join it. To prevent split-brain, a leader that is only silent is replaced only by a majority of the nodes: it
-may still run on the other side of a broken link.
+the others join it. It has addresses of the first 64 nodes only, so one of them must be alive. To prevent split-brain, a
+leader that is only silent is replaced only by a majority of the nodes: it may still run on the other side of a broken
+link.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from phalanx.contract import worker_messages
+from phalanx.contract import number_ranges, worker_messages
+from phalanx.contract.placement import MAX_NODES
 from phalanx.control.endpoint import CONNECT_TIMEOUT, STEADILY, Endpoint, answers
 from phalanx.control.messages import PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError
@@ -41,7 +43,7 @@ async def find_next_leader(
     if not silent and endpoint is not None and await answers(endpoint, steadily=STEADILY):
         silent = True
         note(f"node {peers.leader} still answers: it has dropped this node")
-    for peer in peers.peers:
+    for peer in peers.successors:
         if peer.member == state.member:
             if not state.running:  # there is no state to continue from
                 break
@@ -58,7 +60,9 @@ async def find_next_leader(
 
 
 def _takeover_state(follower: FollowerCoordinator, peers: PeerList, why: str, *, silent: bool) -> TakeoverState:
-    state, size = follower.state, len(peers.peers) + 1
+    state = follower.state
+    worked, spares = (number_ranges.decode(each, MAX_NODES) for each in (peers.working, peers.spares))
+    size = len(worked | spares) + 1
     return TakeoverState(
         leader=peers.leader,
         why=why,
@@ -66,8 +70,8 @@ def _takeover_state(follower: FollowerCoordinator, peers: PeerList, why: str, *,
         attempt=state.ordered,
         generation=state.generation,
         readiness=state.readiness,
-        worked=frozenset(peer.member for peer in peers.peers if peer.works),
-        others=frozenset(peer.member for peer in peers.peers if peer.member > state.member),
+        worked=worked,
+        others=frozenset(member for member in worked | spares if member > state.member),
         quorum=size // 2 + 1 if silent else 1,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from phalanx.control.leader import roster
 from phalanx.control.leader.roster import RankTable, Roster
 from phalanx.control.messages import AttemptState, StartRanks
-from phalanx.launcher.workers.readiness import Readiness, combine
+from phalanx.launcher.workers.readiness import Readiness, ReadinessTable
 
 _NO_RANKS = RankTable()
 
@@ -26,7 +26,8 @@ class MemberStates:
         self.joiners: set[int] = set()  # members that got ranks in a regroup of this attempt
         self.on_trial: set[int] = set()  # those of them that have not committed a step yet
         self._roster = roster_
-        self._readiness: dict[int, Readiness] = {}  # of the members with ranks
+        self._readiness = ReadinessTable()  # of the members with ranks
+        self._topology: str | None = None  # of the ranks; None: not computed yet
         self._idle: set[int] = set()
         self._starting: set[int] = set()  # their spare workers have been started
         self._ready: set[int] = set()
@@ -51,11 +52,11 @@ class MemberStates:
     @property
     def readiness(self) -> Readiness:
         """Return the readiness of all members with ranks."""
-        return combine(self._readiness.values())
+        return self._readiness.overall
 
     def can_regroup(self, member: int) -> bool:
         """Return whether the workers of this member can regroup."""
-        return self._readiness.get(member, Readiness()).can_regroup
+        return self._readiness[member].can_regroup
 
     def cannot_take_part(self, member: int, *, ends_run: bool) -> bool:
         """Return whether a failure of workers shows that a node which has joined a healthy run cannot take part.
@@ -72,7 +73,17 @@ class MemberStates:
 
     def next_idle(self, connected: Collection[int]) -> list[int]:
         """Return the idle members that would get ranks in a restart."""
-        return sorted(self._idle & set(connected))[: self.room] if self.room > 0 else []
+        return self._idle_among(connected)[: self.room] if self.room > 0 else []
+
+    def _idle_among(self, connected: Collection[int]) -> list[int]:
+        return sorted(member for member in self._idle if member in connected)
+
+    @property
+    def topology(self) -> str:
+        """Return which ranks share a node, as workers get it. It is computed once: every member gets the same."""
+        if self._topology is None:
+            self._topology = roster.world(self.ranks)
+        return self._topology
 
     def start_ranks(self, member: int, store_port: int) -> StartRanks:
         """Return the placements of the workers of a member."""
@@ -81,7 +92,7 @@ class MemberStates:
             table = roster.spare_table(self._roster.members[member].slots, self.ranks)
         return StartRanks(
             placements=table.placements,
-            topology=roster.world(self.ranks),
+            topology=self.topology,
             store_port=store_port,
             spare=spare,
             joins=spare and self.room > len(self._ready),
@@ -94,7 +105,7 @@ class MemberStates:
         for waiting in (self._starting, self._ready, self.joiners, self.on_trial):
             waiting.clear()
         self._assign(self._roster.members.keys() - self.leaving)
-        self._readiness = dict.fromkeys(self.ranks, Readiness())
+        self._readiness = ReadinessTable((member, Readiness()) for member in self.ranks)
         self._idle = set(connected) - self.ranks.keys() - self.leaving
 
     def regroup(self) -> None:
@@ -103,19 +114,20 @@ class MemberStates:
         self._assign(self.ranks.keys() | self._ready)
         self.joiners |= self.ranks.keys() - before
         self.on_trial |= self.ranks.keys() - before
-        for member in self.ranks.keys() - self._readiness.keys():
-            self._readiness[member] = Readiness(connected=True)
+        for member in self.ranks:
+            if member not in self._readiness:
+                self._readiness[member] = Readiness(connected=True)
         self._ready -= self.ranks.keys()
 
     def _assign(self, members: Collection[int]) -> None:
         known = {member: self._roster.members[member] for member in members}
         working = roster.working(known, self.ranks.keys() | {self.own}, self._roster.expected)
-        self.ranks = roster.seat(working)
+        self.ranks, self._topology = roster.seat(working), None
 
     def expect(self, members: Collection[int], worked: Collection[int], own: Readiness) -> None:
         """Take over the members of a lost leader. `worked`: those that had ranks. `own`: the readiness of this node."""
-        self._readiness = {self.own: own}
-        self.ranks = dict.fromkeys(set(members) & set(worked), _NO_RANKS)
+        self._readiness = ReadinessTable([(self.own, own)])
+        self.ranks, self._topology = dict.fromkeys(set(members) & set(worked), _NO_RANKS), None
         self._starting = set(members) - set(worked)
         if own.all_connected:
             self._spare_ready(self.own)
@@ -132,7 +144,8 @@ class MemberStates:
         """
         if resumes is not None and member in self.ranks:
             # What it reported later stays.
-            self._readiness.setdefault(member, Readiness(resumes.connected, resumes.finished))
+            if member not in self._readiness:
+                self._readiness[member] = Readiness(resumes.connected, resumes.finished)
             return False
         if resumes is not None and not resumes.finished:
             self._starting.add(member)
@@ -164,14 +177,15 @@ class MemberStates:
 
     def start_spares(self, connected: Collection[int]) -> list[int]:
         """Return the idle members whose workers are to be started as spares now."""
-        started = sorted(self._idle & set(connected)) if self.readiness.can_regroup else []
+        started = self._idle_among(connected) if self._idle and self.readiness.can_regroup else []
         self._idle -= set(started)
         self._starting |= set(started)
         return started
 
     def remove(self, member: int) -> RankTable | None:
         """Remove a member. Return the ranks that it had."""
-        self._readiness.pop(member, None)
+        self._readiness.remove(member)
+        self._topology = None
         for waiting in (self._idle, self._starting, self._ready, self.joiners, self.on_trial):
             waiting.discard(member)
         return self.ranks.pop(member, None)

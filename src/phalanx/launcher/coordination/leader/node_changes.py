@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from phalanx.control import messages
 from phalanx.control.endpoint import STEADILY, Endpoint, answers
 from phalanx.control.leader.members import Members
+from phalanx.launcher.actions import RegroupPlan
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults, process_failure
 from phalanx.launcher.coordination.leader.member_states import MemberStates
@@ -243,16 +244,18 @@ class NodeChanges:
         ranks = self._member_states.remove(member)
         if self._members.end_sent:
             return
-        self._commands.send_peer_list()
         attempt, readiness = self._commands.attempt, self._member_states.readiness
         ends = attempt.stopping or self._results.signal is not None or self._group.preemption.halted
         # Once some ranks have finished, the others end by themselves.
         if ranks is None or not attempt.running or ends or readiness.finished:
+            self._commands.send_peer_list()
             if note:
                 self._agent.note(text)
             return
         lived = time.monotonic() - attempt.began
         action = self._group.nodes_lost(WorkerFailure(ranks.ranks[0], text, "", time.time(), lived, None))
+        if not isinstance(action, RegroupPlan):  # a regroup sends it
+            self._commands.send_peer_list()
         if not readiness.connected:
             self._agent.note(text)
         self._agent.perform(action)

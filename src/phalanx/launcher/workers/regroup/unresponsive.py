@@ -43,6 +43,11 @@ class Unresponsive:
         now = time.monotonic()
         return [pid for pid in missing if self._still(pid, now) > patience]
 
+    def excuse(self, seconds: float) -> None:
+        """Do not count these seconds: this process was busy, and may not have read yet that a worker has joined."""
+        for look in self._looks.values():
+            look.since += max(0.0, seconds)
+
     def _still(self, pid: int, now: float) -> float:
         """Return for how many seconds its main thread has neither computed nor been runnable."""
         seen = linux.thread(pid)
@@ -97,7 +102,9 @@ class UnresponsiveWatch:
                 self._note(f"rank {self._workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
                 self._workers.send_signal(missing[pid], signal.SIGKILL)
                 unresponsive = Unresponsive()
+            asleep = time.monotonic()
             await asyncio.sleep(_INTERVAL)
+            unresponsive.excuse(time.monotonic() - asleep - _INTERVAL)
 
     def rescued(self, worker: Worker, answer: worker_messages.Rescued) -> None:
         """Kill a worker that cannot leave the group, now that its state is saved, unless it has left it meanwhile."""

@@ -1,0 +1,1 @@
+"""What one leader can bear: `phalanx bench scale`."""

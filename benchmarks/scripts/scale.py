@@ -1,0 +1,38 @@
+"""A rank of the real node of `phalanx bench scale`: takes every assignment at once, and forms no group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from phalanx.contract import worker_messages as messages
+from phalanx.contract.variables import LINE
+from phalanx.worker.agent_channel import AgentChannel
+
+
+def main() -> None:
+    """Follow the agent until it ends this process."""
+    over = threading.Event()
+    moved = threading.Event()
+    channel = AgentChannel(
+        os.environ[LINE],
+        leave=lambda: None,
+        moved=moved.set,
+        heartbeat=lambda: messages.Heartbeat(1),
+        received=lambda message: over.set() if isinstance(message, messages.EndWorker) else None,
+        hello=messages.Hello(),
+    )
+    signal.signal(signal.SIGTERM, lambda *_: over.set())
+    channel.listen()
+    while not over.is_set():
+        moved.clear()
+        generation = channel.generation
+        channel.send(messages.Entering(generation, holds=True))
+        channel.send(messages.FirstStep(generation, 1))
+        while not over.is_set() and not moved.wait(0.5):
+            pass
+
+
+if __name__ == "__main__":
+    main()
