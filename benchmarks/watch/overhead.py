@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.common import processes
 from benchmarks.common.processes import ProcessLostError
 from benchmarks.common.ratios import relative_difference, rotated
 from benchmarks.common.targets import Target

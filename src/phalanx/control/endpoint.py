@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+import contextlib
+from typing import Literal, NamedTuple
 
 CONNECT_TIMEOUT = 3.0  # seconds
 STEADILY = 0.5  # seconds for which a live leader keeps a connection
+
+
+# "closed": its host has refused the connection, so the process has ended. "unreachable": nothing is known about it.
+ProbeResult = Literal["listens", "closed", "unreachable"]
 
 
 class Endpoint(NamedTuple):
@@ -19,24 +24,34 @@ class Endpoint(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-async def answers(endpoint: Endpoint, *, steadily: float = 0.0) -> bool:
+async def probe(endpoint: Endpoint, *, steadily: float = 0.0) -> ProbeResult:
     """Return whether a process listens there.
 
     `steadily`: it must keep the connection for so many seconds. A process that is being killed loses its connections a
     moment before it stops listening.
     """
+    if not endpoint.port:
+        return "unreachable"
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), CONNECT_TIMEOUT)
-    except OSError:
-        return False
+    except ConnectionRefusedError:
+        return "closed"
+    except OSError:  # a timeout, too
+        return "unreachable"
     try:
         if steadily:
-            await asyncio.wait_for(reader.read(1), steadily)
-            return False
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(1), steadily)
+            return "closed"
     except TimeoutError:
         pass
     except OSError:
-        return False
+        return "unreachable"
     finally:
         writer.close()
-    return True
+    return "listens"
+
+
+async def answers(endpoint: Endpoint, *, steadily: float = 0.0) -> bool:
+    """Return whether a process listens there, as `probe` finds out."""
+    return await probe(endpoint, steadily=steadily) == "listens"

@@ -38,7 +38,8 @@ class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 def train(run: phalanx.Run) -> None:
     data = run.loader(Numbered(), global_batch=12, shuffle=True)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    width = 17 if BAD == "shape" else 16
+    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.on_resize(lambda before, now: run.print(f"resized from {before} to {now}"))
     run.keep(model=model, opt=opt, data=data)

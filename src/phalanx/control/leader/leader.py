@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import WebSocketError, WSMsgType, web
 
 from phalanx.control import messages, tls
-from phalanx.control.endpoint import STEADILY, Endpoint, answers
+from phalanx.control.endpoint import STEADILY, Endpoint, probe
 from phalanx.control.leader.admission import Admission, Applicant, describe
 from phalanx.control.leader.liveness import LivenessMonitor, Timing
 from phalanx.control.leader.members import JoinedMember, Members
@@ -265,7 +265,7 @@ class Leader:
         """Remove a member that does not connect again: at once, if its agent is known to have ended."""
         until = time.monotonic() + self._timing.resume
         where = Endpoint(*self.members.failover_endpoints.get(member.id, ("", 0)))
-        if where.port and not await answers(where, steadily=min(STEADILY, self._timing.resume)):
+        if await probe(where, steadily=min(STEADILY, self._timing.resume)) == "closed":
             until = 0.0
         while member.broken and time.monotonic() < until:
             await asyncio.sleep(_RESUME_CHECK)

@@ -1,30 +1,34 @@
 """The coordinator of a follower in an elastic run: it takes the lead if node 0 is lost and it is next in line.
 
 All nodes have the peer list. The first living node on it takes over, opens the port that it reserved at the start, and
-the others join it. It has addresses of the first 64 nodes only, so one of them must be alive. To prevent split-brain, a
-leader that is only silent is replaced only by a majority of the nodes: it may still run on the other side of a broken
-link.
+the others join it. The list has the addresses of the first 64 nodes, so one of them must be alive. To prevent
+split-brain, a node continues only with most of the nodes that may still run: see quorum.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from phalanx.contract import number_ranges, worker_messages
 from phalanx.contract.placement import MAX_NODES
-from phalanx.control.endpoint import CONNECT_TIMEOUT, STEADILY, Endpoint, answers
-from phalanx.control.messages import PeerList, RpcFrame
+from phalanx.control.endpoint import CONNECT_TIMEOUT, STEADILY, Endpoint, probe
+from phalanx.control.messages import Peer, PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError
 from phalanx.launcher.actions import Action, StartAttempt
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult
 from phalanx.launcher.coordination.follower.coordinator import FollowerCoordinator
 from phalanx.launcher.coordination.leader.coordinator import LeaderCoordinator, TakeoverState
+from phalanx.launcher.coordination.quorum import Electorate
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.workers.worker import WorkerFailure
+
+_RETRY_INTERVAL = 0.5  # seconds
 
 
 async def find_next_leader(
@@ -34,45 +38,82 @@ async def find_next_leader(
 
     `why` the leader is lost. `silent`: it may still be alive. `timeout`: seconds to join another leader.
     """
-    peers, state = follower.orders.peer_list, follower.state
+    peers = follower.orders.peer_list
     if peers is None:
         follower.orders.give_up(why)
         return None
     note(f"node {peers.leader} is lost: {why}")
-    endpoint = follower.member.leader_endpoint
-    if not silent and endpoint is not None and await answers(endpoint, steadily=STEADILY):
-        silent = True
-        note(f"node {peers.leader} still answers: it has dropped this node")
-    for peer in peers.successors:
-        if peer.member == state.member:
-            if not state.running:  # there is no state to continue from
-                break
-            return _takeover_state(follower, peers, why, silent=silent)
-        if await answers(Endpoint(peer.address, peer.port)):
-            try:
-                await follower.follow(Endpoint(peer.address, peer.port), timeout)
-            except JoinError:
-                continue  # it is gone too, or still has its leader: this node is cut off
-            note(f"node {peer.member} ({peer.host}) leads now")
+    ended = {peers.leader} if await _has_ended(follower, peers, silent=silent, note=note) else set[int]()
+    until = time.monotonic() + timeout
+    while True:
+        found = await _join_next(follower, peers, ended, timeout)
+        if isinstance(found, Peer):
+            note(f"node {found.member} ({found.host}) leads now")
             return None
-    follower.orders.give_up(why)
-    return None
+        if not found or not follower.state.running:  # there is no state to continue from
+            follower.orders.give_up(why)
+            return None
+        state = _takeover_state(follower, peers, why, frozenset(ended))
+        if state.electorate.elects(state.others.keys() | {follower.state.member}):
+            return state
+        before = [peer.member for peer in peers.successors if peer.member < follower.state.member]
+        if time.monotonic() >= until or ended.issuperset(before):
+            follower.orders.give_up(f"{why}; {state.electorate.missing({follower.state.member})}")
+            return None
+        await asyncio.sleep(_RETRY_INTERVAL)  # the link to one of them may recover
 
 
-def _takeover_state(follower: FollowerCoordinator, peers: PeerList, why: str, *, silent: bool) -> TakeoverState:
+async def _has_ended(
+    follower: FollowerCoordinator, peers: PeerList, *, silent: bool, note: Callable[[str], None]
+) -> bool:
+    """Return whether the lost leader is known to have ended."""
+    endpoint = follower.member.leader_endpoint
+    if silent or endpoint is None:
+        return False
+    found = await probe(endpoint, steadily=STEADILY)
+    if found == "listens":
+        note(f"node {peers.leader} still answers: it has dropped this node")
+    return found == "closed"
+
+
+async def _join_next(
+    follower: FollowerCoordinator, peers: PeerList, ended: set[int], timeout: float
+) -> Peer | Literal["own", ""]:
+    """Join the first peer that leads, and return it. "own": this node is the next; empty: it is no peer.
+
+    Peers that are known to have ended are added to `ended`.
+    """
+    for peer in peers.successors:
+        if peer.member == follower.state.member:
+            return "own"
+        endpoint = Endpoint(peer.address, peer.port)
+        found = await probe(endpoint)
+        if found == "listens":
+            try:
+                await follower.follow(endpoint, timeout)
+            except JoinError:  # it has ended by now, or still has its leader: then this node is cut off
+                found = await probe(endpoint)
+            else:
+                return peer
+        if found == "closed":
+            ended.add(peer.member)
+    return ""
+
+
+def _takeover_state(follower: FollowerCoordinator, peers: PeerList, why: str, ended: frozenset[int]) -> TakeoverState:
     state = follower.state
     worked, spares = (number_ranges.decode(each, MAX_NODES) for each in (peers.working, peers.spares))
-    size = len(worked | spares) + 1
+    addresses = {peer.member: Endpoint(peer.address, peer.port) for peer in peers.successors}
+    order = list(dict.fromkeys([peers.leader, *addresses, *sorted(worked | spares)]))
     return TakeoverState(
         leader=peers.leader,
         why=why,
-        size=size,
         attempt=state.ordered,
         generation=state.generation,
         readiness=state.readiness,
         worked=worked,
-        others=frozenset(member for member in worked | spares if member > state.member),
-        quorum=size // 2 + 1 if silent else 1,
+        others={member: addresses.get(member) for member in order if member > state.member},
+        electorate=Electorate(tuple(order), ended),
     )
 
 

@@ -15,12 +15,12 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from phalanx.contract import worker_messages
 from phalanx.control import messages
-from phalanx.control.endpoint import Endpoint
+from phalanx.control.endpoint import Endpoint, probe
 from phalanx.control.leader.leader import Leader
 from phalanx.control.leader.liveness import Timing
 from phalanx.control.leader.members import MemberNames, Members
@@ -35,6 +35,7 @@ from phalanx.launcher.coordination.leader.node_changes import NodeChanges
 from phalanx.launcher.coordination.leader.node_commands import CurrentAttempt, NodeCommands
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
 from phalanx.launcher.coordination.leader.remote_output import RemoteOutput
+from phalanx.launcher.coordination.quorum import Electorate
 from phalanx.launcher.coordination.rank_assignment import node_info
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.output.log_forwarder import LogForwarder
@@ -50,13 +51,12 @@ class TakeoverState:
 
     leader: int  # number of the lost leader
     why: str
-    size: int  # members, with the lost leader
     attempt: int
     generation: int
     readiness: Readiness  # of the workers of this node
     worked: frozenset[int]  # members that had ranks
-    others: frozenset[int]  # members that should join the new leader
-    quorum: int  # with fewer members, the old leader may still run with the rest
+    others: Mapping[int, Endpoint | None]  # members that should join the new leader; None: the address is unknown
+    electorate: Electorate  # with whom this node may lead
 
 
 class LeaderCoordinator:
@@ -147,18 +147,18 @@ class LeaderCoordinator:
         own, member_states = self._member_states.own, self._member_states
         self._commands.attempt = CurrentAttempt(state.attempt, time.monotonic(), running=True)
         self._recoveries.generation = state.generation
-        member_states.expect(state.others | {own}, state.worked, state.readiness)
+        member_states.expect(state.others.keys() | {own}, state.worked, state.readiness)
         leader = await self._open_control_port()
-        await leader.wait_for_survivors(state.others, timeout)
-        here = {own} | (self._members.connected.keys() & state.others)
+        await leader.wait_for_survivors(state.others.keys(), timeout)
+        here = {own} | (self._members.connected.keys() & state.others.keys())
         member_states.keep(here)
         for member in list(self._members.connected):
             self._changes.admit(member)
-        if len(here) < state.quorum:
-            self.fail(
-                f"node {state.leader} is silent, and {len(here)} of {state.size} nodes are here: it may still run "
-                "with the others; stopping to prevent split-brain"
-            )
+        absent = {member: address for member, address in state.others.items() if member not in here}
+        ended = {member for member, address in absent.items() if address and await probe(address) == "closed"}
+        electorate = replace(state.electorate, ended=state.electorate.ended | ended)
+        if not electorate.elects(here):
+            self.fail(f"node {state.leader} is lost: {state.why}; {electorate.missing(here)}")
             return
         self._commands.open_store()
         where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in self._context.sockets)

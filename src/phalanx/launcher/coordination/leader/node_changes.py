@@ -12,12 +12,13 @@ from collections.abc import Sequence
 
 from phalanx.control import messages
 from phalanx.control.endpoint import STEADILY, Endpoint, answers
-from phalanx.control.leader.members import Members
+from phalanx.control.leader.members import JoinedMember, Members
 from phalanx.launcher.actions import RegroupPlan
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults, process_failure
 from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.node_commands import NodeCommands
+from phalanx.launcher.coordination.leader.readmission import Readmission
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.runs import failure_report
@@ -55,6 +56,7 @@ class NodeChanges:
         self._results = results
         self._elastic = elastic
         self._dismissed: dict[int, str] = {}  # members that cannot take part and have not left yet, with the reason
+        self._readmission = Readmission()
         self._liveness_checks: set[asyncio.Task[None]] = set()  # of members whose connection has closed
 
     # -- nodes that join
@@ -66,6 +68,11 @@ class NodeChanges:
         self._group.changed.set()
         self._agent.note(f"{self._members.name(member)} has come")
         self._commands.send_peer_list()
+        wait = self._readmission.remaining(self._host(member), time.monotonic())
+        if wait > 0:
+            why = self._readmission.reason(self._host(member))
+            text = f"this host was dismissed before: {why}; it gets ranks in {wait:.0f} s at the earliest"
+            self._members.send(member, messages.NoteMessage(text=text))
         if self._commands.attempt.running and not self._commands.attempt.stopping:
             self.admit(member)
             self.start_spares()
@@ -84,13 +91,26 @@ class NodeChanges:
             self._commands.stop_member(member, "the others have continued")
 
     def set_readiness(self, member: int, readiness: Readiness) -> None:
-        """Record whether the workers of a member can regroup."""
+        """Record whether the workers of a member can regroup. One of a host that was dismissed may have to wait."""
+        wait = self._readmission.remaining(self._host(member), time.monotonic())
+        if wait > 0 and member not in self._member_states.ranks:
+            if readiness.all_connected:
+                asyncio.get_running_loop().call_later(wait, self._readmit, self._members.connected[member], readiness)
+            return
         if self._member_states.set_readiness(member, readiness):
             self._grow()
         elif member in self._member_states.ranks:
             overall = self._member_states.readiness
             self._group.preemption.regroup_ready(overall.connected, overall.finished)
             self.start_spares()
+
+    def _readmit(self, member: JoinedMember, readiness: Readiness) -> None:
+        if self._members.is_current(member):
+            self.set_readiness(member.id, readiness)
+
+    def _host(self, member: int) -> str:
+        connected = self._members.connected.get(member)
+        return connected.info.host if connected is not None else ""
 
     def start_spares(self) -> None:
         """Start the workers of nodes without ranks as spares, if the script can regroup."""
@@ -145,6 +165,8 @@ class NodeChanges:
         self._member_states.leaving.add(member)
         self._commands.stop_member(member, why)
         self._dismissed[member] = why
+        if member in self._member_states.ranks:  # else it has cost the others nothing
+            self._readmission.dismissed(self._host(member), time.monotonic(), why)
         self.remove(member, f"{self._members.name(member)} was dismissed", note=member in self._member_states.ranks)
 
     def dismiss_ranks(self, ranks: Sequence[int], why: str) -> bool:
