@@ -19,7 +19,10 @@ from tests.docs.blocks import EXAMPLES, ROOT, Block
 from tests.kit import imported
 from tests.kit.cli import Handle, free_port, phalanx, run, start
 
-pytestmark = [pytest.mark.extended, pytest.mark.warmed, pytest.mark.xdist_group("docs")]
+pytestmark = [
+    *(pytest.mark.extended, pytest.mark.warmed, pytest.mark.xdist_group("docs")),
+    pytest.mark.timeout(1200),  # a page has many commands
+]
 
 # Names that fragments use without defining them: what a reader has at that point.
 PRELUDE = """
@@ -106,7 +109,7 @@ def shell(folder: Path, command: str, codes: set[int] | None = None, where: str 
     """Run it in bash, and check its exit code. As on a machine with 4 devices: `phalanx run` starts 4 ranks."""
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
     env = {"PATH": path, "PET_NPROC_PER_NODE": "4"}
-    result = run(("bash", "-c", command), cwd=str(folder), env=env, timeout=150)
+    result = run(("bash", "-c", command), cwd=str(folder), env=env, timeout=300)
     print(f"{result.seconds:5.1f} s  {command}")
     expected = next((CODES[start] for start in CODES if command.startswith(start)), codes or {0})
     assert result.code in expected, f"{where}: {command}\n{result.out}{result.err}"
