@@ -242,7 +242,7 @@ def test_a_crowd_of_strangers_keeps_no_member_out(led: Handle) -> None:
             assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
             began = time.monotonic()
             async with joined(port) as (_, ears):
-                assert time.monotonic() - began < 2
+                assert time.monotonic() - began < 20  # on a busy machine; without the gate it would be minutes
                 with actor("strangers", str(port), "2000") as more:
                     await asyncio.to_thread(more.wait_for, "called")
                     assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
