@@ -6,6 +6,7 @@ per epoch, everything ended in time, and no process, shared memory or temporary 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import statistics
@@ -99,14 +100,21 @@ class Outcome:
         return f"{self.kind}: {self.played.faults} faults, {self.played.recovered} recovered, {times}{wrong}"
 
 
-def run(kind: Kind, seed: int, rounds: Iterable[tuple[int, int]], *, most: int = 3) -> Outcome:
-    """Play rounds, given as number and faults, until `most` had a violation."""
+Places = Callable[[], contextlib.AbstractContextManager[Env]]
+
+
+def _warm() -> contextlib.AbstractContextManager[Env]:
+    return stage("torch._dynamo")
+
+
+def run(kind: Kind, seed: int, rounds: Iterable[tuple[int, int]], *, most: int = 3, places: Places = _warm) -> Outcome:
+    """Play rounds, given as number and faults, until `most` had a violation. `places`: what commands find."""
     outcome = Outcome(kind.name, seed)
     began = time.monotonic()
     for number, faults in rounds:
         outcome.rounds += 1
         try:
-            played = _play(kind, random.Random(f"{seed}/{kind.name}/{number}"), faults)
+            played = _play(kind, random.Random(f"{seed}/{kind.name}/{number}"), faults, places)
         except Exception:
             outcome.played.faults += faults
             outcome.violations.append(Violation(kind.name, seed, number, faults, traceback.format_exc(limit=-4)))
@@ -120,8 +128,8 @@ def run(kind: Kind, seed: int, rounds: Iterable[tuple[int, int]], *, most: int =
     return outcome
 
 
-def _play(kind: Kind, chance: random.Random, faults: int) -> Played:
-    with stage("torch._dynamo") as env, tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
+def _play(kind: Kind, chance: random.Random, faults: int, places: Places) -> Played:
+    with places() as env, tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
         before = leaks.Before(str(env["TMPDIR"]))
         try:
             played = kind.play(Round(chance, faults, Path(folder), env))

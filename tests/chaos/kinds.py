@@ -11,7 +11,7 @@ from tests.chaos.placed import all_at_once, at_a_save, in_recovery, spread, toge
 from tests.chaos.signals import SILENT, sent
 
 CRASHES = ("segv", "abort", "bus")
-EXITS = ("exit 0", "exit 1", "exit 7", "exit 255", "leave 0", "leave 3")
+EXITS = ("exit 1", "exit 7", "exit 255", "leave 3")
 
 KINDS = {
     kind.name: kind
@@ -33,7 +33,10 @@ KINDS = {
             placed.placed(at_a_save, "--checkpoints", "FOLDER/kept", "--checkpoint-every", "2"),
             "rank 0 dies in a save, a rank at the end of an epoch",
         ),
-        Kind("exit", 60, 10, placed.placed(lambda *at: spread(*at, *EXITS)), "a rank exits, with code 0 too"),
+        Kind("exit", 50, 10, placed.placed(lambda *at: spread(*at, *EXITS)), "a rank exits with an error code"),
+        Kind(
+            "exit-0", 10, 5, placed.exit_0, "a rank exits with code 0: the run ends and names it; the command continues"
+        ),
         Kind("raise", 40, 8, placed.placed(lambda *at: spread(*at, "raise")), "a rank raises"),
         Kind("together", 40, 10, placed.placed(together, ranks=(3,)), "two of three ranks die at the same step"),
         Kind("all", 20, 4, placed.placed(all_at_once), "all ranks die at once"),
@@ -101,3 +104,5 @@ KINDS = {
         Kind("partition", 4, 2, nodes.parted, "two of three nodes do not reach each other", needs_root=True),
     )
 }
+
+OF_NODES = ("node-kill", "leader-kill", "node-stop", "link", "partition")

@@ -116,7 +116,7 @@ def judged(this: Round, done: Result, ranks: int, epochs: int, *, code: int = 0,
 def children(this: Round) -> Played:
     """Each rank has a server in a session of its own, whose port its replacement needs, and a child."""
     port = free_port()
-    faults = spread(this.chance, 2, this.faults, "kill", "segv", "exit 0", "exit 7")
+    faults = spread(this.chance, 2, this.faults, "kill", "segv", "exit 7")
     done, epochs = trained(this, 2, faults, "--linger", "0", env={"PORTS": str(port)})
     played = judged(this, done, 2, epochs)
     pids = [int(pid) for pid in (this.folder / "children").read_text().split()]
@@ -124,6 +124,20 @@ def children(this: Round) -> Played:
     left = [pid for pid in pids if alive(pid)]
     assert not left, f"children of ranks that have ended live: {left}"
     return played
+
+
+def exit_0(this: Round) -> Played:
+    """A rank exits with code 0 in the middle: the run ends and names it, and the same command continues."""
+    faults = spread(this.chance, 2, this.faults, "exit 0", "leave 0")
+    epochs = needed(faults)
+    words = ("--checkpoints", str(this.folder / "kept"), "--checkpoint-every", "2")
+    for number in range(this.faults):
+        done, _ = trained(this, 2, faults, *words)
+        assert done.code == 1, done.err
+        (rank,) = {fault[1] for fault in faults[number : number + 1]}
+        assert f"rank {rank} exited in the middle of the training, with exit code 0" in done.err, done.err
+    done, _ = trained(this, 2, faults, *words)
+    return judged(this, done, 2, epochs)
 
 
 def edited(this: Round) -> Played:

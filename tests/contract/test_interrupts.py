@@ -17,10 +17,15 @@ def _default() -> None:
 
 def test_it_is_raised_when_the_imports_are_done() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), deferred():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        done.append("imports")
+
+    def imports() -> None:
+        with deferred():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            done.append("imports")
+
+    with pytest.raises(KeyboardInterrupt):
+        imports()
     assert done == ["imports"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -32,9 +37,13 @@ def test_without_it_nothing_happens() -> None:
 
 
 def test_an_error_of_an_import_comes_first() -> None:
-    with pytest.raises(ImportError), deferred():
-        signal.raise_signal(signal.SIGINT)
-        raise ImportError("no module")
+    def imports() -> None:
+        with deferred():
+            signal.raise_signal(signal.SIGINT)
+            raise ImportError("no module")
+
+    with pytest.raises(ImportError):
+        imports()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -9,7 +9,8 @@ where   step (default), within (the backward), backward (after it), epoch (at it
         save: step is 0 there, and it is the first time since the fault `after` (a number; default: the one before)
 
 EPOCHS in the environment is the number of epochs; without it, the training ends with the epoch in which FOLDER/end
-appears. PAUSE: seconds per step. DROPOUT: its probability. PORTS: each rank starts a server on PORTS + its rank, and a child.
+appears. PAUSE: seconds per step. DROPOUT: its probability. PORTS: each rank starts a server on PORTS + its rank, and a
+child.
 
 Each rank appends to FOLDER/log.RANK which samples it takes and which steps it commits, and when; at the end it writes
 its parameters to FOLDER/end.RANK. With EPOCHS, rank 0 writes those of each epoch to FOLDER/epochs.
