@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.chaos import oracle
 from tests.kit import leaks
 from tests.kit.cli import Env, stage
 
@@ -132,7 +133,8 @@ def _play(kind: Kind, chance: random.Random, faults: int, places: Places) -> Pla
     with places() as env, tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
         before = leaks.Before(str(env["TMPDIR"]))
         try:
-            played = kind.play(Round(chance, faults, Path(folder), env))
+            with oracle.using(env):
+                played = kind.play(Round(chance, faults, Path(folder), env))
         except BaseException:
             before.clean(before.leaks())
             raise

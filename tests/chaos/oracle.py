@@ -7,12 +7,12 @@ import functools
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.kit.cli import phalanx, stage
+from tests.kit.cli import Env, phalanx, stage
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
 SAMPLES, EPOCH = 96, 8  # samples and steps of an epoch
@@ -58,9 +58,23 @@ def read(folder: Path) -> tuple[list[Take], list[Commit]]:
     return takes, commits
 
 
+_places: list[Env] = []  # of the round that is being played: its fork server serves undisturbed runs, too
+
+
+@contextlib.contextmanager
+def using(env: Env) -> Iterator[None]:
+    """Run what is undisturbed in these places, too, as long as the block lasts."""
+    _places.append(env)
+    try:
+        yield
+    finally:
+        _places.pop()
+
+
 @functools.cache
 def _undisturbed(ranks: int, epochs: int, dropout: str) -> list[Parameters]:
-    with stage("torch._dynamo") as env, tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
+    places = contextlib.nullcontext(_places[-1]) if _places else stage("torch._dynamo")
+    with places as env, tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
         words = ("run", "-g", str(ranks), "--cpu", "--quiet", SCRIPT, folder, "[]")
         done = phalanx(*words, env={**env, "EPOCHS": str(epochs), "DROPOUT": dropout}, timeout=LONG)
         assert done.code == 0, done.err
