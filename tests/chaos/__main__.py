@@ -17,16 +17,14 @@ ALL = sum(kind.faults for kind in KINDS.values())
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="of all faults (default: 1)")
-    parser.add_argument("--faults", type=int, help=f"number of faults (default: {ALL:,}, all of them)")
+    parser.add_argument("--faults", type=int, help=f"number of faults (default: {ALL:,}, or all of the kind)")
     parser.add_argument("--kind", choices=KINDS, action="append", help="only this kind; may be repeated")
     parser.add_argument("--round", type=int, help="only this round of the kind; --faults is the number of its faults")
     options = parser.parse_args()
     if options.round is not None and len(options.kind or ()) != 1:
         parser.error("--round needs one --kind")
     chosen = [KINDS[name] for name in options.kind or KINDS]
-    share = (options.faults or ALL) / ALL if not options.kind else 1.0
-    if options.kind and options.faults:
-        share = options.faults / sum(kind.faults for kind in chosen)
+    share = options.faults / sum(kind.faults for kind in chosen) if options.faults else 1.0
     with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
         _enter(folder)
         try:
