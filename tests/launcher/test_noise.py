@@ -61,6 +61,8 @@ STORE = (
     b"[W1116 12:58:50.653188666 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=5): Connection reset\n"
     b"Exception raised from recvBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:682 (most recent call first):\n"
     b"frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7f3609d7305d in libc10.so)\n"
+    b"<omitting python frames>\n"
+    b"frame #19: <unknown function> + 0x2724a (0x7f6eac84524a in /lib/x86_64-linux-gnu/libc.so.6)\n"
     b"\n"
 )
 

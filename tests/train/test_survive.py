@@ -80,31 +80,6 @@ def test_a_dead_rank_costs_no_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_rank_0_is_not_sacred_and_faults_may_follow_each_other(tmp_path: Path) -> None:
-    done = trained(tmp_path, 2, [3, 0, "kill"], [4, 1, "kill"], [4, 0, "exit"], [11, 0, "kill"])
-    assert done.code == 0, done.err
-    end, generation = ended(tmp_path, 2)
-    assert end == undisturbed(2)
-    assert generation >= 4
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("where", ["backward", "handover"])
-def test_wherever_it_dies(tmp_path: Path, where: str) -> None:
-    """A rank that dies in its backward, and one when others may have committed; one that dies while it is given the
-    state."""
-    ways = {
-        "backward": [[4, 2, "kill", "within"], [7, 1, "kill", "backward"]],
-        "handover": [[6, 1, "kill"], [0, 1, "kill", "handover"]],
-    }
-    faults = ways[where]
-    done = trained(tmp_path, 3, *faults)
-    assert done.code == 0, done.err
-    assert ended(tmp_path, 3)[0] == undisturbed(3)
-    assert ended(tmp_path, 3)[1] >= len(faults)
-
-
-@pytest.mark.extended
 def test_a_survivor_that_cannot_leave_the_group_is_replaced(tmp_path: Path) -> None:
     done = trained(tmp_path, 3, [5, 1, "stuck"], [5, 0, "then"])
     assert done.code == 0, done.err
@@ -121,20 +96,6 @@ def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_firs
     assert "rank 1 cannot leave the group; step 5 is saved in memory: SIGKILL" in done.err
     assert "resumed from a snapshot in memory at step 5" in done.out
     assert re.search(r"regrouped, and step 6 was committed [\d.]+ s later, no step lost", done.err)
-
-
-@pytest.mark.extended
-def test_two_at_once_and_all_at_once(tmp_path: Path) -> None:
-    done = trained(tmp_path, 3, [5, 0, "kill"], [5, 2, "kill"])
-    assert done.code == 0, done.err
-    assert ended(tmp_path, 3)[0] == undisturbed(3)
-
-
-@pytest.mark.extended
-def test_all_at_once_begin_again(tmp_path: Path) -> None:
-    done = trained(tmp_path, 2, [5, 0, "kill"], [5, 1, "kill"])
-    assert done.code == 0, done.err
-    assert ended(tmp_path, 2)[0] == undisturbed(2)
 
 
 def test_a_spare_worker_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:

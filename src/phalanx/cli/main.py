@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from phalanx.contract.interrupts import deferred
 from phalanx.contract.visible import visible
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.forkserver import log
@@ -168,7 +169,8 @@ def _dispatch(args: list[str]) -> int:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError("the current folder has been removed", fix="cd to one that exists") from None
-    module = importlib.import_module(f"phalanx.cli.commands.{verb}")
+    with deferred():
+        module = importlib.import_module(f"phalanx.cli.commands.{verb}")
     code: int = module.main(rest)
     return code
 

@@ -106,6 +106,7 @@ class Chaos:
             attempt = await self._until_healthy(agent)
             last = time.monotonic()
             self.recovered += await self._survived(agent, attempt, fault)
+        agent.note(f"chaos: no more faults, {self.recovered} of {self.injected.total()} recovered")
         await asyncio.Event().wait()
 
     async def _survived(self, agent: HookedAgent, attempt: WorkerGroup, fault: InjectedFault) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phalanx.contract.home import is_temporary
+from phalanx.contract.interrupts import deferred
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
 from phalanx.launcher.forking import fork_servers, preload_hints, warm_pool
@@ -53,9 +54,11 @@ def run_node(
             open_.enter_context(sock)
         if hook is not None:
             hook.opened(sockets)
-        folder = _create_folder(plan, base)
+        with deferred():
+            folder = _create_folder(plan, base)
         try:
-            started = _start(plan, base, folder)
+            with deferred():
+                started = _start(plan, base, folder)
             return _supervise(plan, folder, started, sockets, hook=hook, findings=findings)
         finally:
             folder.close()
@@ -159,8 +162,9 @@ def _supervise(
     hook: RunHook | None,
     findings: Findings,
 ) -> int:
-    from phalanx.contract import events
-    from phalanx.launcher.output.console import Console
+    with deferred():
+        from phalanx.contract import events
+        from phalanx.launcher.output.console import Console
 
     now = time.time()
     command = plan.command.line(0)

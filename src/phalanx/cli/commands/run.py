@@ -10,6 +10,7 @@ from phalanx.cli.launch_context import LaunchContext, detect_context
 from phalanx.cli.options import HelpRequested, RunOptions, parse_run
 from phalanx.cli.planning import make_plan
 from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.interrupts import deferred
 from phalanx.errors import UsageError
 from phalanx.launcher.api import decline_to_join, run_plan
 from phalanx.launcher.plan import Plan
@@ -48,7 +49,8 @@ def main(argv: list[str]) -> int:
 def begin(options: RunOptions, environ: Mapping[str, str], context: LaunchContext, hook: RunHook | None = None) -> int:
     """Start the run on this node and return its exit code. `context` says how it joins other nodes."""
     try:
-        plan = make_plan(options, environ, context)
+        with deferred():
+            plan = make_plan(options, environ, context)
     except UsageError as error:
         if context.rendezvous is not None:
             decline_to_join(context.rendezvous, str(error))

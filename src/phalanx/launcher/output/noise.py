@@ -20,7 +20,10 @@ _WARNING = re.compile(
     rb"|destroy_process_group\(\) was not called)"
 )
 # Further lines of a message: NCCL's own, and two kinds of stacks.
-_MORE = re.compile(rb"  what\(\): |nccl\w+: |Last error:|Exception raised from |frame #\d+: |#\d+ .* from .*:\d+|\s*$")
+_MORE = re.compile(
+    rb"  what\(\): |nccl\w+: |Last error:|Exception raised from |frame #\d+: |<omitting python frames>"
+    rb"|#\d+ .* from .*:\d+|\s*$"
+)
 _RAISED = b"Exception raised from "  # a stack may follow a warning too
 _QUOTED = b"Last error:"  # the next line is NCCL's, with any text
 

@@ -1,0 +1,164 @@
+"""Plays the rounds of a kind of fault. A round is a seed and a number: the same faults on every machine.
+
+What has to hold after every round: the parameters are to the bit those of an undisturbed run, each sample counted once
+per epoch, everything ended in time, and no process, shared memory or temporary file is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos import oracle
+from tests.kit import leaks
+from tests.kit.cli import Env, stage
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a kind gets to play one round: make `faults` faults as `chance` says."""
+
+    chance: random.Random
+    faults: int
+    folder: Path  # empty
+    env: Env  # of a warm fork server
+
+
+@dataclass
+class Played:
+    """What happened in a round that was played to its end."""
+
+    faults: int = 0
+    recovered: int = 0
+    seconds: list[float] = field(default_factory=list)  # of each fault, to the next step that all ranks committed
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault. `play` raises AssertionError for whatever must not happen."""
+
+    name: str
+    faults: int  # of the whole campaign
+    per_round: int
+    play: Callable[[Round], Played]
+    what: str  # for readers of the table
+    needs_root: bool = False
+
+    def rounds(self, share: float) -> list[int]:
+        """The number of faults of each round, for this share of the campaign: at least one fault."""
+        count = max(1, round(self.faults * share))
+        return [min(self.per_round, count - done) for done in range(0, count, self.per_round)]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A round after which something did not hold."""
+
+    kind: str
+    seed: int
+    number: int
+    faults: int
+    trace: str
+
+    def __str__(self) -> str:
+        words = f"--kind {self.kind} --seed {self.seed} --round {self.number} --faults {self.faults}"
+        return (
+            f"{self.kind}, seed {self.seed}, round {self.number}:\n{self.trace}repeat it: python -m tests.chaos {words}"
+        )
+
+
+@dataclass
+class Outcome:
+    """How the rounds of a kind went."""
+
+    kind: str
+    seed: int
+    played: Played = field(default_factory=Played)
+    rounds: int = 0
+    took: float = 0.0  # seconds
+    violations: list[Violation] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.played.seconds) if self.played.seconds else math.nan
+
+    @property
+    def worst(self) -> float:
+        return max(self.played.seconds, default=math.nan)
+
+    def __str__(self) -> str:
+        times = f"median {self.median:.2f} s, worst {self.worst:.2f} s" if self.played.seconds else "no times"
+        wrong = f"; {len(self.violations)} violations" if self.violations else ""
+        return f"{self.kind}: {self.played.faults} faults, {self.played.recovered} recovered, {times}{wrong}"
+
+
+Places = Callable[[], contextlib.AbstractContextManager[Env]]
+
+
+def _warm() -> contextlib.AbstractContextManager[Env]:
+    return stage("torch._dynamo")
+
+
+def run(kind: Kind, seed: int, rounds: Iterable[tuple[int, int]], *, most: int = 3, places: Places = _warm) -> Outcome:
+    """Play rounds, given as number and faults, until `most` had a violation. `places`: what commands find."""
+    outcome = Outcome(kind.name, seed)
+    began = time.monotonic()
+    for number, faults in rounds:
+        outcome.rounds += 1
+        try:
+            played = _play(kind, random.Random(f"{seed}/{kind.name}/{number}"), faults, places)
+        except Exception:
+            outcome.played.faults += faults
+            outcome.violations.append(Violation(kind.name, seed, number, faults, traceback.format_exc(limit=-4)))
+            if len(outcome.violations) >= most:
+                break
+        else:
+            outcome.played.faults += played.faults
+            outcome.played.recovered += played.recovered
+            outcome.played.seconds += played.seconds
+    outcome.took = time.monotonic() - began
+    return outcome
+
+
+def _play(kind: Kind, chance: random.Random, faults: int, places: Places) -> Played:
+    with places() as env, tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
+        before = leaks.Before(str(env["TMPDIR"]))
+        try:
+            with oracle.using(env):
+                played = kind.play(Round(chance, faults, Path(folder), env))
+        except BaseException:
+            before.clean(before.leaks())
+            raise
+        left = before.leaks()
+        before.clean(left)
+        assert not left, "\n".join(map(str, left))
+    assert played.recovered == played.faults, f"{played.recovered} of {played.faults} faults were recovered"
+    return played
+
+
+def report(outcomes: Iterable[Outcome]) -> bool:
+    """Print a table, and what was violated. Return whether nothing was."""
+    outcomes = list(outcomes)
+    print(f"\n{'kind':<18}{'faults':>7}{'recovered':>11}{'median':>10}{'worst':>10}{'took':>9}  violations")
+    for one in outcomes:
+        times = f"{one.median:>8.2f} s{one.worst:>8.2f} s" if one.played.seconds else f"{'-':>10}{'-':>10}"
+        print(
+            f"{one.kind:<18}{one.played.faults:>7}{one.played.recovered:>11}{times}{one.took:>7.0f} s  "
+            f"{len(one.violations) or 'none'}"
+        )
+    total = [sum(getattr(one.played, name) for one in outcomes) for name in ("faults", "recovered")]
+    print(f"{'all':<18}{total[0]:>7}{total[1]:>11}{'':20}{sum(one.took for one in outcomes):>7.0f} s")
+    sys.stdout.flush()
+    for one in outcomes:
+        for violation in one.violations:
+            print(f"\n{violation}", file=sys.stderr)
+    return not any(one.violations for one in outcomes)

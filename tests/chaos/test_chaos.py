@@ -1,0 +1,115 @@
+"""A tenth of the faults on one host, by the seed of the whole campaign: `make chaos` runs all of it.
+
+Faults of nodes are in tests/e2e/test_elastic.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import campaign, oracle, placed
+from tests.chaos.campaign import Kind, Played, Round
+from tests.chaos.kinds import KINDS, OF_NODES
+from tests.kit.cli import Env
+
+SEED, SHARE = 1, 0.1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in OF_NODES])
+def test_a_tenth_of_the_campaign(name: str) -> None:
+    kind = KINDS[name]
+    outcome = campaign.run(kind, SEED, enumerate(kind.rounds(SHARE)))
+    assert not outcome.violations, "\n\n".join(map(str, outcome.violations))
+
+
+def test_the_campaign_has_1_000_faults() -> None:
+    assert sum(kind.faults for kind in KINDS.values()) == 1000
+    assert KINDS["kill"].rounds(0.1) == [25]
+    assert sum(KINDS["kill"].rounds(1.0)) == KINDS["kill"].faults
+
+
+@pytest.mark.parametrize("plan", [placed.in_recovery, placed.at_a_save, placed.all_at_once, placed.together])
+def test_a_plan_has_as_many_faults_as_asked(plan: placed.Plan) -> None:
+    for count in (1, 2, 3, 8):
+        faults = plan(random.Random(1), 3, count)
+        assert len(faults) == count
+        assert faults == plan(random.Random(1), 3, count)
+        assert all(0 <= rank < 3 for _, rank, *_ in faults)
+
+
+# -- a violation is found, and named
+
+
+@contextlib.contextmanager
+def nothing() -> Iterator[Env]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield {"TMPDIR": folder}
+
+
+def test_a_violation_is_named_with_the_command_that_repeats_it() -> None:
+    def play(this: Round) -> Played:
+        assert this.chance.randrange(10) != 3, "a wrong number"
+        return Played(this.faults, this.faults, [1.0] * this.faults)
+
+    kind = Kind("example", 100, 2, play, "")
+    outcome = campaign.run(kind, 7, enumerate(kind.rounds(1.0)), most=1, places=nothing)
+    (violation,) = outcome.violations
+    assert "a wrong number" in str(violation)
+    assert f"--kind example --seed 7 --round {violation.number} --faults 2" in str(violation)
+    assert campaign.run(kind, 7, [(violation.number, 2)], places=nothing).violations
+    assert not campaign.report([outcome])
+
+
+def test_a_fault_that_was_not_recovered_is_a_violation() -> None:
+    kind = Kind("example", 1, 1, lambda this: Played(this.faults, 0), "")
+    (violation,) = campaign.run(kind, 1, [(0, 1)], places=nothing).violations
+    assert "0 of 1 faults were recovered" in violation.trace
+
+
+def write(folder: Path, rank: int, *lines: tuple[float, str, int, list[int] | None]) -> None:
+    with open(folder / f"log.{rank}", "a") as file:
+        for time, group, step, taken in lines:
+            more = {"taken": taken, "size": 2} if taken is not None else {}
+            file.write(json.dumps({"time": time, "group": group, "step": step, **more}) + "\n")
+
+
+def epoch(folder: Path, group: str) -> None:
+    for step in range(1, 9):
+        for rank in range(2):
+            places = list(range((step - 1) * 12 + rank * 6, (step - 1) * 12 + rank * 6 + 6))
+            write(folder, rank, (step, group, step, places), (step + 0.5, group, step, None))
+
+
+def test_a_sample_that_counts_twice_or_never_is_found(tmp_path: Path) -> None:
+    epoch(tmp_path, "0")
+    oracle.check_samples(oracle.read(tmp_path)[0], 8)
+    # Step 3 again, in another group: what that one took counts, whatever the first did.
+    for rank, places in enumerate((range(24, 30), range(30, 36))):
+        write(tmp_path, rank, (9.0, "1", 3, list(places)))
+    oracle.check_samples(oracle.read(tmp_path)[0], 8)
+    write(tmp_path, 0, (10.0, "2", 3, list(range(24, 30))))
+    with pytest.raises(AssertionError, match="step 3: 1 of 2 ranks took part"):
+        oracle.check_samples(oracle.read(tmp_path)[0], 8)
+    write(tmp_path, 1, (10.0, "2", 3, list(range(24, 30))))
+    with pytest.raises(AssertionError, match="epoch 1"):
+        oracle.check_samples(oracle.read(tmp_path)[0], 8)
+
+
+def test_a_delay_ends_with_the_first_step_of_all_ranks_in_the_next_group(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, (1.0, "0", 1, [0]), (1.1, "0", 1, None), (2.0, "0", 2, [0]))
+    write(tmp_path, 0, (2.2, "0", 2, None))  # before it notices
+    assert oracle.delay(tmp_path, 2.1, 2) is None
+    write(tmp_path, 0, (4.0, "1", 3, [0]), (4.1, "1", 3, None))
+    assert oracle.delay(tmp_path, 2.1, 2) is None
+    write(tmp_path, 1, (4.0, "1", 3, [0]), (4.6, "1", 3, None))
+    assert oracle.delay(tmp_path, 2.1, 2) == pytest.approx(2.5)
+    assert oracle.delay(tmp_path, 2.1, 1, regroup=False) == pytest.approx(0.1)
