@@ -1,4 +1,4 @@
-"""phalanx run -g 2 examples/pipeline.py: a model cut in two stages, one per rank; the same gradients as in one process"""
+"""phalanx run -g 2 examples/pipeline.py: a model in two stages, one per rank; the same gradients as in one process"""
 
 import torch
 import torch.distributed as dist

@@ -71,9 +71,11 @@ async def _live(folder: str, home: str, variables: Mapping[str, str], chromium: 
         light = await _open(chromium, link[0])
         phone = await _open(chromium, link[0], width=390, height=844, phone=True)
         await browser.wait_for(dark, _STALLED, timeout=TIMEOUT)
-        # The stacks show paths of this machine.
-        await dark.evaluate("document.getElementById('stacks-close').closest('section').style.display = 'none'")
-        await _shoot(dark, os.path.join(folder, "page-dark.png"))
+        bottom = await dark.evaluate("document.getElementById('verdicts').getBoundingClientRect().bottom")
+        await dark.screenshot(
+            path=os.path.join(folder, "page-dark.png"),
+            clip={"x": 0, "y": 0, "width": 1440, "height": bottom + 12},  # below are stacks, with paths of this machine
+        )
         await _terminal(os.path.join(folder, "screen.svg"), home)
         await _until("the end of the stall", process, lambda: '"event":"resumed"' in _text(f"{run}/events.jsonl"))
         await asyncio.sleep(25)  # of training, to be seen behind the stall
