@@ -62,7 +62,7 @@ async def _live(folder: str, home: str, variables: Mapping[str, str], chromium: 
     shutil.copy(script("pictured.py"), os.path.join(home, "train.py"))  # pictures show no path of this machine
     command = [*PHALANX, "run", "-g", str(RANKS), "--cpu", "--name", "waves", "--stall-timeout", "3"]
     command += ["--page-at", "127.0.0.1:0", "train.py", "--epochs", "24", "--kill", str(KILLED), "40"]
-    process = processes.start_logged([*command, "--stuck", str(STUCK), "200", "10"], variables, home)
+    process = processes.start_logged([*command, "--stuck", str(STUCK), "200", "16"], variables, home)
     run = os.path.join(home, "runs", "waves")
     try:
         output = os.path.join(home, processes.OUTPUT)
@@ -71,9 +71,11 @@ async def _live(folder: str, home: str, variables: Mapping[str, str], chromium: 
         light = await _open(chromium, link[0])
         phone = await _open(chromium, link[0], width=390, height=844, phone=True)
         await browser.wait_for(dark, _STALLED, timeout=TIMEOUT)
-        await browser.wait_for(dark, "!document.body.innerText.includes('asking all ranks')", timeout=TIMEOUT)
-        await dark.click("#stacks-close")  # paths of this machine
-        await _shoot(dark, os.path.join(folder, "page-dark.png"))
+        bottom = await dark.evaluate("document.getElementById('verdicts').getBoundingClientRect().bottom")
+        await dark.screenshot(
+            path=os.path.join(folder, "page-dark.png"),
+            clip={"x": 0, "y": 0, "width": 1440, "height": bottom + 12},  # below are stacks, with paths of this machine
+        )
         await _terminal(os.path.join(folder, "screen.svg"), home)
         await _until("the end of the stall", process, lambda: '"event":"resumed"' in _text(f"{run}/events.jsonl"))
         await asyncio.sleep(25)  # of training, to be seen behind the stall
