@@ -16,7 +16,8 @@ def test_each_dismissal_doubles_the_wait() -> None:
         assert readmission.remaining("one", now) == 0.0
     assert waits[:4] == [FIRST_DELAY, 2 * FIRST_DELAY, 4 * FIRST_DELAY, 8 * FIRST_DELAY]
     assert waits[-1] == LONGEST_DELAY
-    assert readmission.reason("one") == "another model"
+    assert readmission.note("one", now) == "this host was dismissed before: another model"
+    assert readmission.note("two", now) == ""
     assert readmission.remaining("two", now) == 0.0
 
 
@@ -25,4 +26,4 @@ def test_the_wait_counts_from_the_latest() -> None:
     readmission.dismissed("one", 100.0, "first")
     readmission.dismissed("one", 104.0, "second")
     assert readmission.remaining("one", 110.0) == 14.0
-    assert readmission.reason("one") == "second"
+    assert readmission.note("one", 110.0).endswith(": second; it gets ranks in 14 s at the earliest")

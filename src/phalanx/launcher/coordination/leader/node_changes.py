@@ -68,10 +68,8 @@ class NodeChanges:
         self._group.changed.set()
         self._agent.note(f"{self._members.name(member)} has come")
         self._commands.send_peer_list()
-        wait = self._readmission.remaining(self._host(member), time.monotonic())
-        if wait > 0:
-            why = self._readmission.reason(self._host(member))
-            text = f"this host was dismissed before: {why}; it gets ranks in {wait:.0f} s at the earliest"
+        text = self._readmission.note(self._host(member), time.monotonic())
+        if text:
             self._members.send(member, messages.NoteMessage(text=text))
         if self._commands.attempt.running and not self._commands.attempt.stopping:
             self.admit(member)

@@ -41,6 +41,10 @@ class Readmission:
         found = self._hosts.get(host, Dismissals())
         return max(0.0, found.latest + found.delay - now) if found.count else 0.0
 
-    def reason(self, host: str) -> str:
-        """Return why it was dismissed the last time."""
-        return self._hosts.get(host, Dismissals()).why
+    def note(self, host: str, now: float) -> str:
+        """Return what a node on this host reads when it joins. Empty: it was never dismissed."""
+        if host not in self._hosts:
+            return ""
+        wait = self.remaining(host, now)
+        when = f"; it gets ranks in {wait:.0f} s at the earliest" if wait else ""
+        return f"this host was dismissed before: {self._hosts[host].why}{when}"
