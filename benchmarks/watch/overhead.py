@@ -8,8 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.common import processes
-from benchmarks.common.processes import ProcessLostError
+from benchmarks.common.processes import ProcessLostError, cpu_seconds
 from benchmarks.common.ratios import relative_difference, rotated
 from benchmarks.common.targets import Target
 from benchmarks.watch import viewers
@@ -128,8 +127,8 @@ def _window(run: WatchedRun, viewer: str, settings: WindowSettings) -> tuple[flo
 
 def _usage(run: WatchedRun, running: Sequence[ViewerProcess]) -> tuple[float, float, float]:
     """Return the CPU seconds of the agent and of the viewers, and the bytes sent so far."""
-    own = sum(processes.cpu_seconds(viewer.pid) for viewer in running)
-    return processes.cpu_seconds(run.pid), own, sum(viewer.seen for viewer in running)
+    own = sum(cpu_seconds(viewer.pid) for viewer in running)
+    return cpu_seconds(run.pid), own, sum(viewer.seen for viewer in running)
 
 
 def costs(result: WatchResult) -> list[ViewerCost]:

@@ -128,6 +128,7 @@ def test_a_member_of_another_protocol_is_refused_in_words() -> None:
             await speaker.ws.send_bytes(messages.encode(JoinRequest(protocol=77, info=b"of another version")))
             answer = await speaker.answered()
             assert answer == Refusal(kind="version", leader=f"protocol {messages.PROTOCOL}", member="protocol 77")
-            assert led.ears.notes == ["127.0.0.1 was rejected: it has protocol 77, node 0 has protocol 3"]
+            text = f"127.0.0.1 was rejected: it has protocol 77, node 0 has protocol {messages.PROTOCOL}"
+            assert led.ears.notes == [text]
 
     asyncio.run(meet())
