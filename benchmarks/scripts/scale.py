@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 
-from phalanx.contract import worker_messages as messages
+from phalanx.contract.messages import worker_messages as messages
 from phalanx.contract.variables import LINE
 from phalanx.worker.agent_channel import AgentChannel
 

@@ -140,7 +140,7 @@ def measure(ranks: int, mebibytes: int, rounds: int, threads: int, folder: str) 
     import torch
     import torch._dynamo  # noqa: F401
 
-    from phalanx.launcher.spawn import spawn
+    from phalanx.launcher.spawn.spawn import spawn
 
     results: list[list[SaveSample]] = spawn(
         _rank, ranks, (mebibytes, rounds, threads, folder), backend="gloo", timeout=60.0 * (rounds + 1)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from phalanx.errors import RankError
     from phalanx.launcher.api import launch
     from phalanx.launcher.job import Job
-    from phalanx.launcher.spawn import spawn
+    from phalanx.launcher.spawn.spawn import spawn
     from phalanx.train.main import init, main
     from phalanx.train.run import Run
     from phalanx.worker.rendezvous.topology import Topology
@@ -26,7 +26,7 @@ _WHERE = {
     "init": "phalanx.train.main",
     "launch": "phalanx.launcher.api",
     "main": "phalanx.train.main",
-    "spawn": "phalanx.launcher.spawn",
+    "spawn": "phalanx.launcher.spawn.spawn",
 }
 
 

@@ -27,7 +27,7 @@ from benchmarks.comm.results import CommNote, CommResults, DdpSteps, Link, Measu
 from benchmarks.comm.settings import CommSettings
 from benchmarks.comm.traffic import KIB, MIB, OPERATIONS
 from phalanx.errors import OptionError
-from phalanx.launcher.spawn import spawn
+from phalanx.launcher.spawn.spawn import spawn
 from tests.kit.cli import Result, phalanx
 
 CPU = torch.device("cpu")

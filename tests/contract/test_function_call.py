@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from phalanx.contract import function_call
+from phalanx.contract.messages import function_call
 from phalanx.errors import UsageError
 
 

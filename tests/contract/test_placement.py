@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from phalanx.contract.encoding import encode
+from phalanx.contract.messages.worker_messages import Assignment, from_agent
 from phalanx.contract.placement import RankPlacement
 from phalanx.contract.variables import rank_variables
-from phalanx.contract.worker_messages import Assignment, from_agent
 from tests.kit.placements import placement
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.contract import snapshot_messages, worker_messages
+from phalanx.contract.messages import snapshot_messages, worker_messages
 from phalanx.contract.placement import PartialPlacement, RankPlacement
 from phalanx.control import messages
 from phalanx.control.leader.admission import Admission, Applicant, describe

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.launcher.spawn import must_not_fork, spawn
+from phalanx.launcher.spawn.spawn import must_not_fork, spawn
 
 
 def on_the_gpu(x: float) -> tuple[float, str]:

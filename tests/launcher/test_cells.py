@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.launcher import cells
+from phalanx.launcher.spawn import cells
 
 FILE = "/tmp/ipykernel_31283/1096529376.py"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from phalanx.contract.worker_messages import FirstStep
+from phalanx.contract.messages.worker_messages import FirstStep
 from phalanx.control.messages import FirstStepCommitted, Message
 from phalanx.launcher.coordination.follower.coordinator import FollowerCoordinator
 

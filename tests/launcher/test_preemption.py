@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.launcher.actions import AcceptLoss, Action, HaltWorkers, StopWorkers
 from phalanx.launcher.coordination.coordinator import AttemptReport, RunResult
 from phalanx.launcher.coordination.single_node import SingleNodeCoordinator

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.contract import function_call
+from phalanx.contract.messages import function_call
 from phalanx.errors import LaunchError, RankError, UsageError
-from phalanx.launcher import spawn as module
-from phalanx.launcher.spawn_output import RankOutput
+from phalanx.launcher.spawn import spawn as module
+from phalanx.launcher.spawn.output import RankOutput
 from tests.kit.cli import PYTHON, Handle, alive, python, start, terminal, until
 
 # Most are about processes, and need no group.
@@ -35,7 +35,7 @@ NO_TORCH = "import sys; sys.modules['torch'] = None\n"
 SLEEPERS = """
 import os, signal, subprocess, sys, time
 sys.modules["torch"] = None
-from phalanx.launcher.spawn import spawn
+from phalanx.launcher.spawn.spawn import spawn
 
 def wait():
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -425,7 +425,7 @@ def test_fresh_ranks_import_the_script(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
         f"{NO_TORCH}import os, sys\n"
-        "from phalanx.launcher.spawn import spawn\n"
+        "from phalanx.launcher.spawn.spawn import spawn\n"
         "class Answer:\n"
         "    def __init__(self, rank): self.rank = rank\n"
         "def fn(x): return Answer(x * int(os.environ['RANK'])), 'mark' in os.environ, os.getppid()\n"
@@ -461,7 +461,7 @@ def test_where_cuda_is_up_ranks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_fresh_ranks_cannot_import_what_was_typed() -> None:
-    text = f"{NO_TORCH}from phalanx.launcher.spawn import spawn\ndef fn(): return 7\n"
+    text = f"{NO_TORCH}from phalanx.launcher.spawn.spawn import spawn\ndef fn(): return 7\n"
     forked = python("-", input=f"{text}print(spawn(fn, 2, join=False))")
     assert forked.out == "[7, 7]\n", forked.err
     fresh = python(
@@ -474,7 +474,7 @@ def test_fresh_ranks_cannot_import_what_was_typed() -> None:
 
 def test_a_script_that_spawns_while_it_is_imported(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    path.write_text("from phalanx.launcher.spawn import spawn\ndef fn(): pass\nspawn(fn, 2, fresh=True)\n")
+    path.write_text("from phalanx.launcher.spawn.spawn import spawn\ndef fn(): pass\nspawn(fn, 2, fresh=True)\n")
     result = python(str(path))
     assert result.code == 1
     assert 'put the call under `if __name__ == "__main__":`' in result.err
@@ -483,7 +483,7 @@ def test_a_script_that_spawns_while_it_is_imported(tmp_path: Path) -> None:
 def test_an_error_in_a_fresh_rank(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
-        f"{NO_TORCH}from phalanx.launcher.spawn import spawn\n"
+        f"{NO_TORCH}from phalanx.launcher.spawn.spawn import spawn\n"
         "def fn(): raise KeyError('nothing there')\n"
         "if __name__ == '__main__': spawn(fn, 1, fresh=True, join=False)\n"
     )
@@ -520,7 +520,7 @@ def test_a_caller_that_is_killed_leaves_nothing(sleepers: str, number: signal.Si
 def test_a_fork_server_that_is_killed_takes_the_ranks_along(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
-        f"{NO_TORCH}import os, time\nfrom phalanx.launcher.spawn import spawn\n"
+        f"{NO_TORCH}import os, time\nfrom phalanx.launcher.spawn.spawn import spawn\n"
         "def fn():\n    print('ready', os.getpid(), os.getppid())\n    time.sleep(1000)\n"
         "spawn(fn, 2, join=False)\n"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.contract import encoding
-from phalanx.contract import snapshot_messages as words
+from phalanx.contract.messages import snapshot_messages as words
 from phalanx.errors import LaunchError
 from phalanx.launcher.agent.snapshot_memory import SnapshotMemory
 from phalanx.launcher.telemetry import out_of_memory

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.launcher.workers.heartbeats import HeartbeatWatch
 from phalanx.launcher.workers.regroup.formation import Formation
 from phalanx.launcher.workers.regroup.regrouper import ReadinessReporter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from phalanx.train.agreement import describe_model, disagreement
+from phalanx.train.kept.agreement import describe_model, disagreement
 
 SAME = {"seed": "0", "model net weight": "(8, 4) float32", "data loader length": "240 samples"}
 

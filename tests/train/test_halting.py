@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from phalanx.contract import encoding
-from phalanx.contract import worker_messages as words
+from phalanx.contract.messages import worker_messages as words
 from phalanx.train.elastic.elastic_loop import ElasticLoop
 from phalanx.train.elastic.halting import Halting
 from phalanx.worker.process_group import nccl

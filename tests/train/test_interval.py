@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import OptionError
-from phalanx.train.interval import Interval
+from phalanx.train.schedule.interval import Interval
 
 
 class Run:

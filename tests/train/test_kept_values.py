@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx
 from phalanx.errors import CheckpointError, OptionError, UsageError
 from phalanx.train.checkpoint.format.plain import packed, unpacked
-from phalanx.train.kept import divided
-from phalanx.train.kept_values import KeptValues
+from phalanx.train.kept.kept_objects import divided
+from phalanx.train.kept.kept_values import KeptValues
 
 VALUES: dict[str, Any] = {
     "number": 3,

@@ -15,7 +15,7 @@ from torch import nn
 
 import phalanx
 from phalanx.errors import UsageError
-from phalanx.train.kept import TrainingProgress
+from phalanx.train.kept.kept_objects import TrainingProgress
 from phalanx.train.reporting import trackers
 from phalanx.train.reporting.metrics import Metrics
 from phalanx.train.reporting.rank_log import EVERY, LoggedRow, RankLog

@@ -7,7 +7,7 @@ import socket
 import torch
 
 from phalanx.contract import encoding
-from phalanx.contract import worker_messages as words
+from phalanx.contract.messages import worker_messages as words
 from phalanx.train.reporting.measuring import Measuring
 from phalanx.worker.agent_channel import AgentChannel
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx.contract import events
 from phalanx.errors import NonFiniteError, OptionError
-from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
 from phalanx.train.non_finite_guard import (
     MOST_SKIPPED,
     WINDOW,
@@ -32,7 +32,7 @@ from phalanx.train.non_finite_guard import (
 )
 from phalanx.train.reporting.metrics import Metrics
 from phalanx.train.reporting.non_finite import NonFiniteWatch
-from phalanx.train.stepping import Stepper
+from phalanx.train.stepping.stepper import Stepper
 from phalanx.watch.model.incidents import Incidents
 from phalanx.watch.model.run_model import RunModel
 from tests.kit.cli import Result, phalanx, stage

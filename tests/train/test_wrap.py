@@ -20,7 +20,7 @@ from phalanx.train.model.compression import PowerSGD
 from phalanx.train.model.replaced_parameters import ReplacedParameters
 from phalanx.train.model.sharding import units
 from phalanx.train.model.wrap import wrap
-from phalanx.train.stepping import Stepper
+from phalanx.train.stepping.stepper import Stepper
 from tests.kit.cli import phalanx
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "behaviours.py")

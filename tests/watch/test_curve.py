@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.watch.model.curve import MOST, Curve
+from phalanx.watch.model.series.curve import MOST, Curve
 
 
 def test_a_long_one_keeps_its_shape() -> None:

@@ -19,8 +19,9 @@ from benchmarks.common import browser
 from benchmarks.common.browser import wait_for
 from phalanx.contract import events
 from phalanx.contract.run_metadata import GitState, Gpu, Machine, RunMetadata
-from phalanx.watch.model import resources, simulation
+from phalanx.watch.model import simulation
 from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.series import resources
 from phalanx.watch.page import address as page_address
 from phalanx.watch.page import assets
 from phalanx.watch.page.updates import Updates

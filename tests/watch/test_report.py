@@ -25,7 +25,7 @@ from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.watch.html import masking
 from phalanx.watch.model import simulation
 from phalanx.watch.model.incidents import Incidents
-from phalanx.watch.model.resources import RESOURCES
+from phalanx.watch.model.series.resources import RESOURCES
 from tests.watch.finished_run import START, left, record_at, wrote
 
 EVIL = "</script></pre><script>window.evil = 1</script><img src=http://evil.example/x onerror=alert(1)>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.contract.events import ClusterSample, RankSample
-from phalanx.watch.model.resources import CPU, GPU, GPU_MEMORY, MEMORY, Resources
+from phalanx.watch.model.series.resources import CPU, GPU, GPU_MEMORY, MEMORY, Resources
 
 GIB = 1 << 30
 

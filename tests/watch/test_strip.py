@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.watch.model.strip import MOST, Strip
+from phalanx.watch.model.series.strip import MOST, Strip
 
 ADDED = {
     "one after the other": ([(10.0, "ddddd"), (10.5, "fffff")], "dddddfffff"),

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from phalanx.contract.placement import RankPlacement
 
 if TYPE_CHECKING:
-    from phalanx.contract.worker_messages import Assignment
+    from phalanx.contract.messages.worker_messages import Assignment
 
 # Ours. Everything else that a worker reads is torchrun's.
 HOME = "PHALANX_HOME"  # where runs are remembered
 RUN = "PHALANX_RUN"  # the run's name, as `phalanx ps` shows it
 RUN_FOLDER = "PHALANX_RUN_FOLDER"
-LINE = "PHALANX_AGENT"  # where a worker that can regroup reaches its agent: contract/worker_messages.py
-MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: contract/snapshot_messages.py
+LINE = "PHALANX_AGENT"  # where a worker that can regroup reaches its agent: contract/messages/worker_messages.py
+MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: contract/messages/snapshot_messages.py
 TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
 TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
 ERROR_FORMAT = "PHALANX_ERROR_FORMAT"  # "json": also write the error of a command as JSON, contract/error_report.py

@@ -195,7 +195,7 @@ class PeerList(Message, frozen=True, kw_only=True, tag="peer-list"):
 
 
 class HaltAll(Message, frozen=True, kw_only=True, tag="halt"):
-    """Halt of contract/worker_messages.py, for all workers of the member."""
+    """Halt of contract/messages/worker_messages.py, for all workers of the member."""
 
     step: Annotated[int, Meta(ge=0)] | None = None
 
@@ -256,7 +256,7 @@ class FirstStepCommitted(Message, frozen=True, kw_only=True, tag="first-step"):
 
 
 class NodeBatchSkipped(Message, frozen=True, kw_only=True, tag="batch-skipped"):
-    """BatchSkipped of contract/worker_messages.py: rank 0 is on this node."""
+    """BatchSkipped of contract/messages/worker_messages.py: rank 0 is on this node."""
 
     step: Annotated[int, Meta(ge=0)]
     what: Text
@@ -271,7 +271,7 @@ class SignalReceived(Message, frozen=True, kw_only=True, tag="signal-received"):
 
 
 class NodeHaltAck(Message, frozen=True, kw_only=True, tag="halt-ack"):
-    """HaltAck of contract/worker_messages.py, of one rank."""
+    """HaltAck of contract/messages/worker_messages.py, of one rank."""
 
     rank: Count
     step: Annotated[int, Meta(ge=0)]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from phalanx.demo.scenes import SCENES
 from phalanx.errors import PhalanxError
 from phalanx.forkserver import linux
-from phalanx.launcher.spawn import spawn
+from phalanx.launcher.spawn.spawn import spawn
 
 _TIMEOUT = 60.0
 

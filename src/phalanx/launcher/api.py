@@ -64,7 +64,7 @@ def launch(
     cwd           Working directory of the workers. Default: that of this process.
     show          Show the output of the run on the standard output and error of this process.
     """
-    from phalanx.contract.function_call import check_caller
+    from phalanx.contract.messages.function_call import check_caller
     from phalanx.launcher.function_call import simple_arguments
     from phalanx.launcher.job import Job, start_call
     from phalanx.launcher.runs.run_folder import make_run_id

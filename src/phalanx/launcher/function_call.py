@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract import function_call
+from phalanx.contract.messages import function_call
 from phalanx.errors import LaunchError
 
 _CALL = "call.pickle"

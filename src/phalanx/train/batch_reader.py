@@ -12,9 +12,9 @@ from phalanx.errors import UsageError
 from phalanx.train.data import rng
 from phalanx.train.data.loader import Loader
 from phalanx.train.data.order import count_steps
-from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
 from phalanx.train.script_warnings import ScriptWarnings
-from phalanx.train.stepping import Stepper
+from phalanx.train.stepping.stepper import Stepper
 from phalanx.worker.rendezvous.membership import Membership
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CheckpointError, NonFiniteError, OptionError
-from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
 
 Policy = Literal["report", "rollback", "stop"]
 MOST_SKIPPED = 3  # batches within WINDOW; another one stops the run

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.checkpoint_key import read_key
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINT_KEY, CHECKPOINTS
-from phalanx.train import checkpoint_schedule
 from phalanx.train.batch_reader import BatchReader
-from phalanx.train.checkpoint_schedule import CheckpointOptions
 from phalanx.train.elastic.recovery_state import RecoveryState, RunParts
+from phalanx.train.schedule import checkpoint_schedule
+from phalanx.train.schedule.checkpoint_schedule import CheckpointOptions
 from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 if TYPE_CHECKING:
     from phalanx.train.checkpoint.format.folder import Info
-    from phalanx.train.snapshot_schedule import SnapshotSchedule
+    from phalanx.train.schedule.snapshot_schedule import SnapshotSchedule
 
 
 class Restoration:

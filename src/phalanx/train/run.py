@@ -14,13 +14,12 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import ON_NAN
 from phalanx.errors import UsageError
 from phalanx.train import evaluation
-from phalanx.train.agreement import Agreement
 from phalanx.train.arguments import check_epochs, check_loss, check_model, check_step
 from phalanx.train.batch_reader import BatchReader
-from phalanx.train.checkpoint_schedule import CheckpointSchedule
 from phalanx.train.data.loader import Loader
 from phalanx.train.elastic.recovery_state import RecoveryState, RunParts
-from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.kept.agreement import Agreement
+from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
 from phalanx.train.misuse.checks import MisuseChecks
 from phalanx.train.model.compression import Compress
 from phalanx.train.model.sharding import Policy
@@ -32,10 +31,11 @@ from phalanx.train.reporting.rank_log import RankLog
 from phalanx.train.reporting.reporter import RunReporter
 from phalanx.train.reporting.trackers import trackers as named_trackers
 from phalanx.train.restoration import Restoration
+from phalanx.train.schedule.checkpoint_schedule import CheckpointSchedule
+from phalanx.train.schedule.snapshot_schedule import SnapshotSchedule
 from phalanx.train.script_warnings import ScriptWarnings
-from phalanx.train.snapshot_schedule import SnapshotSchedule
 from phalanx.train.stateful_run import StatefulRun
-from phalanx.train.stepping import OptimizerUpdate, Stepper
+from phalanx.train.stepping.stepper import OptimizerUpdate, Stepper
 from phalanx.worker.process_group import ending
 from phalanx.worker.rendezvous.store import Store
 

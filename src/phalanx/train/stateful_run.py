@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
-from phalanx.train.agreement import Agreement
 from phalanx.train.arguments import check_metrics
-from phalanx.train.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
 from phalanx.train.elastic.halting import Halted
 from phalanx.train.elastic.recovery_state import RecoveryState
-from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.kept.agreement import Agreement
+from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
 from phalanx.train.model.wrapped import Wrapped
 from phalanx.train.reporting.metrics import held
 from phalanx.train.reporting.reporter import RunReporter
 from phalanx.train.restoration import Restoration
+from phalanx.train.schedule.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
-from phalanx.watch.model.histogram import BOUNDS, Histogram
 from phalanx.watch.model.progress import SAMPLES, STEPS
 from phalanx.watch.model.rank import HEALTH, RankLocation, RankView
 from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.series.histogram import BOUNDS, Histogram
 from phalanx.watch.model.status import State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from phalanx.contract import encoding
-from phalanx.contract import worker_messages as messages
+from phalanx.contract.messages import worker_messages as messages
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
 from phalanx.worker.parent_death import ParentDeath

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import msgspec
 
 from phalanx.contract import encoding, shared_memory
-from phalanx.contract import snapshot_messages as messages
+from phalanx.contract.messages import snapshot_messages as messages
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
 

@@ -24,8 +24,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from phalanx.contract import function_call
-from phalanx.contract.function_call import STACK_SIGNAL, Call
+from phalanx.contract.messages import function_call
+from phalanx.contract.messages.function_call import STACK_SIGNAL, Call
 from phalanx.contract.variables import THREADS
 from phalanx.forkserver import signed_store, wire
 from phalanx.forkserver.child import error_file

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import links
-from phalanx.contract import encoding, events, worker_messages
+from phalanx.contract import encoding, events
 from phalanx.contract.events import LinkMeasured, RankInfo, RankSample
+from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
 from phalanx.forkserver.probe import status_slot
 from phalanx.forkserver.probe.status_slot import PHASES

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import phalanx
+from phalanx.contract.messages.worker_messages import Assignment
 from phalanx.contract.placement import RankPlacement
-from phalanx.contract.worker_messages import Assignment
 from phalanx.train.elastic.handover import Handover
 from phalanx.train.elastic.recovery_state import Generation, RecoveryState
 from phalanx.train.elastic.state_offer import StateOffer

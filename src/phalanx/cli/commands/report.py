@@ -25,7 +25,7 @@ from phalanx.watch.html.comparison import ComparedRunBuilder
 from phalanx.watch.html.report import ReportContext, ReportTail, StallEvidence
 from phalanx.watch.model.incidents import Incidents
 from phalanx.watch.model.run_model import RunModel
-from phalanx.watch.model.strip import TICK
+from phalanx.watch.model.series.strip import TICK
 from phalanx.watch.page import assets
 from phalanx.watch.page.updates import Updates
 from phalanx.watch.source import Stream

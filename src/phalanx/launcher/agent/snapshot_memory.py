@@ -9,7 +9,8 @@ import os
 import socket
 from collections.abc import Callable
 
-from phalanx.contract import encoding, shared_memory, snapshot_messages
+from phalanx.contract import encoding, shared_memory
+from phalanx.contract.messages import snapshot_messages
 from phalanx.launcher.ipc.packet_server import PacketServer
 from phalanx.launcher.telemetry import out_of_memory
 

@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.diagnose.rules.timeouts import Timeout
 from phalanx.launcher.agent.metadata_recorder import MetadataRecorder
 from phalanx.launcher.workers.watched import WatchContext

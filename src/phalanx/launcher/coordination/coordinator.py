@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from phalanx.contract import events, worker_messages
+from phalanx.contract import events
+from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
 from phalanx.launcher.actions import Action, StartAttempt
 from phalanx.launcher.ipc.node_rpc import RpcCarrier

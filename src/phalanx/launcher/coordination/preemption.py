@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.contract import events, worker_messages
+from phalanx.contract import events
+from phalanx.contract.messages import worker_messages
 from phalanx.contract.variables import CHECKPOINTS
 from phalanx.launcher.actions import EndRun, HaltWorkers, StopWorkers
 from phalanx.launcher.plan import Plan

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from phalanx.contract import events, worker_messages
+from phalanx.contract import events
+from phalanx.contract.messages import worker_messages
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import Fault, RecoveryAction, RecoveryDecision, RestartPolicy, decide

@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Sequence
 
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
 from phalanx.launcher.actions import AcceptLoss, Action, RegroupPlan, StartAttempt, StopWorkers
 from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult, record_failure

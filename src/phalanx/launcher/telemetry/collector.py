@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from phalanx.cluster import links
 from phalanx.contract import encoding, events
-from phalanx.contract import worker_messages as words
 from phalanx.contract.events import RankInfo, RankSample
+from phalanx.contract.messages import worker_messages as words
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
 from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunFolder

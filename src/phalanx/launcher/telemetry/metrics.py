@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from phalanx.contract import encoding, events
-from phalanx.contract import worker_messages as words
+from phalanx.contract.messages import worker_messages as words
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.telemetry.loss_parser import LossParser, ParsedLoss

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.forkserver import wire
 from phalanx.launcher.forking.source_snapshot import SourceSnapshot
 from phalanx.launcher.output.console import Console

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.workers.context import RegroupObserver
 from phalanx.launcher.workers.heartbeats import HeartbeatWatch

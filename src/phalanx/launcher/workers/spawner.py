@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import count
 
 from phalanx.cluster.placement import Seat
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.forkserver import wire
 from phalanx.forkserver.child.error_file import TRACEBACK
 from phalanx.launcher.forking import fork_servers

@@ -7,7 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from phalanx.contract import events, worker_messages
+from phalanx.contract import events
+from phalanx.contract.messages import worker_messages
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import WorkerState
 from phalanx.launcher.workers.worker_channels import WorkerChannels

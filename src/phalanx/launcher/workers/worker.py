@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from phalanx.cluster.placement import Seat
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import wire
 from phalanx.launcher.workers.probes import ProbeClient

@@ -6,7 +6,8 @@ import contextlib
 import socket
 from collections.abc import Callable
 
-from phalanx.contract import encoding, worker_messages
+from phalanx.contract import encoding
+from phalanx.contract.messages import worker_messages
 from phalanx.launcher.ipc.packet_server import PacketServer
 
 

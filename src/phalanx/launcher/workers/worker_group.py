@@ -8,7 +8,8 @@ import signal
 import time
 
 from phalanx.cluster.placement import Seat
-from phalanx.contract import events, worker_messages
+from phalanx.contract import events
+from phalanx.contract.messages import worker_messages
 from phalanx.forkserver import wire
 from phalanx.launcher.actions import RegroupPlan, StartAttempt
 from phalanx.launcher.forking.fork_servers import ForkServerClient

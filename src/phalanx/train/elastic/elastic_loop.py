@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract import worker_messages as messages
+from phalanx.contract.messages import worker_messages as messages
 from phalanx.contract.variables import MEMORY, for_cuda
 from phalanx.errors import JoinError
 from phalanx.train.elastic.halting import Halted, Halting

@@ -11,18 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
 from phalanx.train.settings import OptimizerSettings
 
 if TYPE_CHECKING:
-    from phalanx.contract.worker_messages import MeasuredStep
-    from phalanx.train.checkpoint_schedule import CheckpointSchedule
+    from phalanx.contract.messages.worker_messages import MeasuredStep
     from phalanx.train.data.loader import Loader
     from phalanx.train.elastic.handover import Handover
     from phalanx.train.elastic.made_once import Once
     from phalanx.train.elastic.state_offer import StateOffer
     from phalanx.train.elastic.two_phase import TwoPhaseCommit
-    from phalanx.train.stepping import Stepper
+    from phalanx.train.schedule.checkpoint_schedule import CheckpointSchedule
+    from phalanx.train.stepping.stepper import Stepper
     from phalanx.worker.rendezvous.membership import Membership
 
 trainings = itertools.count()  # of this process

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.train.data.loader import Loader
-from phalanx.train.kept import TrainingProgress
-from phalanx.train.kept_values import KeptValues
-from phalanx.train.stepping import Stepper
+from phalanx.train.kept.kept_objects import TrainingProgress
+from phalanx.train.kept.kept_values import KeptValues
+from phalanx.train.stepping.stepper import Stepper
 
 
 class TwoPhaseCommit:

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from phalanx.train.kept import KeptObjects
+from phalanx.train.kept.kept_objects import KeptObjects
 from phalanx.train.misuse.comparison import RankComparison
 from phalanx.train.model.wrapped import Wrapped
 from phalanx.train.script_warnings import ScriptWarnings

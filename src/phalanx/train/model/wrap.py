@@ -18,7 +18,7 @@ from phalanx.train.model.precision import Precision
 from phalanx.train.model.precision import precision as chosen
 from phalanx.train.model.sharding import Policy
 from phalanx.train.model.wrapped import Wrapped
-from phalanx.train.stepping import Stepper
+from phalanx.train.stepping.stepper import Stepper
 
 WAYS = ("ddp", "dp", "fsdp", "hsdp")
 SHARDED = ("fsdp", "hsdp")

@@ -15,7 +15,7 @@ from phalanx.train.model.precision import Precision, widened
 from phalanx.train.model.replaced_parameters import ReplacedParameters
 
 if TYPE_CHECKING:
-    from phalanx.train.stepping import OptimizerUpdate, Stepper
+    from phalanx.train.stepping.stepper import OptimizerUpdate, Stepper
 
 
 class Wrapped(nn.Module):  # type: ignore[misc]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from phalanx.contract.worker_messages import MeasuredStep
+from phalanx.contract.messages.worker_messages import MeasuredStep
 from phalanx.train.reporting.metrics import read
 
 EVERY = 0.2  # seconds

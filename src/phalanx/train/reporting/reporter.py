@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from phalanx.train.kept import TrainingProgress
+from phalanx.train.kept.kept_objects import TrainingProgress
 from phalanx.train.reporting.measuring import Measuring
 from phalanx.train.reporting.metrics import FLUSH_EVERY, Metrics, read
 from phalanx.train.reporting.progress import ProgressBar
@@ -16,7 +16,7 @@ from phalanx.train.reporting.rank_log import LoggedRow, RankLog
 from phalanx.train.reporting.trackers import Tracker
 
 if TYPE_CHECKING:
-    from phalanx.contract.worker_messages import MeasuredStep
+    from phalanx.contract.messages.worker_messages import MeasuredStep
 
 _REMEMBERED = 1000  # calls of `run.log`, to be compared with those of other ranks
 

@@ -9,7 +9,7 @@ from phalanx.contract.events import LETTERS, UNSEEN
 from phalanx.watch.charts.axis import Axis
 from phalanx.watch.model.incidents import Incident
 from phalanx.watch.model.rank import RankView
-from phalanx.watch.model.strip import TICK
+from phalanx.watch.model.series.strip import TICK
 
 WIDTH = 880
 MOST = 64  # ranks

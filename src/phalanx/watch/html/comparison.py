@@ -18,9 +18,9 @@ from phalanx.contract import events
 from phalanx.watch.charts.formatting import number, seconds
 from phalanx.watch.charts.plot import Series
 from phalanx.watch.charts.svg import Chart, ChartMark
-from phalanx.watch.model.curve import Curve
-from phalanx.watch.model.resources import RESOURCES
 from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.series.curve import Curve
+from phalanx.watch.model.series.resources import RESOURCES
 
 Over = Literal["step", "time"]
 RATES = ("steps/s", "samples/s")

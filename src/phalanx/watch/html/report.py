@@ -19,8 +19,8 @@ from phalanx.watch.html.comparison import ComparedRun
 from phalanx.watch.html.markup import Html, content_policy, facts, folded, joined, pre, table, tag
 from phalanx.watch.model.incidents import Incident, Incidents
 from phalanx.watch.model.rank import RankView
-from phalanx.watch.model.resources import RESOURCES
 from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.series.resources import RESOURCES
 
 SIGN = '<meta name="generator" content="phalanx report'
 _CHARTS = 12

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 
 from phalanx.contract import events
-from phalanx.watch.model.curve import Curve
-from phalanx.watch.model.rate import Rate
+from phalanx.watch.model.series.curve import Curve
+from phalanx.watch.model.series.rate import Rate
 
 STEPS, SAMPLES = "steps/s", "samples/s"  # curves that are computed here
 _MOST_CURVES = 100  # a script may report any number of names

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from phalanx.contract.events import LETTERS, UNSEEN, RankInfo, RankSample
-from phalanx.watch.model.histogram import Histogram
-from phalanx.watch.model.rate import Rate
-from phalanx.watch.model.strip import Strip
+from phalanx.watch.model.series.histogram import Histogram
+from phalanx.watch.model.series.rate import Rate
+from phalanx.watch.model.series.strip import Strip
 
 Health = Literal["starting", "healthy", "waiting", "slow", "debugged", "silent", "stuck", "dead", "stopped", "done"]
 HEALTH: tuple[Health, ...] = (

@@ -6,8 +6,8 @@ from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 
 from phalanx.contract import events
-from phalanx.watch.model.histogram import Histogram
 from phalanx.watch.model.rank import STARTING, RankView
+from phalanx.watch.model.series.histogram import Histogram
 from phalanx.watch.model.status import STOPPED
 
 _SETTLED = 3.0  # seconds after which a RankInfos event is complete

@@ -11,7 +11,7 @@ from phalanx.watch.model import events_timeline
 from phalanx.watch.model.events_timeline import EventsTimeline
 from phalanx.watch.model.progress import Progress
 from phalanx.watch.model.ranks import RankViews
-from phalanx.watch.model.resources import Resources
+from phalanx.watch.model.series.resources import Resources
 from phalanx.watch.model.status import RunStatus
 from phalanx.watch.model.stragglers import Stragglers
 from phalanx.watch.model.trouble import Trouble

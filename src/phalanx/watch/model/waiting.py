@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from phalanx.contract.events import LETTERS, UNSEEN
-from phalanx.watch.model.strip import TICK
+from phalanx.watch.model.series.strip import TICK
 
 PHASES = {letter: name for name, letter in LETTERS.items()}
 APART = ("import", "join", "checkpoint", "compile")  # not part of a usual step: a rank in one of them is not slow

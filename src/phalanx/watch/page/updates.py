@@ -13,11 +13,11 @@ import msgspec
 
 from phalanx.contract import encoding
 from phalanx.contract.run_metadata import RunMetadata
-from phalanx.watch.model.curve import Curve, Point
 from phalanx.watch.model.events_timeline import TimelineEvent
 from phalanx.watch.model.rank import RankView
 from phalanx.watch.model.run_model import RunModel
-from phalanx.watch.model.strip import TICK, Strip
+from phalanx.watch.model.series.curve import Curve, Point
+from phalanx.watch.model.series.strip import TICK, Strip
 from phalanx.watch.page.protocol import Head, PageUpdate, RankRow, TimelineEntry
 
 SECONDS = 30.0  # of phases in the whole state

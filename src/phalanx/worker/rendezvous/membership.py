@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from phalanx.contract.messages.worker_messages import Assignment
 from phalanx.contract.placement import RankPlacement
 from phalanx.contract.variables import rank_variables
-from phalanx.contract.worker_messages import Assignment
 from phalanx.errors import JoinError, UsageError
 from phalanx.forkserver.signed_store import SignedStore
 from phalanx.worker.process_group import ending

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
 from phalanx.control.endpoint import Endpoint
 from phalanx.control.member.member import Member

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
 from phalanx.control.endpoint import Endpoint, probe
 from phalanx.control.leader.leader import Leader

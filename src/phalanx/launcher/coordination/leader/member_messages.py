@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import time
 
-from phalanx.contract import events, worker_messages
+from phalanx.contract import events
+from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
 from phalanx.control.leader.members import Members
 from phalanx.launcher.actions import EndRun

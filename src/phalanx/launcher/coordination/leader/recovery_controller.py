@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.control.leader.members import Members
 from phalanx.launcher.actions import AcceptLoss, Action, EndRun, HaltWorkers, StopWorkers
 from phalanx.launcher.coordination.context import NodeContext

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from phalanx.cluster.placement import Seat
-from phalanx.contract import events, worker_messages
+from phalanx.contract import events
+from phalanx.contract.messages import worker_messages
 from phalanx.launcher.actions import RegroupPlan
 from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.workers.context import RegroupObserver, WorkerGroupContext

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from phalanx.contract import worker_messages
+from phalanx.contract.messages import worker_messages
 from phalanx.forkserver import linux
 from phalanx.launcher.workers.stopper import Stopper
 from phalanx.launcher.workers.worker import Worker

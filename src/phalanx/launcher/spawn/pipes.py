@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launcher.spawn_output import RankOutput
+from phalanx.launcher.spawn.output import RankOutput
 
 logger = logging.getLogger(__name__)
 

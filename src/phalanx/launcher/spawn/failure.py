@@ -11,8 +11,8 @@ from typing import Any
 
 from phalanx.diagnose import words
 from phalanx.errors import LaunchError, RankError
-from phalanx.launcher import cells
 from phalanx.launcher.runs import failure_report, root_cause
+from phalanx.launcher.spawn import cells
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.train.data.loader import Loader
-from phalanx.train.kept_values import KeptValues, is_value, refusal
-from phalanx.train.stepping import Stepper
+from phalanx.train.kept.kept_values import KeptValues, is_value, refusal
+from phalanx.train.stepping.stepper import Stepper
 
 
 @dataclass(slots=True, eq=False)

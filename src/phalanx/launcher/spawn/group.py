@@ -30,9 +30,10 @@ from phalanx.contract.variables import (
 )
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
-from phalanx.launcher import spawn_failure, spawn_stacks
-from phalanx.launcher.spawn_output import shows_bars
-from phalanx.launcher.spawn_pipes import RankPipes
+from phalanx.launcher.spawn import failure as spawn_failure
+from phalanx.launcher.spawn import stacks as spawn_stacks
+from phalanx.launcher.spawn.output import shows_bars
+from phalanx.launcher.spawn.pipes import RankPipes
 
 _ADDRESS = "127.0.0.1"
 _SETTLE = 0.2  # seconds after a failure for other ranks to report theirs: the first cause may be reported second

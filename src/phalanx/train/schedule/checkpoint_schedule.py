@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CheckpointError, OptionError, UsageError
-from phalanx.train.interval import Interval
-from phalanx.train.kept import KeptObjects, TrainingProgress
+from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
 from phalanx.train.reporting.metrics import held, read
+from phalanx.train.schedule.interval import Interval
 
 if TYPE_CHECKING:  # importing them takes most of a second: only for a run that has a folder for checkpoints
     import torch

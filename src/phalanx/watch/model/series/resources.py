@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.contract import events
-from phalanx.watch.model.curve import Curve
+from phalanx.watch.model.series.curve import Curve
 
 CPU = "CPU cores, all ranks"
 MEMORY = "memory GiB, all ranks"

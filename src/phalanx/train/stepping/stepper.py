@@ -19,8 +19,8 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.train.data.rng import FreshRng
-from phalanx.train.loss_scaling import LossScaling
-from phalanx.train.sample_weights import SampleWeights
+from phalanx.train.stepping.loss_scaling import LossScaling
+from phalanx.train.stepping.sample_weights import SampleWeights
 
 
 class SteppedModel(Protocol):

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from phalanx.contract.function_call import STACK_SIGNAL
+from phalanx.contract.messages.function_call import STACK_SIGNAL
 from phalanx.diagnose import frames, source, words
 from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import Evidence, Frame, Rank, ThreadStack

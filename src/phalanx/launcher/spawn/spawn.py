@@ -20,11 +20,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from phalanx.contract import function_call
-from phalanx.contract.function_call import Call
+from phalanx.contract.messages import function_call
+from phalanx.contract.messages.function_call import Call
 from phalanx.errors import LaunchError, UsageError
 from phalanx.forkserver import linux
-from phalanx.launcher.spawn_group import SpawnGroup
+from phalanx.launcher.spawn.group import SpawnGroup
 
 Result = TypeVar("Result")
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import MEMORY, OFF, RUN, SNAPSHOT_EVERY
 from phalanx.errors import LaunchError
-from phalanx.train.interval import Interval
-from phalanx.train.kept import KeptObjects, TrainingProgress
-from phalanx.train.stepping import Stepper
+from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
+from phalanx.train.schedule.interval import Interval
+from phalanx.train.stepping.stepper import Stepper
 
 if TYPE_CHECKING:  # importing them takes most of a second: only for a run that takes snapshots
     import torch
 
-    from phalanx.train.checkpoint_schedule import CheckpointSchedule
     from phalanx.train.elastic.recovery_state import RecoveryState
+    from phalanx.train.schedule.checkpoint_schedule import CheckpointSchedule
     from phalanx.train.snapshot.cadence import Cadence
     from phalanx.train.snapshot.snapshots import Snapshots
     from phalanx.worker.process_group.group import WorkerProcessGroup

@@ -15,7 +15,7 @@ import torch
 from phalanx.diagnose import words
 from phalanx.errors import JoinError, UsageError
 from phalanx.train.data.loader import Loader
-from phalanx.train.kept import KeptObjects
+from phalanx.train.kept.kept_objects import KeptObjects
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 Description = dict[str, str]  # what is described -> its value on this rank

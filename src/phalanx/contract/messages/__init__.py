@@ -1,0 +1,1 @@
+"""Messages between a worker, its agent and the process that started it."""

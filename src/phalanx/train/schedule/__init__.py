@@ -1,0 +1,1 @@
+"""When checkpoints and snapshots are made."""

@@ -1,0 +1,1 @@
+"""One optimizer step: backward, accumulation, scaling, clipping, update and commit."""

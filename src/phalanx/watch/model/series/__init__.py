@@ -1,0 +1,1 @@
+"""Values over time: curves, rates, histograms and the phases of a rank."""
