@@ -22,7 +22,7 @@ test: $(VENV)/ready
 
 # All tests: with namespaces, Slurm, MPI, Chromium, sanitizers, torch's own suite and torchrun. No test gets a second try.
 test-all: $(VENV)/ready
-	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone"
+	@$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not alone"
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 # Every kind of script under torchrun and under phalanx: the same exit code, output, files and numbers.
