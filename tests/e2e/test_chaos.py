@@ -100,6 +100,20 @@ def test_ranks_that_fail_together_are_one_fault(tmp_path: Path) -> None:
     assert sorted(who) == ["rank 0 failed", "rank 1 failed"]
 
 
+def test_a_silent_rank_is_named_and_gone_before_it_is_replaced(tmp_path: Path) -> None:
+    done = trained(tmp_path, [5, 1, "stop"], options=("--worker-timeout", "4s"))
+    assert done.code == 0, done.err
+    complete(tmp_path)
+    assert re.search(r"rank 1 is silent for \d+ s \(stopped\b.*\): SIGKILL", done.err)
+    lives = [
+        (event.pid, isinstance(event, events.WorkerStarted))
+        for event in told(done.err)
+        if isinstance(event, events.WorkerStarted | events.WorkerExited) and event.rank == 1
+    ]
+    stopped = lives.index((lives[0][0], False))
+    assert lives[stopped + 1][1]  # the next one starts after it
+
+
 def test_at_the_beginning_and_at_the_end_nobody_can_regroup(tmp_path: Path) -> None:
     """Before a rank has called, and after its training has ended, a death is that of any script: a clear end, or where
     restarts are allowed a new start, the second from the last checkpoint."""
