@@ -78,10 +78,10 @@ def test_a_fresh_start_keeps_the_probe_and_the_environment(tmp_path: Path) -> No
 
 
 def test_values_that_differ_between_ranks_get_an_interpreter_each(tmp_path: Path) -> None:
-    write(tmp_path, "import os\nos.environ['OMP_NUM_THREADS'] = str(2 + int(os.environ['RANK']))\n")
+    write(tmp_path, "import os\nos.environ['TORCH_DISTRIBUTED_DEBUG'] = ['INFO', 'DETAIL'][int(os.environ['RANK'])]\n")
     for told in ("starting it again as a fresh interpreter", "one interpreter per rank"):
         result = phalanx("run", "-g", "2", "--cpu", "train.py", cwd=str(tmp_path))
-        assert sorted(line.split()[1] for line in seen(result.out)) == ["2", "3"]
+        assert sorted(line.split()[3] for line in seen(result.out)) == ["DebugLevel.DETAIL", "DebugLevel.INFO"]
         assert told in result.err
 
 
@@ -101,12 +101,12 @@ def test_the_replacement_of_a_worker_starts_where_it_was(tmp_path: Path) -> None
         "os.chdir('/'); signal.signal(signal.SIGUSR1, signal.SIG_IGN); os.umask(0o77); os.environ['SET'] = '1'\n"
         "sys.path.insert(0, start[0])\nimport looped\n",
     )
-    (tmp_path / "looped.py").write_text("import os\nfor name in ['OMP_NUM_THREADS']: os.environ[name] = '4'\n")
+    (tmp_path / "looped.py").write_text("import os\nfor name in ['OMP_NUM_THREADS']: os.environ[name] = '1'\n")
     result = phalanx("run", "-g", "1", "--cpu", "train.py", "a b", "", cwd=str(tmp_path))
     starts = re.findall(r"start .*", result.out)
     assert len(starts) == 1, starts  # twice, but the same: it is kept once
     assert "True 18 False" in starts[0]
-    assert seen(result.out)[0].split()[1] == "4"
+    assert seen(result.out)[0].split()[1] == "1"  # some builds of torch use no more threads than there are cores
     assert result.code == 0
 
 

@@ -199,7 +199,7 @@ def last(lines: list[str], epochs: int, pattern: str) -> list[float]:
 @pytest.mark.parametrize(("model", "epochs", "percent"), [("digits", 2, 85), ("resnet", 2, 75)])
 def test_images(model: str, epochs: int, percent: float, kind: str) -> None:
     lines = told(kind, model if kind == "phalanx" else f"{model}_{kind}", "--epochs", str(epochs))
-    found = last(lines, epochs, r"([\d.]+)% of 360 new \w+ are (?:read|told) right$")
+    found = last(lines, epochs, r"([\d.]+)% of 360 new \w+ are (?:read right|recognized)$")
     assert len(found) == (2 if kind == "ddp" else 1), lines
     assert len(set(found)) == 1  # the same model on every rank
     assert found[0] > percent
