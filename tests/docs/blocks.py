@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-GENERATED = ("docs/reference/options.md",)  # a table
+GENERATED = ("docs/reference/options.md", "docs/reference/commands.md")  # by tools/reference.py
 
 # What a line of bash needs, by its words. Such a line is parsed, and not run.
 NEEDS = {
