@@ -7,22 +7,16 @@ import pytest
 from phalanx.cluster import sharing
 from phalanx.cluster.cluster import Device, Slot
 from phalanx.cluster.inventory import Inventory
-from phalanx.cluster.placement import Seat
 from phalanx.cluster.slots import choose
 from phalanx.errors import DeviceError
-from tests.kit.placements import seat
 
 GPUS = tuple(Device("gpu", n, str(n), f"GPU-{n}", "NVIDIA H200") for n in range(2))
 SLICES = tuple(Device("mig", 0, f"MIG-{n}", f"MIG-{n}", "NVIDIA H200 MIG 1g.18gb") for n in range(2))
 
 
-def seats(devices: list[Device | None]) -> list[Seat]:
-    return [seat(rank, len(devices), Slot(device)) for rank, device in enumerate(devices)]
-
-
 def told(devices: list[Device | None], nodes: int = 1) -> list[dict[str, str]]:
-    every = seats(devices)
-    return [sharing.for_one(seat, every, run="run", nodes=nodes) for seat in every]
+    slots = [*map(Slot, devices)]
+    return [sharing.for_one(device, slots, worker=f"run/0/{rank}", nodes=nodes) for rank, device in enumerate(devices)]
 
 
 def test_devices_are_dealt_out_again_where_there_are_more_workers() -> None:
@@ -58,3 +52,20 @@ def test_between_nodes_the_interface_is_not_loopback() -> None:
 def test_ranks_that_share_nothing_are_told_nothing(devices: list[Device | None]) -> None:
     assert told(devices) == [{}] * len(devices)
     assert sharing.for_all([Slot(device) for device in devices]) == {}
+
+
+def test_a_spare_claims_another_host_than_the_spare_before_it() -> None:
+    """That one has the rank of a dead worker by then, and still the variables of its start."""
+    slots = [Slot(SLICES[0]), Slot(SLICES[1])]
+    hosts = [
+        sharing.for_one(SLICES[1], slots, worker=f"run/0/{folder}", nodes=1)[sharing.HOST]
+        for folder in ("0", "spare.4", "spare.5")
+    ]
+    assert len({*hosts}) == 3
+
+
+def test_a_slice_that_only_a_spare_uses_counts() -> None:
+    """With one rank on each of two GPUs, a spare on a second slice of one of them may get the rank on the other."""
+    slots = [Slot(SLICES[0]), Slot(GPUS[1]), Slot(SLICES[1])]
+    assert sharing.HOST in sharing.for_one(SLICES[0], slots, worker="run/0/0", nodes=1)
+    assert sharing.HOST not in sharing.for_one(GPUS[1], slots, worker="run/0/1", nodes=1)

@@ -1,7 +1,8 @@
 """`make gpu-test`: everything that needs an NVIDIA GPU, on several real NCCL ranks, on a machine with at least one.
 
 With one GPU, it is cut into four MIG slices where that is allowed (root, nothing else runs on it), and otherwise shared
-by the ranks. A line for each script, and its output where it fails.
+by the ranks. A line for each script, and its output where it fails. The output of each script, as far as it got, is in
+build/gpu-test.
 """
 
 from __future__ import annotations
@@ -65,23 +66,26 @@ def passes(script: str, options: list[str], *launcher: str) -> bool:
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), OPTIONS: " ".join(options)}
     began = time.monotonic()
-    try:
-        done = subprocess.run(
-            [sys.executable, *launcher, script],
-            cwd=ROOT,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT,
-            check=False,
-        )
-        code, text = str(done.returncode), done.stdout
-    except subprocess.TimeoutExpired as late:
-        code, text = f"none after {LIMIT:.0f} s", late.stdout or b""
+    log = ROOT / "build/gpu-test" / f"{script.replace('/', '.')}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        try:
+            done = subprocess.run(
+                [sys.executable, *launcher, script],
+                cwd=ROOT,
+                env=environ,
+                stdout=output,
+                stderr=output,
+                timeout=LIMIT,
+                check=False,
+            )
+            code = str(done.returncode)
+        except subprocess.TimeoutExpired:
+            code = f"none after {LIMIT:.0f} s"
     good = code == "0"
     print(f"{'ok    ' if good else 'FAILED'} {script}  {time.monotonic() - began:.0f} s", flush=True)
     if not good:
-        print(f"exit code {code}\n{text.decode(errors='replace')}", flush=True)
+        print(f"exit code {code}\n{log.read_text(errors='replace')}", flush=True)
     return good
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from phalanx.cluster.cluster import Slot
-from phalanx.cluster.placement import Seat
+from phalanx.cluster.cluster import Device, Slot
 
 HOST = "NCCL_HOSTID"
 
@@ -27,11 +26,14 @@ def for_all(slots: Sequence[Slot]) -> dict[str, str]:
     return {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{1 / sharers:.3f}"} if sharers > 1 else {}
 
 
-def for_one(seat: Seat, seats: Sequence[Seat], *, run: str, nodes: int) -> dict[str, str]:
-    """Return variables for one worker. `seats`: those of its node."""
-    device = seat.slot.device
-    beside = [other.slot.device for other in seats if other.slot.device is not None]
-    if device is None or sum(other.index == device.index for other in beside) < 2:
+def for_one(device: Device | None, slots: Sequence[Slot], *, worker: str, nodes: int) -> dict[str, str]:
+    """Return variables for one worker.
+
+    `slots`: all that ranks and spares of its node may use. `worker`: differs between all workers that live at a time. A
+    local rank does not: a spare keeps its variables when it gets the rank of a dead worker.
+    """
+    beside = [slot.device.index for slot in slots if slot.device is not None]
+    if device is None or beside.count(device.index) < 2:
         return {}
-    host = {HOST: f"{os.uname().nodename}/{run}/{seat.local_rank}"}
+    host = {HOST: f"{os.uname().nodename}/{worker}"}
     return host if nodes > 1 else {**host, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}

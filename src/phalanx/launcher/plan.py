@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -139,7 +140,9 @@ class Plan:
         )
         devices = self.devices.visible(seat, self.environ)
         own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        shared = sharing.for_one(seat, self.seats, run=run, nodes=group.node_count)
+        slots = [other.slot for other in self.seats] + [*self.spares.slots] * (self.spares.count > 0)
+        worker = f"{run}/{attempt}/{os.path.basename(rank_folder)}"
+        shared = sharing.for_one(seat.slot.device, slots, worker=worker, nodes=group.node_count)
         return {**shared, **self.environ, **worker_environment(member, self.environ), **own}
 
     def seated(
