@@ -148,6 +148,9 @@ def test_the_same_exception_twice_before_the_first_step_is_not_retried() -> None
     assert stopped.why == "not retrying: the same error twice, before the first step was committed"
     for different in (replace(again, place="ValueError a.py:4"), replace(again, step=1), replace(again, hope="some")):
         assert decide([raised], different, RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
+    # Ranks that are all new know no step, but the run has committed some.
+    killed = Fault("", 5.0, HOUR, 40)
+    assert decide([killed, raised], again, RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
     # Of a plain script the steps are unknown: it may fail at the same line twice, and still make progress.
     assert decide([raised], again, RestartPolicy(3), able=False).way is RecoveryAction.RESTART
 

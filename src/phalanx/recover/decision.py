@@ -108,10 +108,13 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
 
 
 def fails_again(past: Sequence[Fault], fault: Fault) -> bool:
-    """Return whether the script raised the same exception before, on any rank, and never committed a step."""
-    if fault.hope == "some" or not fault.before_first_step:
+    """Return whether the script raised the same exception before, on any rank, and the run never committed a step.
+
+    A fault of ranks that are all new knows no step, although the run may have committed some before they started.
+    """
+    if fault.hope == "some" or not all(each.before_first_step for each in (*past, fault)):
         return False
-    return any(each.place == fault.place and each.before_first_step for each in past)
+    return any(each.place == fault.place for each in past)
 
 
 def raises_each_time(faults: Sequence[Fault]) -> bool:
