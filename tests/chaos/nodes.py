@@ -172,6 +172,9 @@ def parted(this: Round) -> Played:
             assert len(dismissed) == 1, f"fault {number + 1}: nodes {dismissed} ended\n{nodes.texts()}"
         nodes.end()
         close(this)
+        # The time before the dismissal is part of what it has cost.
+        told = re.findall(r"was dismissed; regrouped, .*after \d+ s without a step", nodes.jobs[0].both)
+        assert len(told) == this.faults, nodes.texts()
     return Played(this.faults, this.faults, seconds)
 
 

@@ -128,7 +128,7 @@ def children(this: Round) -> Played:
 
 def exit_0(this: Round) -> Played:
     """A rank exits with code 0 in the middle: the run ends and names it, and the same command continues."""
-    faults = spread(this.chance, 2, this.faults, "exit 0")
+    faults = spread(this.chance, 2, this.faults, "exit 0", "leave 0")
     epochs = needed(faults)
     words = ("--checkpoints", str(this.folder / "kept"), "--checkpoint-every", "2")
     for number in range(this.faults):

@@ -25,6 +25,8 @@ _ALSO_PLAIN = [
     "numbers",
     "refused",
     "mismatched",
+    "left_early",
+    "ended_differently",
     "averaged",
     "lost_in_ddp",
 ]

@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.collectives.errors import CallRefused, CollectiveMismatch, GroupAborted, PeerLost
+from phalanx.collectives import mismatch
+from phalanx.collectives.errors import CallRefused, CollectiveMismatch, GroupAborted, LeftEarly, PeerLost
 from phalanx.collectives.process_group.group import EngineProcessGroup
 from phalanx.collectives.process_group.work import StartedWork
 from phalanx.collectives.registration import register
@@ -298,6 +299,22 @@ def mismatched(rank: int, ranks: int) -> None:
         dist.all_reduce(torch.ones(2 + rank))
 
 
+def left_early(rank: int, ranks: int) -> None:
+    """A rank is at the end of its training while the others still compute: they have lost it."""
+    if rank == 1:
+        with pytest.raises(LeftEarly), mismatch.ending():
+            dist.barrier()
+    else:
+        with pytest.raises(PeerLost, match=r"rank 1 has ended the training, and the other ranks have not: .*reduce"):
+            dist.all_reduce(torch.ones(2))
+
+
+def ended_differently(rank: int, ranks: int) -> None:
+    """All ranks are at the end, and their calls differ."""
+    with pytest.raises(CollectiveMismatch, match="called different things"), mismatch.ending():
+        dist.all_reduce(torch.ones(2 + rank))
+
+
 def averaged(rank: int, ranks: int) -> None:
     """By one rank alone."""
     with pytest.raises(CollectiveMismatch, match=r"all_reduce of 4 float32 .*AVG"):
@@ -330,9 +347,10 @@ USES: dict[str, Callable[[int, int], None]] = {
     use.__name__: use
     for use in (
         ddp, ddp_sparse, ddp_join, zero, fsdp, dtensor, functional, compiled, objects, works, asked_twice, left, forms,
-        numbers, refused, mismatched, averaged, aborted, lost_in_ddp,
+        numbers, refused, mismatched, left_early, ended_differently, averaged, aborted, lost_in_ddp,
     )
 }  # fmt: skip
+BROKEN = ("mismatched", "left_early", "ended_differently", "averaged", "aborted", "lost_in_ddp")  # they end the group
 
 
 def main() -> int:
@@ -355,7 +373,7 @@ def main() -> int:
                 "shm", rank=rank, world_size=ranks, store=dist.FileStore(store, ranks), timeout=limit
             )
             USES[name](rank, ranks)
-            if name not in ("mismatched", "averaged", "aborted", "lost_in_ddp"):
+            if name not in BROKEN:
                 dist.barrier()
             dist.destroy_process_group()
 

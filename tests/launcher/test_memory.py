@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -48,7 +50,7 @@ def test_nothing_can_be_read(tmp_path: Path) -> None:
     [
         (MemoryKills(0, 0), MemoryKills(0, 0), ""),
         (MemoryKills(1, 7), MemoryKills(2, 8, 3 << 30), "too much memory (limit 3.0 GiB)"),
-        (MemoryKills(0, 1), MemoryKills(0, 2), "the machine ran out of memory"),
+        (MemoryKills(0, 1), MemoryKills(0, 2), "possibly for memory"),
     ],
 )
 def test_in_words(before: MemoryKills, after: MemoryKills, words: str) -> None:
@@ -60,10 +62,53 @@ def test_in_words(before: MemoryKills, after: MemoryKills, words: str) -> None:
 def test_a_kill_for_memory_explains_the_workers_that_die_with_it_and_no_later_one() -> None:
     kills, now = [MemoryKills(0, 3)], [0.0]
     watch = out_of_memory.MemoryKillWatch(lambda: kills[0], lambda: now[0])
-    assert watch.latest() == ""
+    assert watch.latest(7) == ""
     kills[0] = MemoryKills(1, 4, 1 << 30)
-    assert "too much memory (limit 1.0 GiB)" in watch.latest()
+    assert "too much memory (limit 1.0 GiB)" in watch.latest(7)
     now[0] += 1.0
-    assert "too much memory" in watch.latest()  # another one of the same moment
+    assert "too much memory" in watch.latest(7)  # another one of the same moment
     now[0] += 60.0
-    assert watch.latest() == ""
+    assert watch.latest(7) == ""
+
+
+@pytest.mark.parametrize(
+    ("in_log", "words"), [(True, out_of_memory.PROCESS), (False, ""), (None, out_of_memory.MACHINE)]
+)
+def test_a_kill_elsewhere_on_the_machine_is_the_cause_only_if_the_kernel_log_says_so(
+    in_log: bool | None, words: str
+) -> None:
+    kills = [MemoryKills(0, 3)]
+    asked: list[int] = []
+
+    def asks(pid: int) -> bool | None:
+        asked.append(pid)
+        return in_log
+
+    watch = out_of_memory.MemoryKillWatch(lambda: kills[0], lambda: 0.0, asks)
+    kills[0] = MemoryKills(0, 4)
+    assert watch.latest(7) == words
+    assert asked == [7]
+
+
+@pytest.mark.parametrize(
+    ("pid", "ago", "text", "found"),
+    [
+        (71, 0, "Memory cgroup out of memory: Killed process 71 (python) total-vm:1kB", True),
+        (71, 0, "Out of memory: Killed process 71 (python) total-vm:1kB", True),
+        (7, 0, "Out of memory: Killed process 71 (python) total-vm:1kB", False),
+        (71, 1000, "Out of memory: Killed process 71 (python) total-vm:1kB", False),  # an earlier process with this pid
+        (71, 0, "python invoked oom-killer: gfp_mask=0xcc0 71", False),
+    ],
+)
+def test_the_kernel_log_names_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int, ago: int, text: str, found: bool
+) -> None:
+    monkeypatch.setattr(out_of_memory, "_FIRST_PID_NAMESPACE", os.stat(tmp_path).st_ino)
+    log = tmp_path / "kmsg"
+    log.write_text(f"3,1,{int((time.monotonic() - ago) * 1e6)},-;{text}")
+    assert out_of_memory.in_kernel_log(pid, str(log), str(tmp_path)) is found
+
+
+def test_a_kernel_log_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+    assert out_of_memory.in_kernel_log(7, str(tmp_path / "none")) is None
+    assert out_of_memory.in_kernel_log(7, namespace=str(tmp_path)) is None  # pids here are not those of the log

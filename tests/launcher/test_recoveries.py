@@ -8,7 +8,7 @@ from phalanx.contract import events
 from phalanx.launcher.coordination import recoveries
 from phalanx.launcher.coordination.recoveries import Recoveries, time_of_steps
 from phalanx.launcher.workers.worker import WorkerFailure
-from phalanx.recover.decision import RestartPolicy
+from phalanx.recover.decision import RecoveryAction, RestartPolicy
 
 
 class Folder:
@@ -95,3 +95,21 @@ def test_lost_time_counts_from_the_last_step_and_not_from_when_a_fault_is_notice
     assert isinstance(measured, events.GoodputMeasured)
     assert (fault.idle, recovered.idle, recovered.seconds) == (53.0, 53.0, 1.0)
     assert (measured.lost, measured.seconds) == (54.0, 65.0)
+
+
+def test_the_time_before_a_node_counts_as_lost_is_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes do not reach each other for 20 s, until one of them is dismissed."""
+    clock, folder = Clock(), Folder()
+    monkeypatch.setattr(recoveries, "time", clock)
+    found = Recoveries(RestartPolicy(None), folder)  # type: ignore[arg-type]
+    found.first_step(0, 1)
+    clock.now += 10 + 20
+    found.nodes_changed(failure(step=None, idle=20.0), RecoveryAction.REGROUP)
+    clock.now += 2
+    assert found.first_step(1, 12).endswith("after 20 s without a step")
+    clock.now += 8
+    assert found.summary() == "1 change of nodes, 22.0 s of 40 s lost: goodput 45.0%"
+    fault, recovered, _ = folder.events
+    assert isinstance(fault, events.FaultEvent)
+    assert isinstance(recovered, events.Recovered)
+    assert (fault.idle, recovered.idle) == (20.0, 20.0)

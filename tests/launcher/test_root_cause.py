@@ -180,6 +180,8 @@ def test_a_rank_that_exited_early_is_to_blame_and_not_the_one_that_lost_it() -> 
     alone = "rank 1 exited in the middle of the training, with exit code 0, while rank 0 still needed it"
     assert left_alone(named, {1: True, 2: False})[0] == alone
     assert left_alone(named, {2: True}) == []
+    ended = "PeerLost: rank 1 has ended the training, and the other ranks have not: rank 0 all_reduce, rank 1 barrier"
+    assert left_alone(ProcessFailure(0, 1, 9.9, error=error(ended, 9.9)), {1: True})[0] == alone
 
 
 OURS = "PeerLost: all_reduce: peer lost, {} ended"

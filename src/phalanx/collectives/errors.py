@@ -17,6 +17,10 @@ class CollectiveMismatch(dist.DistBackendError):  # type: ignore[misc]
     """Ranks made different calls."""
 
 
+class LeftEarly(CollectiveMismatch):
+    """This rank has ended its training, and other ranks have not."""
+
+
 class GroupAborted(dist.DistBackendError):  # type: ignore[misc]
     """The group was aborted or closed during a call."""
 

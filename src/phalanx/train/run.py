@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from phalanx.cluster.sources.surroundings import environment
+from phalanx.collectives import mismatch
+from phalanx.collectives.errors import LeftEarly
 from phalanx.contract.variables import ON_NAN
 from phalanx.errors import UsageError
 from phalanx.train import evaluation
@@ -476,7 +478,12 @@ class Run(StatefulRun):
         if self._guard is not None:
             self._guard.check_stopped()
         self._reporter.finish()
-        return self._checkpoints.finish(self)
+        try:
+            with mismatch.ending():
+                return self._checkpoints.finish(self)
+        except LeftEarly:  # the others report that they have lost this rank
+            self.close(failed=True)
+            return True
 
     def _save_last_step(self) -> int | None:
         """Save a checkpoint of the last committed step, in the middle of the next. None: there are no checkpoints, or
@@ -502,6 +509,8 @@ class Run(StatefulRun):
             return
         failed = failed or ending.is_failure(sys.exc_info()[1])
         with contextlib.ExitStack() as stack:  # each of them is closed, even if another one raises
+            stack.enter_context(contextlib.suppress(LeftEarly))  # as in `_finish`
+            stack.enter_context(mismatch.ending())
             stack.callback(super().close, failed=failed)
             stack.callback(self._checkpoints.close, broken=failed)
             stack.callback(self._misuse.unhook if failed else self._misuse.close)

@@ -76,7 +76,7 @@ class ShmEngine:
         slot: int = segment.SLOT,
         direct: bool = True,  # read peer memory, if the kernel allows it to all ranks
     ) -> None:
-        self.make_mismatch: Callable[[str], CollectiveMismatch] = (
+        self.make_mismatch: Callable[[str], dist.DistBackendError] = (
             CollectiveMismatch  # makes the error for calls that do not match
         )
         self.rank = rank

@@ -278,6 +278,11 @@ class NodeAgent:
         """Return the current fork server."""
         return self._fork_server.client
 
+    @property
+    def idle(self) -> float:
+        """Return the seconds since a worker of this node last reported a newer step. 0: none ever did."""
+        return self.attempt.workers.idle if self.attempt is not None else 0.0
+
     def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None:
         """Take a frame of another node."""
         self._rpc.receive(sender, frame)

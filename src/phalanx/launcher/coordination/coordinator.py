@@ -66,6 +66,11 @@ class AgentView(Protocol):
     def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None:
         """Take a frame from a member. `sender` None: from the leader."""
 
+    @property
+    def idle(self) -> float:
+        """Return the seconds since a worker of this node last reported a newer step. 0: none ever did."""
+        ...
+
 
 class AgentProxy:
     """The agent, for the parts of a coordinator: they are made before the agent. Does nothing before `attach`."""
@@ -86,6 +91,11 @@ class AgentProxy:
         """Print a line and write it to the run folder."""
         if self._agent is not None:
             self._agent.note(text, repeats=repeats)
+
+    @property
+    def idle(self) -> float:
+        """Return the seconds since a worker of this node last reported a newer step. 0: none ever did."""
+        return self._agent.idle if self._agent is not None else 0.0
 
     def waiting(self, text: str | None) -> None:
         """Show what the node waits for."""

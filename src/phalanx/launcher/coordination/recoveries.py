@@ -100,7 +100,12 @@ class Recoveries:
         self._latest = RecoveryDecision(way)
         self._folder.event(
             events.FaultEvent(
-                time=failure.time, rank=failure.rank, reason=failure.reason, recovery=way.value, kind=kind
+                time=failure.time,
+                rank=failure.rank,
+                reason=failure.reason,
+                recovery=way.value,
+                kind=kind,
+                idle=lost_before(failure.idle),
             )
         )
         self._note(failure)

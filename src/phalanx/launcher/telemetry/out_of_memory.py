@@ -1,14 +1,26 @@
-"""Whether the kernel has killed processes for memory, and how much memory is free, by cgroup and machine."""
+"""Whether the kernel has killed processes for memory, and how much memory is free, by cgroup and machine.
+
+The counter of the machine rises with every such kill, also with those in other containers. By itself it only shows that
+a worker may have been killed for memory; the kernel log, if it can be read, names the process.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 _TOGETHER = 2.0  # seconds between kills of one cause
+_RECENT = 60.0  # seconds: older records of the kernel log are about another process with this pid
+_KILLED = re.compile(r"out of memory.*Killed process (\d+) ", re.IGNORECASE)
+_RECORD = 8192  # bytes of the largest record
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode: the kernel log has the pids of that namespace
+MACHINE = "possibly for memory: at that time the kernel killed a process somewhere on this machine to free some"
+PROCESS = "the machine or a cgroup ran out of memory, and the kernel killed this process to free some"
 
 
 @dataclass(frozen=True)
@@ -25,7 +37,7 @@ class MemoryKills:
             limit = f" (limit {self.limit / 2**30:.1f} GiB)" if self.limit else ""
             return f"the kernel killed a process of this cgroup for using too much memory{limit}"
         if self.machine > before.machine:
-            return "the machine ran out of memory and the kernel killed a process to free some"
+            return MACHINE
         return ""
 
 
@@ -47,23 +59,73 @@ def read(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> MemoryKills:
     return MemoryKills(group, _field(f"{proc}/vmstat", "oom_kill"), limit)
 
 
+def in_kernel_log(pid: int, path: str = "/dev/kmsg", namespace: str = "/proc/self/ns/pid") -> bool | None:
+    """Return whether the kernel log says that this process was killed for memory. None: it cannot be read here."""
+    try:
+        if os.stat(namespace).st_ino != _FIRST_PID_NAMESPACE:
+            return None
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # not permitted, in many containers and for many users
+        return None
+    try:
+        return any(_names(record, pid) for record in _records(log))
+    except OSError:
+        return None
+    finally:
+        os.close(log)
+
+
+def _records(log: int) -> Iterator[str]:
+    while True:
+        try:
+            record = os.read(log, _RECORD)
+        except BlockingIOError:  # the end
+            return
+        except OSError as error:
+            if error.errno != errno.EPIPE:  # the record was overwritten while it was read
+                raise
+            continue
+        if not record:
+            return
+        yield record.decode(errors="replace")
+
+
+def _names(record: str, pid: int) -> bool:
+    """Return whether a record `priority,number,microseconds,…;text` is about this process, and recent."""
+    killed = _KILLED.search(record)
+    if killed is None or int(killed[1]) != pid:
+        return False
+    return time.monotonic() - int(record.split(",", 3)[2]) / 1e6 < _RECENT
+
+
 class MemoryKillWatch:
     """Tells whether the kernel has killed a worker for memory, each time that one was killed."""
 
-    def __init__(self, read: Callable[[], MemoryKills] = read, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        read: Callable[[], MemoryKills] = read,
+        clock: Callable[[], float] = time.monotonic,
+        in_log: Callable[[int], bool | None] = in_kernel_log,
+    ) -> None:
         self._read = read
         self._clock = clock
+        self._in_log = in_log
         self._before = self._read()
         self._text = ""  # about the latest kill
         self._seen = 0.0
 
-    def latest(self) -> str:
-        """Return in words what the kernel did since the last call. Several workers may be killed at the same time."""
+    def latest(self, pid: int) -> str:
+        """Return in words what the kernel did to this worker since the last call, or a moment before: several may be
+        killed at the same time."""
         now = self._read()
         if text := now.since(self._before):
             self._text, self._seen = text, self._clock()
         self._before = now
-        return self._text if self._text and self._clock() - self._seen < _TOGETHER else ""
+        if not self._text or self._clock() - self._seen >= _TOGETHER:
+            return ""
+        if self._text != MACHINE:
+            return self._text
+        return {True: PROCESS, False: "", None: MACHINE}[self._in_log(pid)]
 
 
 def room(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:

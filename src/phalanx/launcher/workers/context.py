@@ -52,5 +52,5 @@ class WorkerGroupContext:
     probe_message: Callable[[str, wire.Message, list[int]], None] | None = None  # for messages that are no answer
     measured: Callable[[worker_messages.MeasuredStep], None] | None = None  # for metrics of rank 0
     blame: Blame | None = None  # explains the timeout of a rank
-    memory_kill: Callable[[], str] | None = None  # what the kernel reports about memory when a worker was killed
+    memory_kill: Callable[[int], str] | None = None  # what the kernel reports about memory when this pid was killed
     sources: SourceSnapshot | None = None  # the script and its modules, as the run began with them

@@ -102,7 +102,6 @@ class Failures:
         frames: tuple[str, ...] = (),
     ) -> WorkerFailure:
         steps = [other.progress.step for other in self._workers.values() if other.progress.step is not None]
-        stepped = max((other.progress.stepped for other in self._workers.values()), default=0.0)
         return WorkerFailure(
             rank=min((worker.seat.rank for worker in workers), default=0),
             reason=reason,
@@ -114,7 +113,7 @@ class Failures:
             generation=generation,
             hope=hope,
             frames=frames,
-            idle=time.monotonic() - stepped if stepped else 0.0,
+            idle=self._workers.idle,
         )
 
 

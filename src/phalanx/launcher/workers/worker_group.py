@@ -226,7 +226,7 @@ class WorkerGroup:
         if code == -signal.SIGKILL and worker.exit.counts_as is not None:
             code = worker.exit.counts_as
         elif code == -signal.SIGKILL and not worker.stopped and self._context.memory_kill is not None:
-            worker.exit.memory = self._context.memory_kill()
+            worker.exit.memory = self._context.memory_kill(worker.pid)
         self._channels.drain(worker.pid)
         worker.exited(code)
         if worker.probe is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from phalanx.forkserver import wire
@@ -51,6 +52,12 @@ class Workers(Mapping[str, Worker]):
     def ranks(self) -> dict[int, int]:
         """Return pid -> rank of all workers, also of those that exited."""
         return {worker.pid: worker.seat.rank for worker in self._workers.values()}
+
+    @property
+    def idle(self) -> float:
+        """Return the seconds since a worker last reported a newer step. 0: none ever did."""
+        stepped = max((worker.progress.stepped for worker in self.values()), default=0.0)
+        return time.monotonic() - stepped if stepped else 0.0
 
     def with_pid(self, pid: int) -> Worker | None:
         """Return the living worker with this pid."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from dataclasses import replace
 
 from phalanx.contract.messages import worker_messages
 from phalanx.control.leader.members import Members
@@ -79,6 +80,7 @@ class RecoveryController:
     def nodes_lost(self, failure: WorkerFailure) -> Action | None:
         """Decide about nodes that are gone: the others regroup or restart without them, or hold if they are too few."""
         can_regroup = self._member_states.readiness.can_regroup
+        failure = replace(failure, idle=self._agent.idle)  # a node may be silent for long before it counts as lost
         self._recoveries.nodes_changed(failure, RecoveryAction.REGROUP if can_regroup else RecoveryAction.RESTART)
         if not can_regroup:
             self._results.nodes_changed = True
