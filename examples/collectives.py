@@ -98,8 +98,8 @@ x = torch.empty(sum(counts))
 dist.all_to_all_single(x, sent, output_split_sizes=counts, input_split_sizes=[rank + 1] * world)
 check("all_to_all_single(uneven)", x, ranks.repeat_interleave(torch.tensor(counts)))
 
-# Python objects. They are pickled, and whoever unpickles runs what the sender says: among friends only.
-everybody = [{"from": r} for r in range(world)]
+# Python objects. They are pickled, and unpickling can run code of the sender: only for ranks that trust each other.
+of_all = [{"from": r} for r in range(world)]
 things = [{"from": rank}]
 dist.broadcast_object_list(things, src=1)
 check("broadcast_object_list", things, [{"from": 1}])
@@ -110,10 +110,10 @@ check("scatter_object_list", things, [f"for {rank}"])
 
 things = [None] * world
 dist.gather_object({"from": rank}, things if rank == 0 else None, dst=0)
-check("gather_object", things, everybody if rank == 0 else [None] * world)
+check("gather_object", things, of_all if rank == 0 else [None] * world)
 
 dist.all_gather_object(things, {"from": rank})
-check("all_gather_object", things, everybody)
+check("all_gather_object", things, of_all)
 
 # No rank continues before all are here.
 dist.barrier()

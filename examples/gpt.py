@@ -73,7 +73,7 @@ def train(run: phalanx.Run) -> None:
 
     text = Path(options.text).read_text(encoding="utf-8")
     letters = sorted(set(text))
-    blind = math.log(len(letters))  # the loss of whoever knows nothing
+    blind = math.log(len(letters))  # the loss of a model that knows nothing
     windows = torch.tensor([letters.index(letter) for letter in text]).unfold(0, LENGTH + 1, LENGTH)
     data, test = TensorDataset(windows[:-33]), windows[-32:].to(run.device)  # no letter of the test is learnt from
     loader = run.loader(data, global_batch=32, shuffle=True)

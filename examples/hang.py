@@ -108,5 +108,5 @@ train([torch.ones(4, 16)] * STEPS)
 if options.kind:
     KINDS[options.kind]()
 dist.barrier()
-print(f"rank {rank} of {world}: {STEPS} steps, and nobody waited in vain")
+print(f"rank {rank} of {world}: {STEPS} steps, and no rank hung")
 dist.destroy_process_group()

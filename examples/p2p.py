@@ -16,7 +16,7 @@ elif rank == 1:
     dist.recv(x, src=0)
     assert x.item() == 42
 
-# From whoever comes first: recv says who it was.
+# From any rank: recv returns the rank that sent.
 if rank == 0:
     senders = {dist.recv(x) for _ in range(world - 1)}
     assert senders == set(range(1, world))

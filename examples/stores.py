@@ -18,7 +18,7 @@ def try_out(store: dist.Store, rank: int, world: int) -> int:
     store.wait(["colour"], timedelta(seconds=30))  # until somebody sets it
     assert store.get("colour") == b"red"  # waits as well
 
-    here = store.add("here", 1)  # one after the other, whoever comes: 1, 2, 3, 4
+    here = store.add("here", 1)  # atomic: each rank gets another number, 1, 2, 3 or 4
     assert 1 <= here <= world
     if here == world:
         store.set("all here", "yes")
@@ -74,7 +74,7 @@ assert timed_out
 
 print(f"rank {rank} of {world}: won by TCP {by_tcp}, prefix {by_prefix}, file {by_file}; 3 threads agree")
 
-# The server leaves last: whoever still asks would find nobody.
+# The rank with the server exits last: the others still use the store.
 del file
 if meeting.add("done", 1) == world:
     meeting.set("all done", "yes")

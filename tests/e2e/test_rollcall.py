@@ -78,7 +78,7 @@ def test_why_the_leader_was_not_reached(lab: Lab) -> None:
             r"  fix: use an address of node 0: --master ADDRESS, or add the name to /etc/hosts"
         ),
         "loopback": (
-            r'the name "itself" of the leader stands for this machine itself here, and no leader is on it\n'
+            r'the name "itself" of the leader resolves to this machine itself, and no leader runs on it\n'
             r"  itself is 127\.0\.1\.1 here; .*\n"
             r"  /etc/hosts:3: 127\.0\.1\.1 node2 itself\n(.*\n)*"
             r"  fix: use an address of node 0 that other machines reach: --master ADDRESS, "
@@ -90,13 +90,13 @@ def test_why_the_leader_was_not_reached(lab: Lab) -> None:
             r"  fix: start node 0, or give its port: --master-port PORT"
         ),
         "no route": (
-            r"no way leads from this machine to 10\.99\.0\.1\n"
-            r"  10\.99\.0\.1 port 29500: Network is unreachable, .* no route leads there from this machine\n"
+            r"this machine has no route to 10\.99\.0\.1\n"
+            r"  10\.99\.0\.1 port 29500: Network is unreachable, .* no route from this machine\n"
             r"  fix: use an address of node 0 in a network that this machine is in: --master ADDRESS"
         ),
         "filtered": (
             r"leader \(10\.77\.0\.1\) does not answer on port 7003\n"
-            r"  10\.77\.0\.1 port 7003: no answer in 3 s, called from 10\.77\.0\.2 \(eth0\)\n"
+            r"  10\.77\.0\.1 port 7003: no answer in 3 s, tried from 10\.77\.0\.2 \(eth0\)\n"
             r"  fix: a firewall drops it, or the machine is down: let TCP port 7003 through to node 0"
         ),
         "stranger": (
@@ -175,7 +175,7 @@ def test_a_token_from_the_environment_is_enough_and_no_worker_sees_it(lab: Lab, 
 def test_open_on_both_works_with_a_warning(lab: Lab) -> None:
     jobs = together(lab, *PLAIN, "--no-auth", script("hello.py"))
     assert codes(jobs) == [0, 0], texts(jobs)
-    assert "--no-auth: there is no token, so whoever reaches the port gets in" in jobs[0].err
+    assert "--no-auth: there is no token, so anyone who reaches the port can join" in jobs[0].err
 
 
 @pytest.mark.parametrize("opener", [0, 1], ids=["node 0", "node 1"])

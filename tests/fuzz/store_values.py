@@ -28,7 +28,7 @@ PLAIN = {"step": 3, "shape": [2, 3], "names": ("a", "b"), "weight": torch.ones(2
 Reader = Callable[[bytes], Any]
 READERS: dict[str, tuple[bytes, Reader]] = {
     "participant": (msgspec.msgpack.encode(PARTICIPANT), roll_call._participant.decode),
-    "everybody": (msgspec.msgpack.encode((PARTICIPANT,) * 3), roll_call._all_participants.decode),
+    "participants": (msgspec.msgpack.encode((PARTICIPANT,) * 3), roll_call._all_participants.decode),
     "object": (objects.encode(PLAIN), objects.decode),
     "offer": (
         b'{"holds":true,"step":3,"epoch":1,"layouts":[]}',
@@ -72,7 +72,7 @@ def check(chance: random.Random, note: Callable[[object], None], made: list[int]
     content = mutated(valid, chance)
     if chance.random() < 0.5 and name not in ("topology", "memory"):
         decode, encode = (msgspec.json.decode, msgspec.json.encode)
-        if name in ("participant", "everybody", "rows", "object"):
+        if name in ("participant", "participants", "rows", "object"):
             decode, encode = (msgspec.msgpack.decode, msgspec.msgpack.encode)
         with contextlib.suppress(OverflowError, TypeError, RecursionError, UnicodeEncodeError):
             content = encode(altered(decode(valid), chance))

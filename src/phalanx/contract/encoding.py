@@ -33,7 +33,7 @@ def encode(message: Any) -> bytes:
 
 
 def encode_msgpack(message: Any) -> bytes:
-    """Return a message as MessagePack. `?` stands for invalid text: fields have a maximum length, so none may grow."""
+    """Return a message as MessagePack. `?` replaces invalid text: fields have a maximum length, so none may grow."""
     try:
         return _msgpack.encode(message)
     except UnicodeEncodeError:

@@ -50,7 +50,7 @@ def from_arguments(arguments: Sequence[str]) -> dict[str, Hyperparameter]:
 
 
 def value(text: str) -> Hyperparameter:
-    """Return a text as the number, truth value or text that it stands for. Quotes make it a text: `"3"`."""
+    """Return a text as the number, truth value or text that it represents. Quotes make it a text: `"3"`."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _NUMBER.fullmatch(text):

@@ -27,8 +27,8 @@ class Endpoint(NamedTuple):
 async def probe(endpoint: Endpoint, *, steadily: float = 0.0) -> ProbeResult:
     """Return whether a process listens there.
 
-    `steadily`: it must keep the connection for so many seconds. A process that is being killed loses its connections a
-    moment before it stops listening.
+    `steadily`: it must keep the connection for this many seconds. A process that is being killed loses its
+    connections a moment before it stops listening.
     """
     if not endpoint.port:
         return "unreachable"

@@ -1,8 +1,8 @@
 """Encryption of the connections between nodes: TLS 1.3, with certificates that only a holder of the token can make.
 
-The token gives the key of a certificate authority, the same on every node. Each process signs a certificate for a
-key of its own with it, and trusts no other authority. So each side of a connection proves to the other that it has the
-token, which is never sent, and every connection has fresh keys. Without a token (--no-auth) everybody can make the
+The token gives the key of a certificate authority, the same on every node. Each process signs a certificate for its
+own key with it, and trusts no other authority. So each side of a connection proves to the other that it has the
+token, which is never sent, and every connection has fresh keys. Without a token (--no-auth) anyone can make the
 authority: connections are encrypted, but anyone may take part.
 """
 
@@ -61,7 +61,7 @@ def _context(token: Token, protocol: int) -> ssl.SSLContext:
     context.check_hostname = False  # a node is known by the token, whatever its name
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority)
-    # The ssl module reads a key from a file only: this one is in memory, and nobody else can open it.
+    # The ssl module reads a key from a file only: this one is in memory, and no other process can open it.
     fd = os.memfd_create("phalanx-certificate", os.MFD_CLOEXEC)
     try:
         os.write(fd, chain)

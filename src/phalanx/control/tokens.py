@@ -145,7 +145,7 @@ def _write(path: str, text: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(fd)
     except BaseException:
-        os.unlink(path)  # half a token would be in the way of everybody after us
+        os.unlink(path)  # half a token would block every later run
         raise
     finally:
         os.close(fd)

@@ -59,7 +59,7 @@ def _few(rank: int, world: int) -> TourRow:
     return own(2 if world <= 5 else 1)(rank, world)
 
 
-def _everybodys(count: int) -> Rows:
+def _all_ranks(count: int) -> Rows:
     return lambda rank, world: [cell for row in _all(own(count), world) for cell in row]
 
 
@@ -123,10 +123,10 @@ def _waited(before: Sequence[Sequence[Value]], after: Sequence[Sequence[Value]])
 SCENES = (
     TourScene("broadcast", "one rank's tensor, to every rank", own(2), _of(lambda rank, world: 1, own(2))),
     TourScene("scatter", "rank 0 distributes its pieces", _only(0, own(0)), _piece),
-    TourScene("gather", "rank 0 collects a tensor from each", own(1), _only(0, _everybodys(1))),
-    TourScene("all_gather", "every rank gets a tensor from each", own(1), _everybodys(1)),
+    TourScene("gather", "rank 0 collects a tensor from each", own(1), _only(0, _all_ranks(1))),
+    TourScene("all_gather", "every rank gets a tensor from each", own(1), _all_ranks(1)),
     TourScene(
-        "all_gather_into_tensor", "the same, into one tensor", _few, lambda r, w: _everybodys(len(_few(r, w)))(r, w)
+        "all_gather_into_tensor", "the same, into one tensor", _few, lambda r, w: _all_ranks(len(_few(r, w)))(r, w)
     ),
     TourScene("reduce", "the sum, on rank 0", own(2), lambda r, w: _sum(2)(r, w) if r == 0 else [None, None]),
     TourScene("all_reduce", "the sum, on every rank: what DDP does with gradients", own(2), _sum(2)),

@@ -28,7 +28,7 @@ def diagnose(evidence: Evidence) -> list[Verdict]:
     if not any(verdict.kind in ("node", "exited", "stopped", "gpu lost", "deadlock", "address") for verdict in found):
         found += network.verdicts(field, {divergence.group for divergence in diverged})
     if not found:
-        found += blame.everybody(field)
+        found += blame.all_ranks(field)
     if found and all(verdict.kind in _BETWEEN for verdict in found):
         parted = network.partition(evidence)
         found = [parted] if parted is not None else found

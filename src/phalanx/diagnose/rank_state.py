@@ -18,7 +18,7 @@ COMPUTES = 0.1  # cores: now and then
 RESTS = 0.05  # cores: it does not
 MOVES = 1e5  # bytes a second: it reads or writes
 STREAMS = 1e6  # likewise, whatever it is at: a data set is read, or a checkpoint written, by code that nobody knows
-MEETINGS = ("join", "new group")  # where everybody has to come, without a number
+MEETINGS = ("join", "new group")  # every rank must call these, and they have no sequence number
 _LONG = frozenset({"compile", "checkpoint", "import"})
 
 

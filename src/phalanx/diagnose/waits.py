@@ -103,7 +103,7 @@ def _missing(
     if call is None:
         if state.act.what not in MEETINGS or state.gone or state.stopped:
             return None
-        everybody = set(states) | set(range(evidence.world_size))
+        all_ranks = set(states) | set(range(evidence.world_size))
         here = {
             each.number
             for each in states.values()
@@ -111,8 +111,8 @@ def _missing(
         }
         past = {each.number for each in states.values() if each.act.what != "join" and each.rank.groups}
         if state.act.what == "join" and past:  # who has a group has joined
-            return frozenset(everybody - here - past) or None
-        return frozenset(everybody - here)
+            return frozenset(all_ranks - here - past) or None
+        return frozenset(all_ranks - here)
     if call.op in ("send", "recv"):
         peer = states.get(call.peer) if call.peer is not None else None
         return frozenset() if peer is None or meet(state, peer) else frozenset({peer.number})

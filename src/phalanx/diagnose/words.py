@@ -43,8 +43,8 @@ def verb(ranks: Iterable[int], one: str, several: str) -> str:
 
 def others(ranks: Iterable[int], evidence: Evidence, besides: Iterable[int]) -> str:
     """Return "the other 3", or their numbers if those are not all."""
-    named, everybody = set(ranks), {rank.rank for rank in evidence.ranks}
-    if named and named == everybody - set(besides):
+    named, all_ranks = set(ranks), {rank.rank for rank in evidence.ranks}
+    if named and named == all_ranks - set(besides):
         return f"the other {len(named)}" if len(named) > 1 else f"the other one ({who(named)})"
     return who(named)
 

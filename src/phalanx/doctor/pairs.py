@@ -14,7 +14,7 @@ _SLOWER = 3.0
 _NOTICEABLE = 0.0005  # seconds: below this, differences are those of the measurement
 _POOR = 12.5e6  # bytes a second: a network of 100 Mbit/s
 _FAR = 0.005
-_ALONE = 8  # up to so many nodes, each pair has the network for itself
+_ALONE = 8  # up to this number of nodes, pairs are tested one at a time
 
 
 @dataclass(frozen=True)

@@ -274,5 +274,5 @@ def _announcement(plan: Plan, folder: RunFolder, sockets: list[socket.socket]) -
     where = ", ".join(str(Endpoint(*sock.getsockname()[:2])) for sock in sockets)
     lines = [f"{folder.name}: {rendezvous.expected} {rendezvous.noun}s, meeting at {where}, output in {folder.path}"]
     if not rendezvous.token.key:
-        lines.append("--no-auth: there is no token, so whoever reaches the port gets in")
+        lines.append("--no-auth: there is no token, so anyone who reaches the port can join")
     return lines

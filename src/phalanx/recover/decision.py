@@ -129,7 +129,7 @@ def raises_each_time(faults: Sequence[Fault]) -> bool:
 
 
 def store_delay(failed_starts: int) -> float:
-    """Return the seconds before another store is started, after so many in a row that never answered."""
+    """Return the seconds before another store is started, after `failed_starts` stores in a row that never answered."""
     return STORE_PAUSE if failed_starts >= STORE_STARTS else 0.0
 
 

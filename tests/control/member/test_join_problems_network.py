@@ -120,29 +120,29 @@ netns = pytest.mark.xdist_group("netns")
             "198.51.100.7",
             PORT,
             "unreachable",
-            "no way leads from this machine to 198.51.100.7",
-            f"198.51.100.7 port {PORT}: Network is unreachable, called in vain: no route leads there from this machine",
+            "this machine has no route to 198.51.100.7",
+            f"198.51.100.7 port {PORT}: Network is unreachable, no route from this machine",
         ),
         (
             "10.78.0.9",
             PORT,
             "unreachable",
-            "no way leads from this machine to 10.78.0.9",
-            f"10.78.0.9 port {PORT}: No route to host, called from 10.78.0.1 (eth0)",
+            "this machine has no route to 10.78.0.9",
+            f"10.78.0.9 port {PORT}: No route to host, tried from 10.78.0.1 (eth0)",
         ),
         (
             "gpu-b",
             PORT + 1,
             "unreachable",
-            "no way leads from this machine to gpu-b (10.78.0.2)",
-            f"10.78.0.2 port {PORT + 1}: No route to host, called from 10.78.0.1 (eth0)",
+            "this machine has no route to gpu-b (10.78.0.2)",
+            f"10.78.0.2 port {PORT + 1}: No route to host, tried from 10.78.0.1 (eth0)",
         ),
         (
             "gpu-b",
             PORT,
             "filtered",
             f"gpu-b (10.78.0.2) does not answer on port {PORT}",
-            f"10.78.0.2 port {PORT}: no answer in 0.5 s, called from 10.78.0.1 (eth0)",
+            f"10.78.0.2 port {PORT}: no answer in 0.5 s, tried from 10.78.0.1 (eth0)",
         ),
         (
             "gpu-b",
@@ -166,7 +166,7 @@ def test_a_name_that_resolves_to_loopback(network: Network) -> None:
     found = network.probe("gpu-a")
     assert found == JoinProblem(
         "loopback",
-        'the name "gpu-a" of the leader stands for this machine itself here, and no leader is on it',
+        'the name "gpu-a" of the leader resolves to this machine itself, and no leader runs on it',
         (
             "gpu-a is 127.0.1.1 here; no other machine is reached by that",
             "/etc/hosts:2: 127.0.1.1 gpu-a",

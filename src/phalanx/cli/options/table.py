@@ -444,7 +444,7 @@ OPTIONS = (
     _ours(
         NODES,
         "--no-auth",
-        "Accept nodes without a token: whoever reaches the port can join.",
+        "Accept nodes without a token: anyone who reaches the port can join.",
         field="rendezvous.no_auth",
     ),
     _ours(

@@ -67,7 +67,7 @@ int phx_ranks(const phx_group *g) { return g->ranks; }
 
 int phx_direct(const phx_group *g) { return g->direct; }
 
-/* A pidfd becomes readable when its process exits, whoever reaps it. */
+/* A pidfd becomes readable when its process exits, no matter which process reaps it. */
 int phx_is_gone(const phx_group *g, int rank) {
     struct pollfd peer = {g->peers[rank].fd, POLLIN, 0};
     return atomic_load(&g->members[rank].left) || (peer.fd >= 0 && poll(&peer, 1, 0) > 0);

@@ -21,7 +21,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The worker is alive and has committed so many steps."""
+    """The worker is alive; `step` is the number of steps that it has committed."""
 
     step: int
     samples: int = -1  # training samples of this rank in this generation; -1: unknown
@@ -128,7 +128,7 @@ class Halt(msgspec.Struct, frozen=True, tag="halt"):
 
 
 class Rescue(msgspec.Struct, frozen=True, tag="rescue"):
-    """Copy the state to memory that outlives the worker: it cannot leave the group, and nobody else has the state."""
+    """Copy the state to memory that outlives the worker: it cannot leave the group, and no other has the state."""
 
 
 class EndWorker(msgspec.Struct, frozen=True, tag="end"):

@@ -36,7 +36,7 @@ class GateLimits:
 
 
 class Connection(web.RequestHandler):
-    """A connection that may send only so many bytes before it is trusted."""
+    """A connection that may send only a limited number of bytes before it is trusted."""
 
     __slots__ = ("allowance",)
 

@@ -216,13 +216,13 @@ async def _try(target: JoinTarget, port: int, timeout: float, hello: bytes, expe
                 # The kernel lent us the very port that we called, and we reached ourselves.
                 return JoinProblem("refused", f"{place}: the connection was refused")
         except TimeoutError:
-            return JoinProblem("filtered", f"{place}: no answer in {timeout:g} s, called {_origin(target.address)}")
+            return JoinProblem("filtered", f"{place}: no answer in {timeout:g} s, {_origin(target.address)}")
         except ConnectionRefusedError:
             here = ", which is this machine itself" if interfaces.is_loopback(target.address) else ""
             return JoinProblem("refused", f"{place}{here}: the connection was refused")
         except OSError as error:
             kind: Kind = "unreachable" if error.errno in NO_WAY else "other"
-            return JoinProblem(kind, f"{place}: {_reason(error)}, called {_origin(target.address)}")
+            return JoinProblem(kind, f"{place}: {_reason(error)}, {_origin(target.address)}")
         answer, end = await _converse(sock, timeout, hello, expected)
     if expected in answer:
         return None
@@ -258,8 +258,8 @@ def _reason(error: OSError) -> str:
 def _origin(address: str) -> str:
     local = interfaces.route_to(address)
     if local is None:
-        return "in vain: no route leads there from this machine"
-    return f"from {local} ({interfaces.owner(local, interfaces.survey()) or 'no interface'})"
+        return "no route from this machine"
+    return f"tried from {local} ({interfaces.owner(local, interfaces.survey()) or 'no interface'})"
 
 
 def _unresolved(host: str, error: Exception, timeout: float) -> JoinProblem:
@@ -285,7 +285,7 @@ def _loopback(host: str, addresses: list[str], found: list[JoinProblem]) -> Join
         fix += f", or give {host} its real address in {HOSTS} of this machine"
     return JoinProblem(
         "loopback",
-        f'the name "{host}" of the leader stands for this machine itself here, and no leader is on it',
+        f'the name "{host}" of the leader resolves to this machine itself, and no leader runs on it',
         (
             f"{host} is {', '.join(addresses)} here; no other machine is reached by that",
             *(lines or (f"no line of {HOSTS} says so; the name service does",)),
@@ -305,7 +305,7 @@ def _most_telling(host: str, port: int, addresses: list[str], found: list[JoinPr
             "start node 0, or give its port: --master-port PORT (is node 0 another machine? --master ADDRESS)",
         ),
         "unreachable": (
-            f"no way leads from this machine to {leader}",
+            f"this machine has no route to {leader}",
             "use an address of node 0 in a network that this machine is in: --master ADDRESS"
             " (if it is one: the machine is off, or a firewall turns us away)",
         ),

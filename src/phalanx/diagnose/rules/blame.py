@@ -152,7 +152,7 @@ def _kept(field: Field, kept: Sequence[RankState]) -> Verdict:
     return _verdict(field, kept, "stands", f"{have} stood for {time}")
 
 
-def everybody(field: Field) -> Iterator[Verdict]:
+def all_ranks(field: Field) -> Iterator[Verdict]:
     """Yield a verdict for a stall without anybody to blame."""
     alive = [each for each in field.of(field.states) if not each.gone]
     if not alive or field.evidence.waited < field.evidence.limit:

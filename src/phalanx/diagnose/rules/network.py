@@ -84,8 +84,8 @@ def _collectives(field: Field, diverged: Container[str]) -> Iterator[Verdict]:
 
 def _same(field: Field, waiting: list[RankState]) -> Verdict:
     first = waiting[0]
-    everybody = len(waiting) == len(field.states)
-    who = f"all {len(waiting)} ranks" if everybody else words.who(each.number for each in waiting)
+    all_waiting = len(waiting) == len(field.states)
+    who = f"all {len(waiting)} ranks" if all_waiting else words.who(each.number for each in waiting)
     unsent = [each for each in waiting if each.rank.process is not None and each.rank.process.unsent > 0]
     details = [
         f"rank {each.number}: {words.quantity(each.rank.process.unsent)} sent that nobody has taken"

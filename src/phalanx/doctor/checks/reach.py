@@ -119,7 +119,7 @@ def judge(tries: Sequence[Reach]) -> list[Finding]:
 
 
 def complete(tries: Sequence[Reach]) -> bool:
-    """Whether everybody reaches everybody, somehow."""
+    """Whether every node reaches every other one on at least one route."""
     reached = {(one.node, one.peer) for one in tries if not one.trouble}
     return all((one.node, one.peer) in reached for one in tries)
 

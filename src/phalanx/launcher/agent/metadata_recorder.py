@@ -39,7 +39,7 @@ class MetadataRecorder:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Return the pids of processes that it has started, which nobody else must end."""
+        """Return the pids of processes that it has started, which other code must not end."""
         return self._git.pids if self._git is not None else frozenset()
 
     def start(self) -> None:

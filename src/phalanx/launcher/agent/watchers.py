@@ -94,7 +94,7 @@ class Watchers:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Return the pids of processes that they have started, which nobody else must end."""
+        """Return the pids of processes that they have started, which other code must not end."""
         return self._metadata.pids
 
     async def end(self) -> None:

@@ -81,7 +81,7 @@ def _in_foreground() -> bool:
 
 
 def _open_tty() -> int:
-    """Open the terminal again, so that O_NONBLOCK affects nobody else who reads from it."""
+    """Open the terminal again, so that O_NONBLOCK does not affect other processes that read from it."""
     with contextlib.suppress(OSError):
         return os.open(os.ttyname(0), os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     return 0

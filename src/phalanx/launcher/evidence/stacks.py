@@ -1,6 +1,6 @@
 """Python stacks of a process that does not answer: written by faulthandler on a signal, or read by py-spy.
 
-faulthandler writes from C, whoever holds the GIL, into a memfd that the agent created. A process that is stopped, or
+faulthandler writes from C, without the GIL, into a memfd that the agent created. A process that is stopped, or
 that phalanx did not start, cannot do that; py-spy reads its memory, where it is installed and permitted.
 """
 

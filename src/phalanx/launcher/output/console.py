@@ -5,7 +5,7 @@ A thread reads the log files as they grow. A slow terminal delays nobody, costs 
 On a terminal, rank 0 is live: it has a pseudo-terminal, and its unfinished rows (a prompt, one or more bars) form an
 area at the bottom that is repainted below other output. Rows are painted from a `LineModel` and never passed through,
 so that nothing of another rank lands within an escape sequence. The model understands what bars use: return, newline,
-cursor up and down, erase; colours are text. As long as nobody else has printed, a cursor that moves up reaches
+cursor up and down, erase; colours are text. As long as no other process has printed, a cursor that moves up reaches
 finished rows too, as on a terminal; after that they are final, and the bars start again below. While a debugger has
 the terminal, output of other ranks waits in their logs, and the debugged rank has no prefix. What needs the whole
 screen (cursor addressing, the alternate screen) cannot be shared by ranks and is dropped. The output of a single rank

@@ -68,7 +68,7 @@ class ConsoleRow:
         self.text = bytearray()  # since
         self.returned = bool(base)
         self.sealed = False  # a progress bar that is drawn to its end: other text does not belong to it
-        self.phantom = phantom  # stands for a row that was finished long ago
+        self.phantom = phantom  # replaces a row that was finished long ago
 
     @property
     def state(self) -> bytes:

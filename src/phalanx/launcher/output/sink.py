@@ -34,7 +34,7 @@ class Sink:
         try:
             os.fstat(fd)
             self.terminal = os.isatty(fd) if terminal is None else terminal
-        except OSError:  # it was closed by whoever started us
+        except OSError:  # the process that started us closed it
             self.dead, self.terminal = True, False
         self._lines: list[bytes] = []
         self._painted = b""

@@ -88,7 +88,7 @@ class Collector:
         """Sample the ranks of this node. On the leader, publish as soon as all nodes have sent theirs."""
         if not reading.new_second:
             return None
-        self._publish()  # the previous second, whoever is missing
+        self._publish()  # the previous second, even if nodes are missing
         attempt = self._agent.attempt
         if attempt is None or attempt is self._concluded:
             return None

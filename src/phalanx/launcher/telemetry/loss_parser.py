@@ -24,7 +24,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _ENDS = re.compile(rb"[\r\n]+")
 _LONGEST = 4096  # bytes of a line
 
-# The word before "loss" and the metric it stands for. Any other word is the kind of loss, or part of a sentence.
+# The word before "loss" and the metric that it means. Any other word is the kind of loss, or part of a sentence.
 _NAMES = {
     **dict.fromkeys(("val", "valid", "validation", "eval", "evaluation", "dev"), "val_loss"),
     "test": "test_loss",

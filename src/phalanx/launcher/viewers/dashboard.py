@@ -95,7 +95,7 @@ class Dashboard:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Return the pids of the viewer processes, which nobody else must end."""
+        """Return the pids of the viewer processes, which other code must not end."""
         page = frozenset((self._page.pid,)) if self._page is not None else frozenset()
         return page | self._terminal.pids if self._terminal is not None else page
 

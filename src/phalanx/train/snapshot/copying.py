@@ -93,7 +93,7 @@ class ShardCopier:
             finally:
                 copied.set()
             waiting.finish()
-        except Exception as error:  # whoever waits for the job gets it
+        except Exception as error:  # raised again in the thread that waits for the job
             waiting.job.set_exception(error)
             return
         self._beside += time.thread_time() - used

@@ -190,7 +190,7 @@ class RankView:
             return
         if self.exit is not None and now >= self.exit.time:  # else the sample is older than the end
             self.exit = None
-        # Long runs keep only some samples: each one stands for the time since the one before it.
+        # Long runs keep only some samples: each one covers the time since the one before it.
         self.steps.apply(now, now - since if since and now > since else seconds, sample, times)
 
     def update_health(self, *, stuck: bool, slow: bool, stopped: bool = False, by_user: bool = False) -> None:

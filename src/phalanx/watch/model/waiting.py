@@ -20,7 +20,7 @@ _WAITS = LETTERS["collective"]
 _WINDOW = 60.0  # seconds that a WaitingTally looks back
 _ENOUGH = 20.0  # seconds that must have been sampled before a rank is called slow
 _SLOW, _NOT_SLOW = 0.1, 0.06  # share of the time that others wait for a rank: from here it is slow, below no longer
-_FACTOR = 2.0  # a slow rank has at least so many times the share of the median rank
+_FACTOR = 2.0  # a slow rank has at least this multiple of the median share
 
 
 @dataclass(frozen=True)

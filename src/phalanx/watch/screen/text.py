@@ -65,7 +65,7 @@ def length(line: Sequence[Piece]) -> int:
 
 
 def clip(line: Sequence[Piece], cells: int, *, fill: str | None = None) -> Line:
-    """Return at most `cells` cells; exactly so many if `fill` is the style for the rest."""
+    """Return at most `cells` cells; exactly that number if `fill` is the style for the rest."""
     kept: Line = []
     left = cells
     for text, style in line:

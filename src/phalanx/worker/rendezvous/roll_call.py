@@ -144,7 +144,7 @@ def _count(
             fix="the same WORLD_SIZE for every rank",
         )
         raise _refused(store, me, error)
-    store.set("everybody", msgspec.msgpack.encode(participants))
+    store.set("participants", msgspec.msgpack.encode(participants))
     store.set("verdict", msgspec.msgpack.encode(None))
     return participants
 
@@ -183,7 +183,7 @@ def _listen(
         what, details, fix, here = verdict
         _hear(store, here)
         raise JoinError(what, details=details, fix=fix)
-    participants = _all_participants.decode(store.get("everybody"))
+    participants = _all_participants.decode(store.get("participants"))
     if len(participants) != me.world_size:
         raise JoinError(
             "the ranks do not agree on how many they are",

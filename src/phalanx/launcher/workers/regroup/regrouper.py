@@ -152,7 +152,7 @@ class Regrouper:
         self._keep_spares()
 
     def spare_exited(self, name: str, worker: Worker, code: int) -> bool:
-        """Replace a spare that has ended. Return False if that is in vain, and the node cannot take part."""
+        """Replace a spare that has ended. Return False if that has no use and the node cannot take part."""
         return self._spares.exited(self.formation, name, worker, code)
 
     def _keep_spares(self) -> None:

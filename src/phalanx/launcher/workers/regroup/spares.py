@@ -73,7 +73,7 @@ class SparePool:
         return pick(wanted, ready, self._slots(spare=False))
 
     def exited(self, formation: Formation, name: str, worker: Worker, code: int) -> bool:
-        """Replace a spare that has ended. Return False if that is in vain, on a node that has only spares.
+        """Replace a spare that has ended. Return False if that has no use, on a node that has only spares.
 
         There an exit code means that the script does not start: the node cannot take part.
         """

@@ -165,7 +165,7 @@ class Folder:
     def _write_token(self) -> str:
         """Write a new token over the old one, which has the same length: that needs no room on most disks.
 
-        On a full disk the old one will do: whoever holds the lock uses it, and nobody else can write another.
+        On a full disk the old one is enough: the holder of the lock uses it, and no other process can write one.
         """
         token = secrets.token_hex(8)
         try:

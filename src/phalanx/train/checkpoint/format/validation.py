@@ -1,7 +1,7 @@
 """Checks the sizes, names and offsets of a checkpoint before anything is allocated or opened: pure functions.
 
-A checkpoint may come from anywhere. Its checksums detect errors, not intent: whoever changes a table can change its
-checksum too. What passes these checks needs no more memory than its files have bytes, reads nothing outside of its
+A checkpoint may come from anywhere. Its checksums detect errors, not intent: an attacker who changes a table can change
+its checksum too. What passes these checks needs no more memory than its files have bytes, reads nothing outside of its
 folder, and fills every element of every tensor.
 """
 

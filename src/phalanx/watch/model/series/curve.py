@@ -15,7 +15,7 @@ class Curve:
     """The points of one metric. When there are more than `MOST`, every second one is dropped."""
 
     points: list[Point] = field(default_factory=list)
-    every: int = 1  # one of so many added points is kept
+    every: int = 1  # keep one of this many added points
     given: int = 0  # points added so far
     latest: Point | None = None  # kept or not
     _numbers: list[int] = field(default_factory=list)  # of the kept points: how many were added before each

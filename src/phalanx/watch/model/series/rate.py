@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _WINDOW = 10.0  # seconds
-_PAUSE = 4.0  # a gap of so many times the usual interval was a pause, and is not part of the rate
+_PAUSE = 4.0  # a gap this many times longer than the usual interval is a pause and is left out of the rate
 
 
 @dataclass(slots=True)
