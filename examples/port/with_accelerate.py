@@ -56,11 +56,13 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=EPOCHS * len(loader))
     loss_fn = nn.CrossEntropyLoss()
+    best = 0.0
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     if os.path.isdir("kept"):
         accelerator.load_state("kept")
+        best = progress.best
 
     for epoch in range(progress.epoch, EPOCHS):
         for x, y in loader:
@@ -71,9 +73,10 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
         accuracy = evaluate(model, tests, device)
-        progress.epoch, progress.best = epoch + 1, max(progress.best, accuracy)
+        best = max(best, accuracy)
+        progress.epoch, progress.best = epoch + 1, best
         accelerator.save_state("kept")
-        accelerator.print(f"epoch {epoch}: accuracy {accuracy:.1%}, best {progress.best:.1%}")
+        accelerator.print(f"epoch {epoch}: accuracy {accuracy:.1%}, best {best:.1%}")
     accelerator.save(accelerator.unwrap_model(model).state_dict(), "model.pt")
     accelerator.end_training()
 

@@ -48,10 +48,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=EPOCHS * len(loader))
     loss_fn = nn.CrossEntropyLoss()
+    best = 0.0
     model, optimizer = fabric.setup(model, optimizer)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 0, "best": 0.0}
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 0, "best": best}
     if os.path.exists("kept.ckpt"):
         fabric.load("kept.ckpt", state)
+        best = state["best"]
 
     for epoch in range(state["epoch"], EPOCHS):
         for x, y in loader:
@@ -62,9 +64,10 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
         accuracy = evaluate(model, tests, device)
-        state["epoch"], state["best"] = epoch + 1, max(state["best"], accuracy)
+        best = max(best, accuracy)
+        state["epoch"], state["best"] = epoch + 1, best
         fabric.save("kept.ckpt", state)
-        fabric.print(f"epoch {epoch}: accuracy {accuracy:.1%}, best {state['best']:.1%}")
+        fabric.print(f"epoch {epoch}: accuracy {accuracy:.1%}, best {best:.1%}")
     if fabric.is_global_zero:
         torch.save(model.module.state_dict(), "model.pt")
 

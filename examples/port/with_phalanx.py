@@ -35,25 +35,29 @@ def evaluate(model: nn.Module, tests: data.DataLoader, device: torch.device) -> 
 
 def main(run: phalanx.Run) -> None:
     torch.manual_seed(0)
-    device = run.device
-    loader = run.loader(data.TensorDataset(*idx.load()), global_batch=64, shuffle=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loader = data.DataLoader(data.TensorDataset(*idx.load()), batch_size=64, shuffle=True, drop_last=True)
+    loader = run.loader(loader, global_batch=64)
     tests = data.DataLoader(data.TensorDataset(*idx.load(test=True)), batch_size=180)
     model = network().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=EPOCHS * len(loader))
     loss_fn = nn.CrossEntropyLoss()
-    run.keep(model, optimizer, scheduler, loader, best=0.0)
+    best = 0.0
+    run.keep(model, optimizer, scheduler, loader, best=best)
+    best = run.state["best"]
     model = run.wrap(model)
 
     for epoch in run.epochs(EPOCHS):
-        for x, y in run.batches(loader):
+        for x, y in loader:
             optimizer.zero_grad()
             loss = loss_fn(model(x.to(device)), y.to(device))
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             run.step(optimizer, scheduler=scheduler, loss=loss)
         accuracy = evaluate(model, tests, device)
-        best = run.state["best"] = max(run.state["best"], accuracy)
+        best = max(best, accuracy)
+        run.state["best"] = best
         run.print(f"epoch {epoch}: accuracy {accuracy:.1%}, best {best:.1%}")
     run.export(model, "model.pt")
 

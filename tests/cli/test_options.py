@@ -675,3 +675,18 @@ def test_groups_are_small(group: type[Any]) -> None:
 def test_no_name_is_taken_twice() -> None:
     names = [name for option in OPTIONS for name in option.spellings]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "use"),
+    [
+        ("t.py", {}, None),
+        ("t.py", {"TERM": "xterm", "NO_COLOR": ""}, None),
+        ("t.py", {"NO_COLOR": "1"}, False),
+        ("t.py", {"TERM": "dumb"}, False),
+        ("--color always t.py", {"NO_COLOR": "1", "TERM": "dumb"}, True),
+        ("--color never t.py", {}, False),
+    ],
+)
+def test_colors_are_used_on_a_terminal_that_wants_them(line: str, environ: dict[str, str], use: bool | None) -> None:
+    assert parse(line).output.use_color(environ) is use

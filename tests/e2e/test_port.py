@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.docs import blocks
 from tests.kit import imported
@@ -46,11 +47,11 @@ def test_the_page_shows_the_diffs(name: str) -> None:
     assert "```diff\n" + "\n".join(diff(name)) + "\n```" in PAGE
     out, into = (sum(line.startswith(sign) for line in diff(name)[2:]) for sign in "-+")
     assert f"examples/port/with_{name}.py) | {out} | {into} |" in PAGE
-    if name == "phalanx":
-        assert (out < 13, into < 15) == (True, True)  # what Fabric needs for a script like this, without resuming
-    else:
-        ours = len(diff("phalanx")) - 2
-        assert ours < out + into
+    ours = [sum(line.startswith(sign) for line in diff("phalanx")[2:]) for sign in "-+"]
+    assert ours[0] <= out
+    assert ours[1] <= into
+    for path in ("README.md", "CHANGELOG.md"):
+        assert f"{ours[0]} lines removed and {ours[1]} added" in (ROOT / path).read_text()
     for path in ("README.md", "CHANGELOG.md"):
         plain = len((PORT / "plain.py").read_text().splitlines())
         assert f"plain script of {plain} lines" in (ROOT / path).read_text()
@@ -80,6 +81,23 @@ def test_ported_it_survives_and_resumes(tmp_path: Path) -> None:
     assert sorted(seen) == [0, 1, 2, 3]
     assert best > 85
     assert (tmp_path / "model.pt").exists()
+
+
+def test_recovered_it_has_the_parameters_of_an_undisturbed_run(tmp_path: Path) -> None:
+    deadly = tmp_path / "deadly.py"
+    deadly.write_text(DEADLY)
+    trained = []
+    for name, words in (("whole", ()), ("killed", (str(deadly),))):
+        (tmp_path / name).mkdir()
+        script = (*words, str(PORT / "with_phalanx.py"))
+        done = phalanx("run", "-g", "2", "--cpu", *script, cwd=str(tmp_path / name))
+        assert done.code == 0, done.out + done.err
+        assert ("rank 1 failed: SIGKILL" in done.err) is (name == "killed")
+        trained.append((LINE.findall(done.out), torch.load(tmp_path / name / "model.pt", weights_only=True)))
+    (lines, whole), (again, recovered) = trained
+    assert again == lines
+    assert whole.keys() == recovered.keys()
+    assert all(torch.equal(whole[key], recovered[key]) for key in whole)
 
 
 def test_the_plain_script(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_names_of_objects_that_have_none() -> None:
         ([0.93], {}, r"a value needs a name: run.keep\(name=0.93\)"),
         ([Box()], {}, "which cannot be kept"),
         ([nn.Linear], {}, r"the class Linear, not an object\n.*Linear\(…\)"),
-        ([], {"data": DataLoader([1])}, r"data is a .*DataLoader.*(\n.*)*run.loader\(dataset"),
+        ([], {"data": DataLoader([1])}, r"data is a .*DataLoader.*(\n.*)*run.loader\(data\)"),
         ([], {"folder": "x"}, r"run.checkpoints\(folder='x'\), before run.keep"),
         ([], {"every": 100}, r"run.checkpoints\(every=100\)"),
     ],

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import phalanx
 from phalanx.errors import CheckpointError, UsageError
@@ -205,6 +205,58 @@ def test_two_loaders_side_by_side_are_both_committed(run: phalanx.Run) -> None:
         if run.steps == 3:
             break
     assert (first.position.consumed, second.position.consumed) == (6, 12)
+
+
+def test_a_loop_over_the_loader_is_one_of_the_run(run: phalanx.Run) -> None:
+    """What its samples are counted by, committed by and seeded by is the same."""
+    seen: list[tuple[Any, ...]] = []
+    for directly in (False, True):
+        data = run.loader(numbers(), batch_size=2, shuffle=True)
+        training = Training(run)
+        for x, y in data if directly else run.batches(data):
+            training.step(x, y)
+            if data.position.consumed == 6:
+                break
+        left = [x for x, _ in (data if directly else run.batches(data))]
+        seen.append((data.position.consumed, *left))
+    for before, now in zip(*seen, strict=True):
+        assert torch.equal(torch.as_tensor(before), torch.as_tensor(now))
+    assert seen[0][0] == 6
+
+
+def test_a_loader_of_torch_is_divided_as_it_stands(run: phalanx.Run) -> None:
+    def collate(parts: list[Any]) -> Any:
+        return torch.stack([x for x, _ in parts])
+
+    made = DataLoader(numbers(), batch_size=4, shuffle=True, drop_last=True, collate_fn=collate, timeout=0)
+    same = run.loader(numbers(), batch_size=4, shuffle=True, drop_last=True, collate_fn=collate)
+    loader = run.loader(made)
+    assert (len(loader), loader.global_batch, loader.tail) == (2, 4, "drop")
+    assert [x.tolist() for x in loader] == [x.tolist() for x in same]
+    assert run.loader(made, global_batch=5).global_batch == 5
+    assert [loader.tail for loader in (run.loader(DataLoader(numbers(), 4)), run.loader(made, train=True))] == [
+        "uneven",
+        "drop",
+    ]
+    assert [len(x) for x in run.loader(DataLoader(Stream(), 2))] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "seen"),
+    [
+        (DataLoader(range(8), 4), {"num_workers": 2, "shuffle": True}, "shuffle=True, num_workers=2, which the"),
+        (DataLoader(range(8), batch_size=None), {}, "has no batch_size"),
+        (DataLoader(range(8), batch_sampler=[[1, 2], [3]]), {"batch_size": 2}, "has no batch_size"),
+        (DataLoader(range(8), 4, sampler=[1, 2, 3]), {}, "has a list: run.loader chooses"),
+        (DataLoader(range(8), 4, sampler=RandomSampler(range(8), replacement=True)), {}, "has a RandomSampler"),
+    ],
+)
+def test_a_loader_of_torch_that_cannot_be_divided(
+    run: phalanx.Run, loader: Any, options: dict[str, Any], seen: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        run.loader(loader, **options)
+    assert seen in str(caught.value)
 
 
 def test_anything_can_be_read(run: phalanx.Run) -> None:

@@ -15,6 +15,7 @@ from phalanx.cli.options import RunOptions
 from phalanx.cli.options.values import devices
 from phalanx.cluster.software import versions
 from phalanx.cluster.sources.hosts import Host
+from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import HOME
 from phalanx.control import interfaces, tokens
 from phalanx.control.tokens import Token
@@ -69,7 +70,8 @@ def options_of(
     host, nodes = hosts[node], len(hosts)
     leads_here = node == 0 and near
     color = options.output.color
-    if node == 0 and not near and color == "auto" and os.isatty(1) and os.isatty(2):
+    here = options.output.use_color(environment()) is None and os.isatty(1) and os.isatty(2)
+    if node == 0 and not near and here:
         color = "always"  # it writes to this terminal through a pipe
     workers = replace(options.workers, slots=None)
     if host.devices is not None:

@@ -190,7 +190,7 @@ def _supervise(
         folder.event(events.NoteEvent(time=now, text=text))
     # Among several nodes no rank is alone, however many this one has.
     world = plan.group.world_size if plan.rendezvous is None else 2
-    console = Console(world, prefixes=_prefixes(plan), colour=plan.output.use_color)
+    console = Console(world, prefixes=_prefixes(plan), colour=plan.output.use_color(plan.environ))
     if plan.output.print_events:
         folder.echo = console.say
     folder.tell = console.say

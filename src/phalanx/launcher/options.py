@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Template
 from typing import Literal
@@ -36,10 +37,11 @@ class OutputOptions:
     verbose: bool  # show the traceback of every rank when it is printed
     timings: bool  # show the step timings of all ranks at the end, even if no rank is slow
 
-    @property
-    def use_color(self) -> bool | None:
+    def use_color(self, environ: Mapping[str, str]) -> bool | None:
         """Return whether to use colors. None: only on a terminal."""
-        return {"auto": None, "always": True, "never": False}[self.color]
+        if self.color == "auto":
+            return False if environ.get("NO_COLOR") or environ.get("TERM") == "dumb" else None
+        return self.color == "always"
 
     @property
     def print_events(self) -> bool:

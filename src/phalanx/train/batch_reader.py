@@ -81,11 +81,11 @@ class BatchReader:
     def read(self, data: Any, *, pause: Callable[[], None], epoch_ended: Callable[[Loader], None]) -> Iterator[Any]:
         """Yield the rest of the epoch. `pause` is called between two batches of data that is kept."""
         reading = BatchReading(data)
-        batches = iter(data)
+        known = isinstance(data, Loader)
+        batches = data.rest() if known else iter(data)
         reading.left = _batches_left(data)
         # An earlier loop over the same data that an exception has ended may still be held by the traceback.
         self._readings = [*(other for other in self._readings if other.data is not data), reading]
-        known = isinstance(data, Loader)
         trained = known and self._kept.has(data)
         here = self._device.type == "cpu"
         try:

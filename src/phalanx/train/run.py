@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.collectives import mismatch
@@ -19,6 +20,7 @@ from phalanx.train import evaluation
 from phalanx.train.arguments import check_epochs, check_loss, check_model, check_step
 from phalanx.train.batch_reader import BatchReader
 from phalanx.train.data.loader import Loader
+from phalanx.train.data.loader_options import options_of
 from phalanx.train.elastic.recovery_state import RecoveryState, RunParts
 from phalanx.train.kept.agreement import Agreement
 from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
@@ -288,6 +290,7 @@ class Run(StatefulRun):
 
             train = run.loader(train_set, batch_size=64, shuffle=True)
             test = run.loader(test_set, batch_size=64, train=False)      # every sample exactly once
+            train = run.loader(loader, global_batch=64)                  # of a torch DataLoader: its data set, options
 
         batch_size    samples per rank
         global_batch  samples of all ranks together, whatever their number; give one of the two
@@ -301,31 +304,35 @@ class Run(StatefulRun):
         seed          of the order. Default: that of the run
 
         The others are those of torch's DataLoader. A sampler is refused: the loader divides the samples itself. Their
-        order does not depend on the number of ranks.
+        order does not depend on the number of ranks. In place of a data set it takes a DataLoader, whose batch_size is
+        that of each rank if neither `batch_size` nor `global_batch` is given.
         """
-        return Loader(
-            dataset,
-            self,
-            batch_size=batch_size,
-            global_batch=global_batch,
-            train=train,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            pad_last=pad_last,
-            weights=weights,
-            seed=seed,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            generator=generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-        )
+        options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "global_batch": global_batch,
+            "train": train,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "pad_last": pad_last,
+            "weights": weights,
+            "seed": seed,
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+            "generator": generator,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "sampler": sampler,
+            "batch_sampler": batch_sampler,
+        }
+        if isinstance(dataset, DataLoader):
+            dataset, options = dataset.dataset, options_of(dataset, options)
+        loader = Loader(dataset, self, **options)
+        loader.read_through(self.batches)
+        return loader
 
     def epochs(self, count: int) -> Iterator[int]:
         """`for epoch in run.epochs(10)`: iterate from the current epoch, which a resumed run was in, to the last.
@@ -348,7 +355,7 @@ class Run(StatefulRun):
 
         A loop can be inside another one, to evaluate in the middle of an epoch. With `pad_last` and `drop_last=False`
         the first `data.last_count` samples count, and the rest is padding. `data` comes from `run.loader`; any other
-        iterable is read as it is.
+        iterable is read as it is. `for x, y in data` is the same for a loader of `run.loader`.
         """
         self._misuse.reading()
         return self._reader.read(data, pause=self._batch_done, epoch_ended=self._recovery.epoch_ended)

@@ -9,9 +9,10 @@ import time
 import pytest
 
 from phalanx.control.endpoint import Endpoint
+from phalanx.control.member import member
 from phalanx.control.member.member import Member
 from phalanx.errors import JoinError
-from tests.control.parties import OTHER, TOKEN, MemberEars, arrival, joined, leading
+from tests.control.parties import OTHER, TOKEN, MemberEars, arrival, joined, leading, until
 
 ANOTHER_TOKEN = (
     f"another token than ours, which is from a test (fingerprint {TOKEN.fingerprint}): "
@@ -127,3 +128,22 @@ def test_invalid_addresses_raise_join_errors(host: str) -> None:
                 await Member(TOKEN, arrival(1), lambda: where, events=MemberEars()).join(0.1)
 
         asyncio.run(meet())
+
+
+def test_a_name_that_does_not_resolve_yet_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be published later, as that of a pod. How long to wait for the leader is the join timeout alone."""
+    monkeypatch.setattr(member, "_SETTLED", 0.0)
+
+    async def meet() -> None:
+        where = [Endpoint("phalanx-nobody.invalid", 29400)]
+        ears = MemberEars()
+        one = Member(TOKEN, arrival(1), lambda: where, events=ears)
+        joining = asyncio.create_task(one.join(60))
+        await until(lambda: len(ears.waits) >= 3)
+        assert all('"phalanx-nobody.invalid" of the leader does not resolve here' in text for text in ears.waits)
+        async with leading() as led:
+            where[:] = [Endpoint("127.0.0.1", led.port)]
+            assert (await joining).member == 1
+            await one.leave(0, "")
+
+    asyncio.run(meet())

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from phalanx.errors import UsageError
 from phalanx.train.data.loader import Loader
@@ -56,7 +55,6 @@ def test_a_state_of_other_data_is_refused() -> None:
         (Numbers(10), {"batch_size": 2, "drop_last": True, "pad_last": True}, "not both"),
         (Numbers(10), {"batch_size": 2, "train": False, "shuffle": True}, "train=False with shuffle=True"),
         (Numbers(10), {"batch_size": 2, "train": False, "drop_last": True}, "train=False with drop_last=True"),
-        (DataLoader(Numbers(10), 4, shuffle=True), {"batch_size": 2}, "was given a DataLoader"),
         (Stream(10), {"batch_size": 2, "shuffle": True}, "cannot be shuffled"),
         (Stream(10), {"batch_size": 2, "persistent_workers": True}, "persistent_workers"),
         (iter([1, 2]), {"batch_size": 2}, "only once"),

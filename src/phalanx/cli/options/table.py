@@ -241,7 +241,12 @@ OPTIONS = (
         convert=_or_empty,
     ),
     _ours(
-        OUTPUT, "--color", "Use colors on the console.", one_of("auto", "always", "never"), "auto", field="output.color"
+        OUTPUT,
+        "--color",
+        "Use colors on the console. auto: on a terminal, unless NO_COLOR is set or TERM=dumb.",
+        one_of("auto", "always", "never"),
+        "auto",
+        field="output.color",
     ),
     _ours(OUTPUT, "--no-page", "Serve no browser page."),
     _ours(

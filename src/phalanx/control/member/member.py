@@ -36,7 +36,7 @@ from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 
 _TRY_TIMEOUT = 10.0  # seconds per try: a leader that thousands call at once needs time
-_SETTLED = 10.0  # seconds after which a wrong or unknown name is final
+_SETTLED = 10.0  # seconds after which a wrong address is final; a name may be published later
 _CLOSE_TIMEOUT = 5.0
 _WS_CLOSE_TIMEOUT = 2.0  # seconds for the leader to answer a close
 _HELLO = f"GET {PATH} HTTP/1.1\r\nHost: phalanx\r\nConnection: close\r\n\r\n".encode()
@@ -108,7 +108,7 @@ class Member:
                 problem = await self._diagnose(where)
             if problem.kind != same:
                 same, same_since = problem.kind, now
-            lasting = problem.kind in ("unresolved", "loopback", "not-phalanx") and now - same_since > _SETTLED
+            lasting = problem.kind in ("loopback", "not-phalanx") and now - same_since > _SETTLED
             if (problem.certain and not wait_for_place) or lasting or now - start >= timeout:
                 await self._disconnect()
                 raise self._absent(problem, now - start)

@@ -6,14 +6,16 @@ for batch in loader:                       # the rest of the epoch; the next loo
     ...
     loader.commit()                        # these samples are done: only they are in state_dict()
 
-`run.step` commits and `run.backward` applies the scale; without them, do both yourself. Batches that were read but not
-committed are read again, also those that a DataLoader has prefetched.
+A loader of `run.loader` is read through its run, where `run.step` commits and `run.backward` applies the scale; without
+a run, do both yourself. Batches that were read but not committed are read again, also those that a DataLoader has
+prefetched.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,7 +35,7 @@ from phalanx.train.data.loader_options import (
     is_iterable,
     name_of,
     pins,
-    refuse_foreign,
+    refuse_samplers,
 )
 from phalanx.train.data.order import Position, count_steps, deal
 from phalanx.train.data.shard_reader import is_stateful
@@ -128,7 +130,7 @@ class Loader:
         batch_sampler: Any = None,
         total: Callable[[int], int] | None = None,
     ) -> None:
-        refuse_foreign(dataset, sampler=sampler, batch_sampler=batch_sampler)
+        refuse_samplers(sampler=sampler, batch_sampler=batch_sampler)
         self.dataset = dataset
         self.train = train
         self.rank, self.world_size = group.rank, group.world_size
@@ -154,6 +156,11 @@ class Loader:
         self._feed = self._choose()
         self._cursor = LoaderCursor()
         self._loop = _Loop(self._feed)
+        self._batches: weakref.WeakMethod[Callable[[Loader], Iterator[Any]]] | None = None
+
+    def read_through(self, batches: Callable[[Loader], Iterator[Any]]) -> None:
+        """Let a loop over this loader be one over `batches(self)`, a method that reads it with `rest`."""
+        self._batches = weakref.WeakMethod(batches)  # a run keeps its loaders, and must not wait for the collector
 
     def _choose(self) -> IndexedData | ShardStream | Shards:
         options = self._options
@@ -240,7 +247,12 @@ class Loader:
             self._feed = self._choose()
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the batches after the last committed step, to the end of the epoch."""
+        """Iterate over the rest of the epoch: as `run.batches(loader)` does, if a run has made it."""
+        batches = self._batches() if self._batches is not None else None
+        return self.rest() if batches is None else batches(self)
+
+    def rest(self) -> Iterator[Any]:
+        """Return the batches after the last committed step, to the end of the epoch."""
         position, done, resume = self._cursor.start()
         if not torch.is_grad_enabled() and position.consumed == 0 and resume is None:
             self.begin_evaluation()

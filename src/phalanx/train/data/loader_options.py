@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from phalanx.errors import UsageError
 from phalanx.train.data.order import Tail
@@ -62,8 +69,8 @@ def check_number(name: str, value: Any) -> None:
         raise UsageError(f"{name}={value!r}: expected a whole number, 0 or more", fix=f"{name}=4")
 
 
-def refuse_foreign(dataset: Any, **samplers: Any) -> None:
-    """Raise UsageError for samplers, and for a DataLoader in place of a data set."""
+def refuse_samplers(**samplers: Any) -> None:
+    """Raise UsageError for samplers."""
     ours = [name for name, value in samplers.items() if value is not None]
     if ours:
         raise UsageError(
@@ -71,13 +78,48 @@ def refuse_foreign(dataset: Any, **samplers: Any) -> None:
             details=["a sampler that weights or filters samples can be a data set: torch.utils.data.Subset"],
             fix="leave it out, and use shuffle=…, weights=…, drop_last=…",
         )
-    if isinstance(dataset, DataLoader):
-        size = dataset.batch_size or 64
-        shuffled = isinstance(dataset.sampler, RandomSampler)
+
+
+def options_of(loader: DataLoader[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with which `run.loader` reads the data set of a DataLoader as that does.
+
+    `given`: all options of `run.loader`. The batch size of the DataLoader is that of each rank, if they have none. An
+    option that the DataLoader has too must be left out.
+    """
+    whole = isinstance(loader.sampler, RandomSampler) and not loader.sampler.replacement
+    if loader.batch_size is None:
         raise UsageError(
-            "loader() was given a DataLoader, expected a data set",
-            fix=f"run.loader(dataset, batch_size={size}{', shuffle=True' * shuffled}), with the data set itself",
+            "the DataLoader has no batch_size: run.loader forms the batches itself, from single samples",
+            fix="run.loader(dataset, batch_size=…), with the data set of the DataLoader",
         )
+    if not is_iterable(loader.dataset) and not whole and not isinstance(loader.sampler, SequentialSampler):
+        raise UsageError(
+            f"the DataLoader has a {name_of(loader.sampler)}: run.loader chooses the samples of each rank itself",
+            details=["a sampler that weights or filters samples can be a data set: torch.utils.data.Subset"],
+            fix=f"DataLoader(dataset, batch_size={loader.batch_size}, shuffle=True), without a sampler",
+        )
+    own = {
+        "shuffle": whole,
+        "drop_last": loader.drop_last,
+        "num_workers": loader.num_workers,
+        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
+        "pin_memory": loader.pin_memory or None,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    twice = [f"{name}={given[name]!r}" for name in own if given[name] not in (None, False, 0)]
+    if twice:
+        raise UsageError(
+            f"run.loader was given a DataLoader and {', '.join(twice)}, which the DataLoader decides",
+            fix=f"DataLoader(dataset, {', '.join(twice)}, …)",
+        )
+    if given["batch_size"] is None and given["global_batch"] is None:
+        own["batch_size"] = loader.batch_size
+    return {**given, **own}
 
 
 def is_iterable(dataset: Any) -> bool:

@@ -153,7 +153,7 @@ def refusal(value: object, path: str) -> UsageError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     fix = {
         "numpy.ndarray": f"run.state[{path!r}] = torch.from_numpy({path}), or {path}.tolist()",
-        "torch.utils.data.dataloader.DataLoader": "data = run.loader(dataset, batch_size=…), which can be kept",
+        "torch.utils.data.dataloader.DataLoader": "data = run.loader(data), which can be kept",
     }.get(kind, "give its class both methods, or keep a number or a string in its place")
     article = "an" if kind[:1].lower() in "aeiou" else "a"
     return UsageError(f"{path} is {article} {kind}, which cannot be kept", details=details, fix=fix)
