@@ -74,10 +74,12 @@ $(VENV)/base: $(SOURCES)
 	@$(BIN)/python -m pip install --quiet --no-compile torch --editable .
 	@touch $@
 
-# And with what tests and tools need. pip would compile on one core, and modules that nothing imports.
+# And with what tests and tools need. pip would compile on one core, and modules that nothing imports. Continuous
+# integration adds the extra docs here: that saves building phalanx once more.
+EXTRAS ?= dev
 $(VENV)/ready: $(SOURCES) | $(if $(wildcard $(VENV)/ready),,$(VENV)/base)
 	@echo "installing what tests need (once)"
-	@$(COMPILE) & $(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]' && wait && $(COMPILE)
+	@$(COMPILE) & $(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]' && wait && $(COMPILE)
 	@touch $@
 
 $(VENV)/docs: $(VENV)/ready

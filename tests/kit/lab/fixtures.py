@@ -16,19 +16,21 @@ from tests.kit.lab.node import Node
 from tests.kit.lab.slurm import Slurm
 from tests.kit.lab.sshd import Sshd
 
-GROUPS = ("lab", "lab with services")
 SERVICES = {"ssh", "slurm"}
+HALF = ("test_elastic.py", "test_nodes.py")  # about as long as all others without services
 _made = pytest.StashKey[Lab]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All tests of the lab on one worker, so that it is made once; those that need daemons there on another."""
+    """Tests of the lab on three workers, so that each makes one: those that need daemons, and two halves of the rest."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             names = getattr(item, "fixturenames", ())
             if "_lab" in names:
-                item.add_marker(pytest.mark.xdist_group(GROUPS[not SERVICES.isdisjoint(names)]))
+                services = not SERVICES.isdisjoint(names)
+                group = "lab with services" if services else "lab 2" if item.path.name in HALF else "lab"
+                item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(tryfirst=True)
