@@ -40,6 +40,7 @@ class Played:
     faults: int = 0
     recovered: int = 0
     seconds: list[float] = field(default_factory=list)  # of each fault, to the next step that all ranks committed
+    slow: list[str] = field(default_factory=list)  # what happened in runs with a recovery that took very long
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def run(kind: Kind, seed: int, rounds: Iterable[tuple[int, int]], *, most: int =
             outcome.played.faults += played.faults
             outcome.played.recovered += played.recovered
             outcome.played.seconds += played.seconds
+            outcome.played.slow += [f"{kind.name}, seed {seed}, round {number}: {text}" for text in played.slow]
     outcome.took = time.monotonic() - began
     return outcome
 
@@ -146,7 +148,7 @@ def _play(kind: Kind, chance: random.Random, faults: int, places: Places) -> Pla
 
 
 def report(outcomes: Iterable[Outcome]) -> bool:
-    """Print a table, and what was violated. Return whether nothing was."""
+    """Print a table, what was slow, and what was violated. Return whether nothing was violated."""
     outcomes = list(outcomes)
     print(f"\n{'kind':<18}{'faults':>7}{'recovered':>11}{'median':>10}{'worst':>10}{'took':>9}  violations")
     for one in outcomes:
@@ -158,6 +160,8 @@ def report(outcomes: Iterable[Outcome]) -> bool:
     total = [sum(getattr(one.played, name) for one in outcomes) for name in ("faults", "recovered")]
     print(f"{'all':<18}{total[0]:>7}{total[1]:>11}{'':20}{sum(one.took for one in outcomes):>7.0f} s")
     sys.stdout.flush()
+    for text in (text for one in outcomes for text in one.played.slow):
+        print(f"\nslow: {text}")
     for one in outcomes:
         for violation in one.violations:
             print(f"\n{violation}", file=sys.stderr)

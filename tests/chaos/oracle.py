@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.contract import events
 from tests.kit.cli import Env, phalanx, stage
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
 SAMPLES, EPOCH = 96, 8  # samples and steps of an epoch
 LONG = 180.0  # seconds: a bound for hangs, not for slowness
+SLOW = 20.0  # seconds of a recovery that is worth a look, on any machine
 Parameters = dict[str, list[float]]
 
 
@@ -141,6 +144,30 @@ def delays(folder: Path, faults: Iterable[tuple[float, bool]], ranks: int) -> li
     late = [number for number, took in enumerate(found, 1) if took is None]
     assert not late, f"no step was committed by all ranks after the faults {late}"
     return [took for took in found if took is not None]
+
+
+def slow(err: str, faults: Iterable[float], seconds: Iterable[float]) -> list[str]:
+    """What happened between each fault whose recovery took very long and its end: the output and events of the run."""
+    found = [(fault, took) for fault, took in zip(faults, seconds, strict=True) if took > SLOW]
+    if not found:
+        return []
+    known = happened(err)
+    return [
+        "\n".join(
+            [
+                f"a recovery took {took:.1f} s",
+                *(f"{event.time - fault:+8.2f} {event}" for event in known if -1 < event.time - fault < took + 1),
+                err,
+            ]
+        )
+        for fault, took in found
+    ]
+
+
+def happened(err: str) -> list[events.AnyEvent]:
+    """The events of the run that printed this."""
+    folder = Path(re.findall(r"output in (\S+)", err)[0])
+    return [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
 
 
 def placed(folder: Path) -> list[float]:

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def judged(this: Round, done: Result, ranks: int, epochs: int, *, code: int = 0,
     oracle.check(this.folder, ranks, epochs=epochs)
     times = oracle.placed(this.folder)
     assert len(times) == this.faults, f"{len(times)} of {this.faults} faults happened\n{done.err}"
-    return Played(this.faults, this.faults, oracle.delays(this.folder, [(at, regroup) for at in times], ranks))
+    seconds = oracle.delays(this.folder, [(at, regroup) for at in times], ranks)
+    return Played(this.faults, this.faults, seconds, oracle.slow(done.err, times, seconds))
 
 
 # -- what needs more than a plan
@@ -137,7 +139,7 @@ def exit_0(this: Round) -> Played:
         (rank,) = {fault[1] for fault in faults[number : number + 1]}
         assert f"rank {rank} exited in the middle of the training, with exit code 0" in done.err, done.err
     done, _ = trained(this, 2, faults, *words)
-    return judged(this, done, 2, epochs)
+    return replace(judged(this, done, 2, epochs), slow=[])  # another run was started each time
 
 
 def edited(this: Round) -> Played:

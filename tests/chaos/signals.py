@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 from phalanx.contract import events
 from tests.chaos import oracle
@@ -15,15 +14,9 @@ SILENT = ("--worker-timeout", "4s")  # longer than a healthy rank waits for a co
 _DONE = re.compile(r"chaos: no more faults, (\d+) of (\d+) recovered")
 
 
-def happened(err: str) -> list[events.AnyEvent]:
-    """The events of the run that printed this."""
-    folder = Path(re.findall(r"output in (\S+)", err)[0])
-    return [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
-
-
 def injected(err: str) -> list[tuple[float, bool]]:
     """When `phalanx chaos` has injected each fault, and whether it hit a rank: a group survives the others."""
-    notes = [event for event in happened(err) if isinstance(event, events.NoteEvent)]
+    notes = [event for event in oracle.happened(err) if isinstance(event, events.NoteEvent)]
     return [(note.time, " to rank " in note.text) for note in notes if note.text.startswith("chaos: fault ")]
 
 
@@ -43,6 +36,7 @@ def sent(*kinds: str, options: tuple[str, ...] = (), ranks: tuple[int, ...] = (2
         oracle.check(this.folder, count)
         times = injected(job.err)
         assert len(times) == int(done[2]) == this.faults, job.both
-        return Played(this.faults, int(done[1]), oracle.delays(this.folder, times, count))
+        seconds = oracle.delays(this.folder, times, count)
+        return Played(this.faults, int(done[1]), seconds, oracle.slow(job.err, (at for at, _ in times), seconds))
 
     return play

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.contract import events
 from tests.chaos import campaign, oracle, placed
 from tests.chaos.campaign import Kind, Played, Round
 from tests.chaos.kinds import KINDS, OF_NODES
@@ -73,6 +74,22 @@ def test_a_fault_that_was_not_recovered_is_a_violation() -> None:
     kind = Kind("example", 1, 1, lambda this: Played(this.faults, 0), "")
     (violation,) = campaign.run(kind, 1, [(0, 1)], places=nothing).violations
     assert "0 of 1 faults were recovered" in violation.trace
+
+
+def test_a_slow_recovery_is_shown_with_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = [events.NoteEvent(time=at, text=text) for at, text in ((50.0, "before"), (101.0, "forms"), (190.0, "after"))]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(map(events.encode, said)))
+    err = f"phalanx: x: 2 ranks, output in {tmp_path}\n"
+    assert oracle.slow(err, [10.0, 100.0], [1.0, 2.0]) == []
+    played = Played(2, 2, [1.0, 84.0], oracle.slow(err, [10.0, 100.0], [1.0, 84.0]))
+    outcome = campaign.run(Kind("example", 2, 2, lambda _: played, ""), 1, [(4, 2)], places=nothing)
+    assert campaign.report([outcome])
+    text = capsys.readouterr().out
+    assert "slow: example, seed 1, round 4: a recovery took 84.0 s" in text
+    assert "+1.00" in text
+    assert "forms" in text
+    assert "before" not in text
+    assert "after'" not in text
 
 
 def write(folder: Path, rank: int, *lines: tuple[float, str, int, list[int] | None]) -> None:
