@@ -153,7 +153,7 @@ KEPT: dict[str, Case] = {
         ),
         "store",
         (1,),
-        ["waiting for a key of the store at train.py:62, which nobody has set"],
+        ["waiting for a key of the store at train.py:62, which no rank has set"],
     ),
     "endless loop": (
         beside(behind(1, [HERE], proc=process("R"))),

@@ -266,11 +266,11 @@ def test_a_difference_that_may_be_older_says_so() -> None:
     cut = [entry("all_reduce", seq, 10) for seq in range(25, 41)]
     odd = replaced(cut, entry("broadcast", 25, 10))
     details = verdict({0: cut, 1: odd, 2: cut}).details
-    assert any(line.startswith("collectives before 25 are not recorded any more") for line in details)
+    assert any(line.startswith("collectives before 25 are no longer recorded") for line in details)
     later = verdict({0: cut, 1: replaced(cut, entry("barrier", 26)), 2: cut}).details
     assert not any("not recorded" in line for line in later)
     kept_by_some = verdict({0: REDUCE, 1: cut, 2: replaced(REDUCE, entry("broadcast", 3, 10)), 3: REDUCE}).details
-    assert "rank 1 has no record of it any more" in kept_by_some
+    assert "rank 1 no longer has a record of it" in kept_by_some
 
 
 def test_a_difference_comes_before_uneven_data() -> None:

@@ -156,6 +156,13 @@ def test_commands_of_images_parse(block: Block, parse: object, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_output_or_in_a_language_that_tests_check(page: str) -> None:
+    """A block without a language shows output, folders or a diagram."""
+    known = ("", "bash", "python", "diff", "yaml", "dockerfile")
+    assert [str(block) for block in blocks.blocks(page) if block.language not in known] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_linked_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     for path in re.findall(r"github\.com/phalanx-train/phalanx/(?:blob|tree)/main/([\w./-]+)", text):

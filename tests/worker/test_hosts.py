@@ -102,7 +102,7 @@ def test_loopback_for_ranks_of_which_nobody_knows_where_they_are(lab: Lab) -> No
     jobs[0].wait_for(f"rank 0 waits for rank 1 at {at}, which no other host can reach")
     jobs[1].wait_for(f"rank 1 waits for rank 0 at {at}: nothing listens there yet (connection refused); that is this")
     assert "1 of 2 ranks did not come in 8 s: rank 1" in refused(jobs[0])
-    assert "rank 0 is missing: nobody has opened 127.0.0.1 port 4000 in 8 s" in refused(jobs[1])
+    assert "rank 0 is missing: no process listened on 127.0.0.1 port 4000 within 8 s" in refused(jobs[1])
 
 
 @pytest.mark.parametrize(

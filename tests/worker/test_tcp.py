@@ -86,7 +86,7 @@ def test_the_store_of_a_launcher_that_has_gone() -> None:
 def test_nobody_comes(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     error, seconds = refusal(place("127.0.0.1", port), CALLER, timeout=3.3)
-    assert error.what == f"rank 0 is missing: nobody has opened 127.0.0.1 port {port} in 3.3 s"
+    assert error.what == f"rank 0 is missing: no process listened on 127.0.0.1 port {port} within 3.3 s"
     assert f"this is rank 1 of 2 on {socket.gethostname()}" in str(error)
     assert 3.3 <= seconds < 20
     said = capfd.readouterr().err

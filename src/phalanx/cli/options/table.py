@@ -104,7 +104,7 @@ OPTIONS = (
     Option(
         OFTEN,
         "--nnodes",
-        "Number of nodes, or MIN:MAX for a run whose nodes may come and go.",
+        "Number of nodes, or MIN:MAX for a run whose nodes may join and leave.",
         kinds.NODES,
         "1:1",
         aliases=("-n", "--nodes"),

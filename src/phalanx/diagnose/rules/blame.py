@@ -29,7 +29,7 @@ _KEPT: dict[What, tuple[str, str, str]] = {
     "subprocess": ("subprocess", "", _TIMEOUT),
     "file": ("file", "", ""),
     "socket": ("socket", "", _TIMEOUT),
-    "store": ("store", ", which nobody has set", "every key that is waited for has to be set by some rank"),
+    "store": ("store", ", which no rank has set", "every key that is waited for has to be set by some rank"),
     "work": ("message", "", "every irecv needs an isend of the other rank, and the other way round"),
 }
 

@@ -257,10 +257,10 @@ def _aftermath(divergence: Divergence) -> list[str]:
         found.append(f"{checked}all ranks continued, with wrong results since collective {divergence.seq}")
     if divergence.overwritten:
         have = words.verb(divergence.overwritten, "has", "have")
-        found.append(f"{words.who(divergence.overwritten)} {have} no record of it any more")
+        found.append(f"{words.who(divergence.overwritten)} no longer {have} a record of it")
     if divergence.begin > 1 and divergence.seq == divergence.begin:
         found.append(
-            f"collectives before {divergence.begin} are not recorded any more: the first difference may be older "
+            f"collectives before {divergence.begin} are no longer recorded: the first difference may be older "
             "(TORCH_FR_BUFFER_SIZE)"
         )
     return found

@@ -88,7 +88,7 @@ def _same(field: Field, waiting: list[RankState]) -> Verdict:
     who = f"all {len(waiting)} ranks" if all_waiting else words.who(each.number for each in waiting)
     unsent = [each for each in waiting if each.rank.process is not None and each.rank.process.unsent > 0]
     details = [
-        f"rank {each.number}: {words.quantity(each.rank.process.unsent)} sent that nobody has taken"
+        f"rank {each.number}: {words.quantity(each.rank.process.unsent)} sent but not received"
         for each in unsent[:8]
         if each.rank.process is not None
     ]

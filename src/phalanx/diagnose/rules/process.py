@@ -71,7 +71,7 @@ def _exit(field: Field, state: RankState) -> Verdict | None:
     if not state.gone or ended == 0 or not field.waiting_for([state.number]):
         return None
     node = next((node for node in field.evidence.nodes if node.node == state.rank.node), None)
-    how = words.exit_text(ended) if ended is not None else "has ended, and nobody has taken notice (zombie)"
+    how = words.exit_text(ended) if ended is not None else "has ended, but its parent has not reaped it (zombie)"
     return Verdict(
         kind="exited",
         ranks=(state.number,),

@@ -92,7 +92,7 @@ def _judge_memory(facts: Gpus) -> Iterator[Finding]:
             yield _yellow(
                 f"{who} waits for a reset to replace broken memory",
                 "it had memory errors that could not be corrected",
-                f"nvidia-smi --gpu-reset -i {gpu.index}   (when nobody uses it)",
+                f"nvidia-smi --gpu-reset -i {gpu.index}   (when it is not in use)",
             )
         if gpu.memory.errors_now:
             yield _red(

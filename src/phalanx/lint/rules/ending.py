@@ -24,7 +24,7 @@ def check(model: Model) -> Iterator[LintFinding]:
                 call.lineno,
                 NAME,
                 "warning",
-                "nobody leaves this group: a rank that ends while others are still at work can make them fail or hang",
+                "no rank destroys this group: a rank that exits early can make the others fail or hang",
                 "torch.distributed.destroy_process_group() at the end",
                 call.end_lineno or 0,
             )

@@ -330,7 +330,7 @@ def _nobody_there(place: MeetingPoint, identity: Identity, timeout: float, reaso
     if identity.assumed:
         details.append("MASTER_ADDR is not set, so all ranks are expected on this host")
     return JoinError(
-        f"rank 0 is missing: nobody has opened {place.host} port {place.port} in {timeout:g} s",
+        f"rank 0 is missing: no process listened on {place.host} port {place.port} within {timeout:g} s",
         details=details,
         fix="start rank 0 there, or correct the address: MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=PORT for every rank",
     )
