@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,7 +23,9 @@ from phalanx.launcher.options import (
     StartOptions,
     ViewerOptions,
 )
-from phalanx.launcher.rendezvous_config import RendezvousConfig
+
+if TYPE_CHECKING:  # whatever is imported before the fork server is started delays it
+    from phalanx.launcher.rendezvous_config import RendezvousConfig
 
 
 @dataclass(frozen=True, kw_only=True)
