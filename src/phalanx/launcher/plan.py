@@ -12,7 +12,7 @@ from phalanx.cluster import sharing
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract.hyperparameters import Hyperparameter
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.contract.variables import INTERFACES, WorkerVariables, worker_environment
 from phalanx.launcher.command import Command
 from phalanx.launcher.options import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.contract import hyperparameters
 from phalanx.contract.hyperparameters import Hyperparameter
-from phalanx.contract.placement import MAX_NODES, MAX_RANKS, MAX_WORKERS
+from phalanx.contract.ranks.placement import MAX_NODES, MAX_RANKS, MAX_WORKERS
 from phalanx.contract.variables import OFF
 from phalanx.launcher.output.filters import Std, Streams
 

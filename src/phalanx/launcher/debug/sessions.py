@@ -26,7 +26,7 @@ from phalanx.launcher.debug.terminal_queue import TerminalQueue
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.control_messages import AttachedReply, AttachQuery, QueryRefused
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import Worker
 
