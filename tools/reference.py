@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from phalanx.cli.main import GROUPS
+from phalanx.cli.main import GROUPS, command
 from phalanx.cli.options.option import Option
 from phalanx.cli.options.table import OPTIONS, SECTIONS
 from phalanx.cli.options.text import typed
@@ -110,7 +109,7 @@ def _verb(verb: str, description: str) -> Iterator[str]:
             f"{_sentence(description)} It needs a checkout: see [Benchmarks](../benchmarks.md).",
         )
         return
-    parser: argparse.ArgumentParser = importlib.import_module(f"phalanx.cli.commands.{verb}").make_parser()
+    parser: argparse.ArgumentParser = command(verb).make_parser()
     actions = [
         action
         for action in parser._actions

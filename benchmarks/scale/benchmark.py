@@ -18,7 +18,7 @@ from benchmarks.common.machine import machine_info
 from benchmarks.common.options import positive_numbers
 from benchmarks.common.targets import Target, any_missed
 from benchmarks.scale.measurement import ScaleSample, measure
-from phalanx.contract.placement import MAX_NODES, MAX_WORKERS
+from phalanx.contract.ranks.placement import MAX_NODES, MAX_WORKERS
 from phalanx.errors import OptionError
 
 CORES, MEMORY, REGROUP = 1.0, 1 << 30, 3.0  # targets: CPU cores, bytes, seconds

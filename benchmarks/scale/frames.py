@@ -9,7 +9,7 @@ import struct
 
 from phalanx.contract import encoding
 from phalanx.contract.events import RankInfo, RankSample
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.control import messages
 from phalanx.control.leader.server import PATH
 from phalanx.control.messages import Message

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
-    from phalanx.errors import RankError
+    from phalanx.errors import PhalanxError, RankError
     from phalanx.launcher.api import launch
     from phalanx.launcher.job import Job
     from phalanx.launcher.spawn.spawn import spawn
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from phalanx.train.run import Run
     from phalanx.worker.rendezvous.topology import Topology
 
-__all__ = ["Job", "RankError", "Run", "__version__", "init", "launch", "main", "spawn", "topology"]
+__all__ = ["Job", "PhalanxError", "RankError", "Run", "__version__", "init", "launch", "main", "spawn", "topology"]
 
 # Found at first use: the launcher imports this package too, and has no time for torch.
 _WHERE = {
     "Job": "phalanx.launcher.job",
+    "PhalanxError": "phalanx.errors",
     "RankError": "phalanx.errors",
     "Run": "phalanx.train.run",
     "init": "phalanx.train.main",

@@ -23,7 +23,12 @@ from collections.abc import Mapping, Sequence
 
 
 class PhalanxError(Exception):
-    """What was seen (`what`), what is known about it (`details`), what to type (`fix`)."""
+    """`except phalanx.PhalanxError as error`: the base class of every exception of phalanx.
+
+    what     What was seen, in one line.
+    details  What is known about it: lines.
+    fix      What to type. Empty: nothing is known to help.
+    """
 
     exit_code = 1
 

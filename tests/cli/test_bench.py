@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.commands import bench
+from phalanx.cli.commands.learn import bench
 from phalanx.errors import UsageError
 from tests.kit.cli import phalanx
 

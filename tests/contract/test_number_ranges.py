@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.contract import number_ranges
+from phalanx.contract.ranks import number_ranges
 
 
 @given(st.sets(st.integers(0, 200)))

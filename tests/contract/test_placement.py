@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.contract.encoding import encode
 from phalanx.contract.messages.worker_messages import Assignment, from_agent
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.contract.variables import rank_variables
 from tests.kit.placements import placement
 

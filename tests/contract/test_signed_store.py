@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore
 
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.ranks.placement import PartialPlacement
 from phalanx.contract.variables import RUN_FOLDER
 from phalanx.errors import JoinError
 from phalanx.forkserver import signed_store

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.contract import topology
+from phalanx.contract.ranks import topology
 
 
 @pytest.mark.parametrize(

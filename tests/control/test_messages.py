@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.contract.encoding import Decoder
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.ranks.placement import PartialPlacement
 from phalanx.control import messages
 from phalanx.control.messages import (
     AttemptEnded,

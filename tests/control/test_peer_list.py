@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from phalanx.contract import number_ranges
-from phalanx.contract.placement import MAX_NODES
+from phalanx.contract.ranks import number_ranges
+from phalanx.contract.ranks.placement import MAX_NODES
 from phalanx.control import messages
 from phalanx.control.leader.members import SUCCESSORS, JoinedMember, Members
 from phalanx.control.leader.roster import Roster

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.contract import topology
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.ranks import topology
+from phalanx.contract.ranks.placement import PartialPlacement
 from phalanx.control.leader import roster
 from phalanx.control.leader.roster import RankTable, Roster
 from phalanx.control.messages import NodeInfo, Refusal

@@ -86,7 +86,7 @@ def test_without_cryptography_it_is_said_what_to_install(monkeypatch: pytest.Mon
 
 
 def test_a_run_on_one_node_does_not_import_it() -> None:
-    code = "import sys, phalanx.cli.commands.run, phalanx.launcher.api, phalanx.launcher.node_run; "
+    code = "import sys, phalanx.cli.commands.run.run, phalanx.launcher.api, phalanx.launcher.node_run; "
     code += "sys.exit('cryptography' in sys.modules)"
 
     async def run() -> int:

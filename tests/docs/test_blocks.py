@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
 import inspect
 import json
 import re
@@ -16,7 +15,8 @@ import yaml
 
 import phalanx
 from benchmarks.main import BENCHMARKS
-from phalanx.cli.commands.chaos import _parse as parse_chaos
+from phalanx.cli import main as cli
+from phalanx.cli.commands.run.chaos import _parse as parse_chaos
 from phalanx.cli.main import HIDDEN, VERBS
 from phalanx.cli.options import HelpRequested, parse_plan, parse_run
 from phalanx.errors import PhalanxError
@@ -55,7 +55,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
             assert rest[0] in BENCHMARKS, f"phalanx bench {rest[0]}"
             return
         with pytest.raises((Parsed, HelpRequested)):
-            importlib.import_module(f"phalanx.cli.commands.{verb}").main(rest)
+            cli.command(verb).main(rest)
 
     return check
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from phalanx.cli.main import VERBS
+from phalanx.cli.main import VERBS, command
 from phalanx.cli.options.table import OPTIONS
 from phalanx.contract import variables
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 from tests.kit.cli import phalanx
 from tools import reference
 
@@ -39,7 +38,7 @@ def test_every_option_of_the_help_is_in_the_reference() -> None:
         assert section, verb
         if verb in (*reference.AS_RUN, "bench"):
             continue
-        parser: argparse.ArgumentParser = importlib.import_module(f"phalanx.cli.commands.{verb}").make_parser()
+        parser: argparse.ArgumentParser = command(verb).make_parser()
         named = set(re.findall(r"(?<![\w-])--[\w-]+", parser.format_help())) - {"--help"}
         assert {name for name in named if name not in section} == set(), verb
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.commands import doctor
+from phalanx.cli.commands.debug import doctor
 from phalanx.cluster import links
 from phalanx.doctor import pairs, report, result
 from phalanx.doctor.finding import Finding

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from phalanx.contract.messages import snapshot_messages, worker_messages
-from phalanx.contract.placement import PartialPlacement, RankPlacement
+from phalanx.contract.ranks.placement import PartialPlacement, RankPlacement
 from phalanx.control import messages
 from phalanx.control.leader.admission import Admission, Applicant, describe
 from phalanx.control.leader.roster import Roster

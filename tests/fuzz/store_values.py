@@ -11,8 +11,8 @@ import msgspec
 import torch
 
 from phalanx.collectives import failure_propagation
-from phalanx.contract import topology
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.ranks import topology
+from phalanx.contract.ranks.placement import PartialPlacement
 from phalanx.errors import PhalanxError
 from phalanx.train.elastic import state_offer
 from phalanx.train.elastic.memfd_tensors import OpenedMemfd

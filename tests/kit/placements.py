@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 
 
 def placement(

@@ -66,7 +66,7 @@ def test_the_command_line_and_launch_meet_there() -> None:
     commands = Path(phalanx.__file__).parent / "cli/commands"
     calls = {
         path.stem
-        for path in commands.glob("*.py")
+        for path in commands.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "run_plan"
     }

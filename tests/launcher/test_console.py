@@ -21,13 +21,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from phalanx.launcher.output import sink as sink_module
-from phalanx.launcher.output.console import Console
-from phalanx.launcher.output.display import Display, FailureText
+from phalanx.launcher.output.console import sink as sink_module
+from phalanx.launcher.output.console.console import Console
+from phalanx.launcher.output.console.display import Display, FailureText
+from phalanx.launcher.output.console.line_model import LineModel, columns, overwrite, plain
+from phalanx.launcher.output.console.log_tail import LogTail
+from phalanx.launcher.output.console.shown_stream import ShownStream
 from phalanx.launcher.output.filters import Std
-from phalanx.launcher.output.line_model import LineModel, columns, overwrite, plain
-from phalanx.launcher.output.log_tail import LogTail
-from phalanx.launcher.output.shown_stream import ShownStream
 
 PATIENCE = 20.0
 CUT = re.compile(r"\x1b(\[[0-9;?]*)?$")  # the beginning of a control sequence

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.control.messages import Log
-from phalanx.launcher.output import withheld
+from phalanx.launcher.output.console import withheld
 from phalanx.launcher.output.filters import Std
 from phalanx.launcher.output.log_forwarder import BURST, CHUNK, LogForwarder
 

@@ -7,7 +7,7 @@ import pytest
 from phalanx.control.leader.roster import Roster
 from phalanx.control.messages import AttemptState
 from phalanx.launcher.coordination.leader.member_states import MemberStates
-from phalanx.launcher.workers.readiness import Readiness
+from phalanx.launcher.workers.regroup.readiness import Readiness
 from tests.control.parties import arrival
 
 CONNECTED = Readiness(connected=True)

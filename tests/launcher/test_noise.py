@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launcher.output.noise import Noise
+from phalanx.launcher.output.console.noise import Noise
 
 DUMP = b"""\
 [rank1]:[E1116 10:00:09.692247262 ProcessGroupNCCL.cpp:612] [Rank 1] Collective WorkNCCL(SeqNum=115, OpType=ALLREDUCE, \

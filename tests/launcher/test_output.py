@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx.launcher.output.capture import TAIL_SIZE, OutputCapture
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.output.filters import Std
 
 PATIENCE = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launcher.workers.readiness import Readiness, ReadinessTable
+from phalanx.launcher.workers.regroup.readiness import Readiness, ReadinessTable
 
 READINESS = st.builds(Readiness, st.booleans(), st.booleans(), st.booleans())
 

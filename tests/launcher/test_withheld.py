@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launcher.output.withheld import DELAY, USAGE_DELAY, Withheld
+from phalanx.launcher.output.console.withheld import DELAY, USAGE_DELAY, Withheld
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\n    f()\nValueError: é\n\nmore\n\n'
 GROUP = "  + Exception Group Traceback (most recent call last):\n  | ExceptionGroup: two (2 sub-exceptions)\n"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from phalanx.contract.messages import worker_messages
-from phalanx.launcher.workers.heartbeats import HeartbeatWatch
 from phalanx.launcher.workers.regroup.formation import Formation
+from phalanx.launcher.workers.regroup.heartbeats import HeartbeatWatch
 from phalanx.launcher.workers.regroup.regrouper import ReadinessReporter
 from phalanx.launcher.workers.stopper import Stopper, escalation
 from phalanx.launcher.workers.worker import StepProgress, Worker, WorkerState

@@ -15,12 +15,13 @@ from phalanx.contract import events
 from phalanx.watch.model import simulation
 from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.model.status import RunStatus
-from phalanx.watch.screen import frame, picture, text
-from phalanx.watch.screen.canvas import Canvas
-from phalanx.watch.screen.keys import Keys
-from phalanx.watch.screen.paint import Painter
+from phalanx.watch.screen import frame, picture
 from phalanx.watch.screen.signs import ASCII, UNICODE, Signs, signs
 from phalanx.watch.screen.tail import Tail
+from phalanx.watch.screen.terminal import text
+from phalanx.watch.screen.terminal.canvas import Canvas
+from phalanx.watch.screen.terminal.keys import Keys
+from phalanx.watch.screen.terminal.paint import Painter
 from phalanx.watch.screen.view import View
 from phalanx.watch.source import LogPart, Source, Stream
 

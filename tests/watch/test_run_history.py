@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.cli import run_lookup
-from phalanx.cli.commands import ps
+from phalanx.cli.commands.manage import ps
 from phalanx.cli.main import main
 from phalanx.contract import events
 from phalanx.errors import UsageError

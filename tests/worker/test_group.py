@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.ranks.placement import PartialPlacement
 from phalanx.errors import DeviceError, JoinError, UsageError
 from phalanx.forkserver.signed_store import SignedStore
 from phalanx.worker.process_group.group import WorkerProcessGroup

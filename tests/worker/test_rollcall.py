@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.ranks.placement import PartialPlacement
 from phalanx.errors import JoinError
 from phalanx.forkserver.signed_store import SignedStore
 from phalanx.worker.rendezvous import roll_call

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.ranks.placement import PartialPlacement
 from phalanx.errors import PhalanxError, PortError
 from phalanx.worker.rendezvous import tcp_store
 from phalanx.worker.rendezvous.addresses import own

@@ -9,17 +9,15 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from phalanx.cli.options import RunOptions
 from phalanx.cluster.sources.task import Allocation, SchedulerTask
 from phalanx.contract.home import preferred
 from phalanx.errors import OptionError, UsageError
-from phalanx.launcher.rendezvous_config import (
-    JoinTerms,
-    LeaderLocation,
-    RendezvousConfig,
-    RendezvousTimeouts,
-)
+
+if TYPE_CHECKING:  # a run on one node does not need it
+    from phalanx.launcher.rendezvous_config import RendezvousConfig
 
 _PORTS = range(20000, 30000)  # below the kernel's ephemeral ports
 
@@ -67,6 +65,8 @@ def _scheduler(options: RunOptions, environ: Mapping[str, str]) -> SchedulerTask
 
 
 def _from_command_line(options: RunOptions, environ: Mapping[str, str], home: str) -> RendezvousConfig:
+    from phalanx.launcher.rendezvous_config import LeaderLocation
+
     nodes, address, slots = options.nodes, options.rendezvous.master_addr, options.workers.slots
     elastic = nodes.min_nodes < nodes.max_nodes
     count = f"{nodes.min_nodes}:{nodes.max_nodes}" if elastic else nodes.max_nodes
@@ -101,6 +101,7 @@ def _from_command_line(options: RunOptions, environ: Mapping[str, str], home: st
 
 def _from_task(options: RunOptions, environ: Mapping[str, str], home: str, task: SchedulerTask) -> RendezvousConfig:
     from phalanx.control.leader_file import LeaderFile
+    from phalanx.launcher.rendezvous_config import LeaderLocation
 
     address = options.rendezvous.master_addr
     if not task.job and address is None:
@@ -174,6 +175,7 @@ def _common(options: RunOptions, environ: Mapping[str, str], home: str, expected
     """Return what does not depend on where the other nodes were found."""
     from phalanx.cluster.software import versions
     from phalanx.control import tokens
+    from phalanx.launcher.rendezvous_config import JoinTerms, RendezvousConfig, RendezvousTimeouts
 
     meeting, slots = options.rendezvous, options.workers.slots
     promised = slots if slots is not None and len(slots) == expected else ()

@@ -11,13 +11,14 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from types import ModuleType
 
 from phalanx.contract.interrupts import deferred
 from phalanx.contract.visible import visible
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.forkserver import log
 
-# Verbs by what they are for, each with its description. The module of the same name has `main(argv) -> exit code`.
+# Verbs by what they are for, each with its description. Each has a module, in a package per group: `command(verb)`.
 GROUPS = {
     "Run": {
         "run": "start a script on every device of this machine, or of several",
@@ -76,6 +77,12 @@ _OTHER_NAMES = {
     "test": "doctor",
     "benchmark": "bench",
 }
+
+
+def command(verb: str) -> ModuleType:
+    """`command("ps").main([])`: return the module of a verb, which has `main(argv) -> exit code`."""
+    group = next((title for title, verbs in GROUPS.items() if verb in verbs), "Run")  # hidden verbs are of runs
+    return importlib.import_module(f"phalanx.cli.commands.{group.lower()}.{verb}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,7 +177,7 @@ def _dispatch(args: list[str]) -> int:
     except FileNotFoundError:
         raise UsageError("the current folder has been removed", fix="cd to one that exists") from None
     with deferred():
-        module = importlib.import_module(f"phalanx.cli.commands.{verb}")
+        module = command(verb)
     code: int = module.main(rest)
     return code
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from phalanx.cli.commands.stop import handle
+from phalanx.cli.commands.manage.stop import handle
 from phalanx.launcher.runs.run_folder import RunRecord
 
 _PAUSE = 0.3  # seconds between two signals: the kernel merges two pending signals of the same number

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.cluster.cluster import Cluster, Slot
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,13 @@ def packages(paths: Sequence[str] | None = None) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for folder in dict.fromkeys(sys.path if paths is None else paths):
         try:
-            entries = sorted(os.listdir(folder or "."))
+            entries = sorted(entry for entry in os.listdir(folder or ".") if entry.endswith(_INFO))
         except OSError:
             continue  # an archive, or missing
         for entry in entries:
             name, _, version = entry.removesuffix(_INFO).rpartition("-")
             name = re.sub(r"[-_.]+", "-", name).lower()
-            if entry.endswith(_INFO) and _NAMES.fullmatch(name) and (name, version) not in found:
+            if _NAMES.fullmatch(name) and (name, version) not in found:
                 found.append((name, version))
     if paths is None and not any(name == "torch" for name, _ in found):
         found += _otherwise("torch")

@@ -11,6 +11,7 @@ exception's message may contain any. msgspec refuses them, so they are written a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -44,8 +45,15 @@ class Decoder(Generic[T]):
     """Decoder(kind).decode(data): decode messages of another process, which may have sent anything."""
 
     def __init__(self, kind: Any, encoding: Encoding = "json") -> None:
-        decoder = msgspec.json.Decoder(kind) if encoding == "json" else msgspec.msgpack.Decoder(kind)
-        self._decode: Callable[[bytes], T] = decoder.decode
+        self._kind = kind
+        self._encoding = encoding
+
+    @cached_property
+    def _decode(self) -> Callable[[bytes], T]:
+        # Not before it is needed: it takes a millisecond, most processes need few of them, and all import them.
+        made = msgspec.json.Decoder(self._kind) if self._encoding == "json" else msgspec.msgpack.Decoder(self._kind)
+        decode: Callable[[bytes], T] = made.decode
+        return decode
 
     def decode(self, data: bytes) -> T:
         """Return the message. Raises msgspec.DecodeError and nothing else."""

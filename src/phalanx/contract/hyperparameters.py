@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.contract.run_metadata import Hyperparameter
+Hyperparameter = str | int | float | bool | None
 
 FILE = "hyperparameters.json"  # in the run folder: what rank 0 gave `phalanx.init` or `phalanx.main`
 MOST = 500  # that are recorded

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
+from phalanx.contract.hyperparameters import Hyperparameter
+
 SCHEMA = 1  # increased when a field changes its meaning; new fields do not increase it
 FILE = "metadata.json"
-
-Hyperparameter = str | int | float | bool | None
 
 
 class GitState(msgspec.Struct, frozen=True, kw_only=True):

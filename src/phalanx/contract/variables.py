@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 
 if TYPE_CHECKING:
     from phalanx.contract.messages.worker_messages import Assignment
@@ -17,7 +17,7 @@ RUN = "PHALANX_RUN"  # the run's name, as `phalanx ps` shows it
 RUN_FOLDER = "PHALANX_RUN_FOLDER"
 LINE = "PHALANX_AGENT"  # where a worker that can regroup reaches its agent: contract/messages/worker_messages.py
 MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: contract/messages/snapshot_messages.py
-TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/topology.py
+TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/ranks/topology.py
 TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
 ERROR_FORMAT = "PHALANX_ERROR_FORMAT"  # "json": also write the error of a command as JSON, contract/error_report.py
 LIVE_BAR = "PHALANX_LIVE_BAR"  # "1": stderr is a pipe, but what reads it shows progress bars

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from phalanx.contract.encoding import Decoder, encode_msgpack
-from phalanx.contract.placement import MAX_NODES, Count, PartialPlacement, RankPlacement
+from phalanx.contract.ranks.placement import MAX_NODES, Count, PartialPlacement, RankPlacement
 
 PROTOCOL = 3
 
@@ -141,7 +141,7 @@ class StartRanks(Message, frozen=True, kw_only=True, tag="start-ranks"):
     """The placements of the workers of the receiving member, and what they need to know of the others."""
 
     placements: Annotated[tuple[RankPlacement, ...], Meta(min_length=1)]
-    topology: Annotated[str, Meta(max_length=FRAME_LIMIT)]  # contract/topology.py
+    topology: Annotated[str, Meta(max_length=FRAME_LIMIT)]  # contract/ranks/topology.py
     store_port: Port  # at the address by which the member has reached the leader
     spare: bool = False  # the workers have no ranks yet
     joins: bool = False  # they get ranks as soon as they have started

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 from phalanx.diagnose.evidence import Frame, Process, Rank, ThreadStack
@@ -85,46 +85,47 @@ _FRAMES: tuple[tuple[str, str, What, str], ...] = (
     (r"/(selectors|asyncio/\w+)\.py$", r"select|_run_once|run_forever|run_until_complete|run", "socket",
      "waiting for a socket or a pipe"),
 )  # fmt: skip
-_COMPILED = tuple((re.compile(file), re.compile(function), what, words) for file, function, what, words in _FRAMES)
-
-
-def _patterns(table: tuple[tuple[str, What, str], ...]) -> tuple[tuple[re.Pattern[str], What, str], ...]:
-    return tuple((re.compile(pattern), what, words) for pattern, what, words in table)
-
 
 # Built-in calls have no frame: then the text of the line tells, where it is known.
-_SOURCES = _patterns(
-    (
-        (r"\binput\(|stdin\.(read|buffer)", "input", "waiting for input"),
-        (r"\bsleep\(", "sleep", "sleeping"),
-        (r"\bbreakpoint\(|set_trace\(", "debugger", "in a debugger"),
-        (r"\.acquire\(|\bwith\b.*lock|\block\b.*:$", "lock", "waiting for a lock"),
-        (r"\bstore\w*\.(get|wait|set|add|barrier)\(|\bst\.(get|wait)\(", "store", "waiting for a key of the store"),
-        (r"\bos\.wait(pid)?\(|subprocess\.|\.communicate\(", "subprocess", "waiting for a process that it has started"),
-        (r"flock\(|lockf\(", "lock", "waiting for a file lock"),
-        (r"\.(recv|accept|connect)\(|\bselect\(", "socket", "waiting for the network"),
-        (r"synchronize\(", "cuda", "waiting for the GPU"),
-        (r"\.wait\(", "work", "waiting for an operation under way"),  # of torch's own: others would have a frame
-    )
+_SOURCES: tuple[tuple[str, What, str], ...] = (
+    (r"\binput\(|stdin\.(read|buffer)", "input", "waiting for input"),
+    (r"\bsleep\(", "sleep", "sleeping"),
+    (r"\bbreakpoint\(|set_trace\(", "debugger", "in a debugger"),
+    (r"\.acquire\(|\bwith\b.*lock|\block\b.*:$", "lock", "waiting for a lock"),
+    (r"\bstore\w*\.(get|wait|set|add|barrier)\(|\bst\.(get|wait)\(", "store", "waiting for a key of the store"),
+    (r"\bos\.wait(pid)?\(|subprocess\.|\.communicate\(", "subprocess", "waiting for a process that it has started"),
+    (r"flock\(|lockf\(", "lock", "waiting for a file lock"),
+    (r"\.(recv|accept|connect)\(|\bselect\(", "socket", "waiting for the network"),
+    (r"synchronize\(", "cuda", "waiting for the GPU"),
+    (r"\.wait\(", "work", "waiting for an operation under way"),  # of torch's own: others would have a frame
 )
 
 _READS_GPU = re.compile(r"\.(item|tolist|cpu|numpy|nonzero)\(")
 
 # And last the kernel, which knows in what the main thread sleeps.
-_KERNEL = _patterns(
-    (
-        (r"nanosleep", "sleep", "sleeping"),
-        (r"futex", "lock", "waiting for a lock"),
-        (r"^(do_|kernel_)?wait(4|id|pid)?$", "subprocess", "waiting for a process that it has started"),
-        (r"tty_read|wait_woken", "input", "waiting for input"),
-        (r"pipe_(read|write)|wait_for_partner", "input", "waiting for a pipe, or its standard input"),
-        (r"nfs|rpc_|lustre|ll_|ceph|fuse|cl_sync", "file", "waiting for a network file system"),
-        (r"folio_wait|wait_on_page|io_schedule|filemap|wait_on_buffer|xfs|ext4|jbd2|blk", "file", "waiting for a disk"),
-        (r"flock|locks_lock|fcntl_setlk", "lock", "waiting for a file lock"),
-        (r"accept|sk_wait|tcp_|inet_|unix_stream|skb_", "socket", "waiting for the network"),
-        (r"poll|select", "socket", "waiting for a socket or a pipe"),
-    )
+_KERNEL: tuple[tuple[str, What, str], ...] = (
+    (r"nanosleep", "sleep", "sleeping"),
+    (r"futex", "lock", "waiting for a lock"),
+    (r"^(do_|kernel_)?wait(4|id|pid)?$", "subprocess", "waiting for a process that it has started"),
+    (r"tty_read|wait_woken", "input", "waiting for input"),
+    (r"pipe_(read|write)|wait_for_partner", "input", "waiting for a pipe, or its standard input"),
+    (r"nfs|rpc_|lustre|ll_|ceph|fuse|cl_sync", "file", "waiting for a network file system"),
+    (r"folio_wait|wait_on_page|io_schedule|filemap|wait_on_buffer|xfs|ext4|jbd2|blk", "file", "waiting for a disk"),
+    (r"flock|locks_lock|fcntl_setlk", "lock", "waiting for a file lock"),
+    (r"accept|sk_wait|tcp_|inet_|unix_stream|skb_", "socket", "waiting for the network"),
+    (r"poll|select", "socket", "waiting for a socket or a pipe"),
 )
+
+
+# Compiled when the first stack is read: that takes longer than the rest of the import, which every run waits for.
+@cache
+def _frame_patterns() -> tuple[tuple[re.Pattern[str], re.Pattern[str], What, str], ...]:
+    return tuple((re.compile(file), re.compile(function), what, words) for file, function, what, words in _FRAMES)
+
+
+@cache
+def _patterns(table: tuple[tuple[str, What, str], ...]) -> tuple[tuple[re.Pattern[str], What, str], ...]:
+    return tuple((re.compile(pattern), what, words) for pattern, what, words in table)
 
 
 def mine(frame: Frame) -> bool:
@@ -167,7 +168,7 @@ def act(frames: Sequence[Frame], process: Process | None = None) -> Act:
     if found is not NOTHING:
         return found
     if frames and mine(frames[0]) and frames[0].source:
-        for pattern, what, words in _SOURCES:
+        for pattern, what, words in _patterns(_SOURCES):
             if pattern.search(frames[0].source):
                 return Act(what, words)
     return asleep(process)
@@ -186,7 +187,7 @@ def asleep(process: Process | None) -> Act:
     """Return what the kernel says about a sleeping process."""
     if process is None:
         return NOTHING
-    for pattern, what, words in _KERNEL:
+    for pattern, what, words in _patterns(_KERNEL):
         if pattern.search(process.wchan):
             return Act(what, words, shown=False)
     return Act("file", "waiting for a disk or another device", shown=False) if process.state == "D" else NOTHING
@@ -195,7 +196,7 @@ def asleep(process: Process | None) -> Act:
 @lru_cache(maxsize=_CACHED)
 def _meaning(path: str, function: str) -> Act | None:
     file = path.replace("\\", "/")
-    for pattern, name, what, words in _COMPILED:
+    for pattern, name, what, words in _frame_patterns():
         if pattern.search(file) and name.fullmatch(function):
             return Act(what, words, name="" if function in _SAYS_NOTHING else function)
     return None

@@ -28,7 +28,7 @@ from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
 if TYPE_CHECKING:
     from phalanx.launcher.agent.run_hook import RunHook
     from phalanx.launcher.coordination.coordinator import Coordinator
-    from phalanx.launcher.output.console import Console
+    from phalanx.launcher.output.console.console import Console
 
 Findings = Callable[[Plan, RunFolder], Sequence[str]]  # what is wrong with this host
 
@@ -164,7 +164,7 @@ def _supervise(
 ) -> int:
     with deferred():
         from phalanx.contract import events
-        from phalanx.launcher.output.console import Console
+        from phalanx.launcher.output.console.console import Console
 
     now = time.time()
     command = plan.command.line(0)

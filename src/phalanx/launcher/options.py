@@ -6,12 +6,14 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Template
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from phalanx.cluster.placement import Seat
 from phalanx.launcher.output import filters
 from phalanx.launcher.output.filters import Std, Streams
-from phalanx.recover.decision import RestartPolicy
+
+if TYPE_CHECKING:  # whatever is imported before the fork server is started delays it
+    from phalanx.recover.decision import RestartPolicy
 
 TEE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's prefix of a teed line
 _STOP_TIMEOUT = 30.0
@@ -112,6 +114,8 @@ class RecoveryOptions:
     @property
     def policy(self) -> RestartPolicy:
         """Return how many restarts are allowed."""
+        from phalanx.recover.decision import RestartPolicy
+
         return RestartPolicy(self.max_restarts if self.max_restarts_given else None, self.restart_window)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from phalanx.cluster import sharing
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
-from phalanx.contract.placement import RankPlacement
-from phalanx.contract.run_metadata import Hyperparameter
+from phalanx.contract.hyperparameters import Hyperparameter
+from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.contract.variables import INTERFACES, WorkerVariables, worker_environment
 from phalanx.launcher.command import Command
 from phalanx.launcher.options import (
@@ -23,7 +24,9 @@ from phalanx.launcher.options import (
     StartOptions,
     ViewerOptions,
 )
-from phalanx.launcher.rendezvous_config import RendezvousConfig
+
+if TYPE_CHECKING:  # whatever is imported before the fork server is started delays it
+    from phalanx.launcher.rendezvous_config import RendezvousConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import nn
 
 import phalanx
 from phalanx.contract.messages.worker_messages import Assignment
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.train.elastic.handover import Handover
 from phalanx.train.elastic.recovery_state import Generation, RecoveryState
 from phalanx.train.elastic.state_offer import StateOffer

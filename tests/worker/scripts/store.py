@@ -11,7 +11,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.ranks.placement import PartialPlacement
 from phalanx.errors import JoinError
 from phalanx.worker.rendezvous import tcp_store
 from phalanx.worker.rendezvous.identity import Identity

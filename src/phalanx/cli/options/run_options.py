@@ -12,7 +12,7 @@ from phalanx.cli.options.rendezvous import resolve_rendezvous
 from phalanx.cli.options.scan import Given, HelpRequested, Scan, scan
 from phalanx.cli.options.table import options_of
 from phalanx.cluster.sources.hosts import Host
-from phalanx.contract.run_metadata import Hyperparameter
+from phalanx.contract.hyperparameters import Hyperparameter
 from phalanx.errors import OptionError
 from phalanx.launcher.options import (
     HangOptions,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.contract import hyperparameters
-from phalanx.contract.placement import MAX_NODES, MAX_RANKS, MAX_WORKERS
-from phalanx.contract.run_metadata import Hyperparameter
+from phalanx.contract.hyperparameters import Hyperparameter
+from phalanx.contract.ranks.placement import MAX_NODES, MAX_RANKS, MAX_WORKERS
 from phalanx.contract.variables import OFF
 from phalanx.launcher.output.filters import Std, Streams
 

@@ -6,7 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass, replace
 
-from phalanx.contract.placement import MAX_WORKERS
+from phalanx.contract.ranks.placement import MAX_WORKERS
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _NUMBER = re.compile(r"\d{1,5}", re.ASCII)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from phalanx.cluster.sources.task import BY_HAND, SchedulerTask, Variables, file_name
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.ranks.placement import PartialPlacement
 
 
 def task(environ: Mapping[str, str]) -> SchedulerTask | None:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from phalanx.cluster.sources.nodelist import counts, expand
 from phalanx.cluster.sources.task import BY_HAND, Allocation, SchedulerTask, Variables, file_name
-from phalanx.contract.placement import PartialPlacement
+from phalanx.contract.ranks.placement import PartialPlacement
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.contract.placement import MAX_RANKS, PartialPlacement
+from phalanx.contract.ranks.placement import MAX_RANKS, PartialPlacement
 from phalanx.errors import UsageError
 
 BY_HAND = "on every node: phalanx run -n NODES -i NODE_ID --master HOST:PORT …"

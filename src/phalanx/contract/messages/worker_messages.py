@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from phalanx.contract.encoding import Decoder
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

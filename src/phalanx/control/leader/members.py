@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from phalanx.contract import number_ranges
+from phalanx.contract.ranks import number_ranges
 from phalanx.control import messages
 from phalanx.control.leader.roster import Roster
 from phalanx.control.messages import Message, NodeInfo

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from phalanx.contract import topology
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks import topology
+from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.control.messages import NodeInfo, Refusal
 
 # Compared by their first number: another one is another program.

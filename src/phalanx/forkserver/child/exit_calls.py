@@ -13,6 +13,8 @@ import time
 import traceback
 from typing import Any
 
+from .. import log
+
 _latest: tuple[int, str, traceback.StackSummary, float] | None = None  # exit code, message, stack, time
 
 
@@ -44,6 +46,7 @@ def _remember(status: tuple[Any, ...], frame: Any) -> None:
             message = f"usage error: {frame.f_locals['message'].strip()}"
         _latest = code, message, stack, time.time()
     except Exception:  # the message may be any object
+        log.swallowed("forkserver.child.exit_calls")
         _latest = None
 
 

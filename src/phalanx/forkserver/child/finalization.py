@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
+from .. import log
+
 _MAX_OBJECTS = 10_000  # objects that a stream or a thread may refer to
 
 # Layers of files on top of each other; a GzipFile, for example, is none of these.
@@ -73,7 +75,8 @@ def _depth(kind: type) -> int:
         return next(
             (depth for file, depth in _DEPTHS.items() if issubclass(kind, file)), 2 * issubclass(kind, io.IOBase)
         )
-    except Exception:  # a metaclass may raise anything. Not logged: at exit, once per class
+    except Exception:  # a metaclass may raise anything
+        log.swallowed("forkserver.child.finalization")
         return -1
 
 

@@ -29,8 +29,8 @@ from phalanx.launcher.forking.fork_servers import ForkServerClient
 from phalanx.launcher.forking.preload_hints import PreloadHints
 from phalanx.launcher.forking.supervisor import ForkServerSupervisor
 from phalanx.launcher.ipc.node_rpc import NodeRpc
-from phalanx.launcher.output.console import Console
-from phalanx.launcher.output.display import FailureText
+from phalanx.launcher.output.console.console import Console
+from phalanx.launcher.output.console.display import FailureText
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.telemetry.out_of_memory import MemoryKillWatch

@@ -12,7 +12,7 @@ from phalanx.launcher.agent.stopping.linger import LingeringProcesses
 from phalanx.launcher.agent.watchers import Watchers
 from phalanx.launcher.coordination.coordinator import AttemptReport, Coordinator, RunResult
 from phalanx.launcher.forking.supervisor import ForkServerSupervisor
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.workers.context import WorkerGroupContext
 from phalanx.launcher.workers.worker_group import WorkerGroup

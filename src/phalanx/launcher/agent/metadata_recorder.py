@@ -13,23 +13,26 @@ from phalanx.contract import events
 from phalanx.launcher.workers.watched import WatchContext
 
 if TYPE_CHECKING:
-    from phalanx.contract.run_metadata import Hyperparameter, RunMetadata
+    from phalanx.contract.hyperparameters import Hyperparameter
+    from phalanx.contract.run_metadata import RunMetadata
     from phalanx.launcher.runs.git_state import GitReader
 
 logger = logging.getLogger(__name__)
 
+_DELAY = 0.3  # seconds from the start of the workers: git would compete with them for the cores
 _INTERVAL = 1.0  # seconds between two looks for hyperparameters of the script
 _END_TIMEOUT = 1.0  # seconds that the end of a run waits for what is not known yet
 
 
 class MetadataRecorder:
-    """Writes metadata.json and publishes it, from a thread that starts once the workers have been started.
+    """Writes metadata.json and publishes it, from a thread that begins shortly after the workers have been started.
 
     Nothing waits for it: git and the disk may take their time. At the end of a run it has one more second.
     """
 
     def __init__(self, context: WatchContext) -> None:
         self._context = context
+        self._ending = threading.Event()
         self._stop = threading.Event()
         self._collected = threading.Event()
         self._thread: threading.Thread | None = None
@@ -59,11 +62,13 @@ class MetadataRecorder:
         try:
             await asyncio.to_thread(self._finish)
         except RuntimeError:  # the kernel allows no more threads
+            self._ending.set()
             self._stop.set()
         await asyncio.sleep(0)  # publish what the thread has handed to the event loop
 
     def _finish(self) -> None:
         thread, end = self._thread, time.monotonic() + _END_TIMEOUT
+        self._ending.set()
         self._collected.wait(_END_TIMEOUT)
         self._stop.set()
         if not self._collected.is_set() and self._git is not None:
@@ -74,6 +79,7 @@ class MetadataRecorder:
     # -- the thread
 
     def _run(self) -> None:
+        self._ending.wait(_DELAY)
         try:
             self._record()
         except Exception:  # it must not end the run

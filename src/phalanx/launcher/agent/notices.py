@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from phalanx.contract import events
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.output.filters import Std
 from phalanx.launcher.runs.run_folder import RunFolder
 

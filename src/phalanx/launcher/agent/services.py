@@ -8,7 +8,7 @@ from phalanx.launcher.debug.sessions import DebugSessions
 from phalanx.launcher.ipc.control_messages import AttachQuery
 from phalanx.launcher.ipc.control_socket import ControlSocket
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.viewers.dashboard import Dashboard

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.rendezvous_config import RendezvousConfig
 from phalanx.launcher.runs.run_folder import RunFolder

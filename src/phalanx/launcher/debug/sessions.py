@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,10 +26,12 @@ from phalanx.launcher.debug.terminal_queue import TerminalQueue
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.control_messages import AttachedReply, AttachQuery, QueryRefused
 from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
-from phalanx.launcher.output.console import Console
-from phalanx.launcher.rendezvous_config import AttachFrom
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import Worker
+
+if TYPE_CHECKING:  # a run on one node does not need it
+    from phalanx.launcher.rendezvous_config import AttachFrom
 
 _PROBE_TIMEOUT = 5.0  # seconds for a rank: its probe thread answers at once, unless the GIL is held
 _DEBUGPY = "debugpy"

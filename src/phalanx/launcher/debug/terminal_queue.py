@@ -10,7 +10,7 @@ from phalanx.contract import events
 from phalanx.launcher.debug.attachment import Attachment, AttachRefused
 from phalanx.launcher.debug.debugged_ranks import DebugTarget
 from phalanx.launcher.debug.tty_lease import TtyLease
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.runs.run_folder import RunFolder
 
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 
 from phalanx.forkserver.debug.terminal import LEAVE
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.output.filters import Std
 
 _RECHECK = 0.3  # seconds until the next check whether we are in the foreground

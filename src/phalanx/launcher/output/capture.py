@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
 from phalanx.launcher.output.captured_stream import NAMES, TAIL_SIZE, CapturedStream, make_raw, open_log, resize
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
+from phalanx.launcher.output.console.log_tail import LogTail
+from phalanx.launcher.output.console.noise import Noise
 from phalanx.launcher.output.filtered_logs import FilteredLogs
 from phalanx.launcher.output.filters import Std
 from phalanx.launcher.output.log_forwarder import LogForwarder
-from phalanx.launcher.output.log_tail import LogTail
-from phalanx.launcher.output.noise import Noise
 
 PIPE_SIZE = 1 << 20
 _READS = 512  # two empty a pipe, but a pseudo-terminal returns one page at a time

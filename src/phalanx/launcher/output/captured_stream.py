@@ -8,10 +8,10 @@ import os
 import termios
 from dataclasses import dataclass, field
 
+from phalanx.launcher.output.console.line_model import LineModel, plain
+from phalanx.launcher.output.console.log_tail import LogTail
 from phalanx.launcher.output.filters import Duplicate, Std
-from phalanx.launcher.output.line_model import LineModel, plain
 from phalanx.launcher.output.log_forwarder import ForwardedStream
-from phalanx.launcher.output.log_tail import LogTail
 
 TAIL_SIZE = 1 << 17
 _MOST_REPEATED = 1 << 20

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Collection
 
 from phalanx.control.messages import Log
+from phalanx.launcher.output.console.withheld import Withheld
 from phalanx.launcher.output.filters import Std
-from phalanx.launcher.output.withheld import Withheld
 
 RATE = 1 << 20  # bytes per second and node
 BURST = 1 << 20

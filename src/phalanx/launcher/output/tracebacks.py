@@ -8,8 +8,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose import frames as stack
-from phalanx.diagnose.evidence import Frame
 from phalanx.forkserver import paths
 
 Line = tuple[str, int, str, str]  # file, line number, function, source
@@ -143,7 +141,10 @@ def _frames(trace: str) -> tuple[Line, ...]:
 
 def mine(line: Line) -> bool:
     """Return whether a line is in the user's own code."""
-    return stack.mine(Frame(line[0], line[1], line[2]))
+    from phalanx.diagnose import frames  # many patterns, which a run without failures does not need
+    from phalanx.diagnose.evidence import Frame
+
+    return frames.mine(Frame(line[0], line[1], line[2]))
 
 
 def shown(frames: Sequence[Line]) -> tuple[Line, ...]:

@@ -14,7 +14,8 @@ import msgspec
 
 from phalanx.cluster import nvidia, software
 from phalanx.contract import hyperparameters
-from phalanx.contract.run_metadata import FILE, GitState, Gpu, Hyperparameter, Machine, RunMetadata
+from phalanx.contract.hyperparameters import Hyperparameter
+from phalanx.contract.run_metadata import FILE, GitState, Gpu, Machine, RunMetadata
 from phalanx.launcher.command import Command
 from phalanx.launcher.runs.run_folder import RunRecord
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.contract.variables import (
     INTERFACES,
     LINE,

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TextIO
 
-from phalanx.launcher.output.line_model import LineModel, columns
+from phalanx.launcher.output.console.line_model import LineModel, columns
 
 _CELL_WIDTH = 100  # columns of a bar in a notebook: ranks draw 80, and a prefix is added
 _LIMIT = 1 << 16  # bytes of a line, before a part of it is shown

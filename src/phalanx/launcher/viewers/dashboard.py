@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import PAGE_KEY
 from phalanx.errors import PortError
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.output.filters import Std
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder

@@ -15,8 +15,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from phalanx.launcher.output.console import Console
-from phalanx.launcher.output.sink import Attributes, attributes, restore
+from phalanx.launcher.output.console.console import Console
+from phalanx.launcher.output.console.sink import Attributes, attributes, restore
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.root_cause import in_words
 
@@ -80,7 +80,7 @@ class TerminalProcess:
         os.close(self._handle)
         code = self._process.wait()
         if code < 0 and attributes((0, 1)) != self._saved:  # it could not restore the terminal
-            from phalanx.watch.screen.terminal import LEAVE
+            from phalanx.watch.screen.terminal.terminal import LEAVE
 
             ready = select.poll()
             ready.register(1, select.POLLOUT)

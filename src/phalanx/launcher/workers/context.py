@@ -9,7 +9,7 @@ from typing import Protocol
 from phalanx.contract.messages import worker_messages
 from phalanx.forkserver import wire
 from phalanx.launcher.forking.source_snapshot import SourceSnapshot
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.probes import StatusBoard

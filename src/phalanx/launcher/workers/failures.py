@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from phalanx.launcher.evidence import mismatch
 from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.workers.worker import Worker, WorkerFailure
@@ -64,8 +63,7 @@ class Failures:
         worker = next(worker for worker in failed if worker.seat.rank == death.rank)
         shown = self._output.shown(death.rank)
         tail = [line for line in self._output.tail(death.rank, "stdout", 5) if line.strip()] if shown == "no" else []
-        mismatches = {one.seat.rank: one.exit.mismatch for one in workers if one.exit.mismatch is not None}
-        means = mismatch.words(mismatches) if root_cause.differs(death) else ()
+        means = _mismatch(workers) if root_cause.differs(death) else ()
         return deaths, failure_report.block(
             death,
             tail=tail,
@@ -115,6 +113,12 @@ class Failures:
             frames=frames,
             idle=self._workers.idle,
         )
+
+
+def _mismatch(workers: Collection[Worker]) -> Sequence[str]:
+    from phalanx.launcher.evidence import mismatch  # imports the rules of diagnose, which most runs do not need
+
+    return mismatch.words({one.seat.rank: one.exit.mismatch for one in workers if one.exit.mismatch is not None})
 
 
 def _hope(death: root_cause.ProcessFailure) -> Hope:

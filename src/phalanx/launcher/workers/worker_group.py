@@ -18,10 +18,10 @@ from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.workers import store_process
 from phalanx.launcher.workers.context import WorkerGroupContext
-from phalanx.launcher.workers.dispatcher import MessageDispatcher
 from phalanx.launcher.workers.failures import Failures
-from phalanx.launcher.workers.heartbeats import HeartbeatWatch
+from phalanx.launcher.workers.regroup.dispatcher import MessageDispatcher
 from phalanx.launcher.workers.regroup.formation import Formation
+from phalanx.launcher.workers.regroup.heartbeats import HeartbeatWatch
 from phalanx.launcher.workers.regroup.regrouper import Regrouper
 from phalanx.launcher.workers.regroup.timeouts import TimeoutVictims
 from phalanx.launcher.workers.spawner import Spawner

@@ -7,10 +7,11 @@ import time
 from phalanx.watch.charts import plot
 from phalanx.watch.model.events_timeline import TimelineEvent
 from phalanx.watch.model.run_model import RunModel
-from phalanx.watch.screen import grid, head, text
-from phalanx.watch.screen.canvas import Canvas
+from phalanx.watch.screen import grid, head
 from phalanx.watch.screen.signs import KINDS, Signs
-from phalanx.watch.screen.text import Line
+from phalanx.watch.screen.terminal import text
+from phalanx.watch.screen.terminal.canvas import Canvas
+from phalanx.watch.screen.terminal.text import Line
 from phalanx.watch.screen.view import View
 
 _WIDE = 100  # columns from which the lower part has two panels

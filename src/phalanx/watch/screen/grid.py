@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from phalanx.watch.model.rank import RankView
 from phalanx.watch.model.run_model import RunModel
-from phalanx.watch.screen import numbers, text
-from phalanx.watch.screen.canvas import Canvas
+from phalanx.watch.screen import numbers
 from phalanx.watch.screen.signs import HEALTH_STYLES, Signs
-from phalanx.watch.screen.text import Line, Piece
+from phalanx.watch.screen.terminal import text
+from phalanx.watch.screen.terminal.canvas import Canvas
+from phalanx.watch.screen.terminal.text import Line, Piece
 
 _BAR = (10, 30)  # cells, at least and at most
 _PLACE = 18  # cells, at least

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from phalanx.watch.model.run_model import RunModel
-from phalanx.watch.screen import numbers, text
-from phalanx.watch.screen.canvas import Canvas
+from phalanx.watch.screen import numbers
 from phalanx.watch.screen.signs import STATE_STYLES, Signs
-from phalanx.watch.screen.text import Line
+from phalanx.watch.screen.terminal import text
+from phalanx.watch.screen.terminal.canvas import Canvas
+from phalanx.watch.screen.terminal.text import Line
 
 
 def draw(model: RunModel, canvas: Canvas, now: float) -> list[Line]:

@@ -11,7 +11,8 @@ from typing import TextIO
 from phalanx.watch.model.events_timeline import TimelineEvent
 from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.model.status import RunStatus
-from phalanx.watch.screen import head, numbers, text
+from phalanx.watch.screen import head, numbers
+from phalanx.watch.screen.terminal import text
 from phalanx.watch.source import Source
 
 _EVERY = 10.0  # seconds between two progress lines

@@ -13,8 +13,8 @@ import re
 
 from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.screen import frame
-from phalanx.watch.screen.canvas import Canvas
 from phalanx.watch.screen.signs import UNICODE
+from phalanx.watch.screen.terminal.canvas import Canvas
 from phalanx.watch.screen.view import View
 
 _STYLES = {

@@ -16,11 +16,11 @@ from phalanx.errors import PhalanxError
 from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.model.status import RunStatus
 from phalanx.watch.screen import frame
-from phalanx.watch.screen.canvas import Canvas
-from phalanx.watch.screen.keys import Keyboard
-from phalanx.watch.screen.paint import Painter
 from phalanx.watch.screen.signs import signs
-from phalanx.watch.screen.terminal import Terminal
+from phalanx.watch.screen.terminal.canvas import Canvas
+from phalanx.watch.screen.terminal.keys import Keyboard
+from phalanx.watch.screen.terminal.paint import Painter
+from phalanx.watch.screen.terminal.terminal import Terminal
 from phalanx.watch.screen.view import Pane, View
 from phalanx.watch.source import Source, WhyAnswer
 

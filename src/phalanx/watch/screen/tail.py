@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from phalanx.errors import PhalanxError
-from phalanx.watch.screen import text
+from phalanx.watch.screen.terminal import text
 from phalanx.watch.source import LogPart, Source, Stream
 
 _KEPT = 2000  # lines

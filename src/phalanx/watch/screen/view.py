@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx.watch.model.run_model import RunModel
-from phalanx.watch.screen import text
 from phalanx.watch.screen.tail import Tail
+from phalanx.watch.screen.terminal import text
 from phalanx.watch.source import Stream
 
 # What a key asks the screen to do.

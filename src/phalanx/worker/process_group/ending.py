@@ -7,12 +7,13 @@ C++, where no Python handler would run.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import os
 import sys
 import traceback
 from typing import Any, Protocol
+
+from phalanx.forkserver import log
 
 
 class OpenGroup(Protocol):
@@ -78,8 +79,10 @@ def _close(group: OpenGroup) -> None:
         # At interpreter exit Python would ignore the exception, and exit with 0.
         traceback.print_exc()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # at interpreter exit: a stream may be closed, or of any type
+            try:
                 stream.flush()
+            except Exception:  # at interpreter exit: a stream may be closed, or of any type
+                log.swallowed("worker.process_group.ending")
         os._exit(1)
 
 

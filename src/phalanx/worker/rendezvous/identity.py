@@ -11,7 +11,7 @@ import msgspec
 
 from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.task import SchedulerTask, Variables
-from phalanx.contract.placement import MAX_RANKS, PartialPlacement
+from phalanx.contract.ranks.placement import MAX_RANKS, PartialPlacement
 from phalanx.contract.variables import RUN, RUN_FOLDER, TOPOLOGY
 from phalanx.errors import UsageError
 

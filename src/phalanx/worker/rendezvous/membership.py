@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.contract.messages.worker_messages import Assignment
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.contract.variables import rank_variables
 from phalanx.errors import JoinError, UsageError
 from phalanx.forkserver.signed_store import SignedStore

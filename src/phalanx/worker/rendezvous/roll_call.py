@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from phalanx.contract.placement import PartialPlacement, RankPlacement
-from phalanx.contract.topology import decode
+from phalanx.contract.ranks.placement import PartialPlacement, RankPlacement
+from phalanx.contract.ranks.topology import decode
 from phalanx.errors import JoinError
 from phalanx.forkserver.signed_store import ForgedValueError, SignedStore
 from phalanx.worker.rendezvous.identity import Identity

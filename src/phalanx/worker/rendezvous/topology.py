@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from phalanx.contract import topology as spelling
+from phalanx.contract.ranks import topology as spelling
 from phalanx.contract.variables import TOPOLOGY
 from phalanx.errors import UsageError
 

@@ -19,7 +19,7 @@ from phalanx.launcher.agent.stopping.linger import LingeringProcesses
 from phalanx.launcher.agent.stopping.signals import SAME, Signals
 from phalanx.launcher.coordination.coordinator import Coordinator
 from phalanx.launcher.options import ShutdownOptions
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
 
 
 class Shutdown:

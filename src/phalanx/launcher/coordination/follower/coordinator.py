@@ -22,7 +22,7 @@ from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.rendezvous_config import RendezvousConfig
 from phalanx.launcher.runs import root_cause
-from phalanx.launcher.workers.readiness import Readiness
+from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 
 _LONGEST = 1 << 14  # characters of a text for the leader

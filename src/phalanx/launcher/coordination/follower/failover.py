@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from phalanx.contract import number_ranges
 from phalanx.contract.messages import worker_messages
-from phalanx.contract.placement import MAX_NODES
+from phalanx.contract.ranks import number_ranges
+from phalanx.contract.ranks.placement import MAX_NODES
 from phalanx.control.endpoint import CONNECT_TIMEOUT, STEADILY, Endpoint, probe
 from phalanx.control.messages import Peer, PeerList, RpcFrame
 from phalanx.errors import JoinError, PhalanxError

@@ -39,7 +39,7 @@ from phalanx.launcher.coordination.quorum import Electorate
 from phalanx.launcher.coordination.rank_assignment import node_info
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.output.log_forwarder import LogForwarder
-from phalanx.launcher.workers.readiness import Readiness
+from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 
 _LONGEST_TEXT = 1 << 15  # characters of the result

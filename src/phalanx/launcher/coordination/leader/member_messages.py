@@ -18,7 +18,7 @@ from phalanx.launcher.coordination.leader.node_changes import NodeChanges
 from phalanx.launcher.coordination.leader.node_commands import NodeCommands
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
 from phalanx.launcher.coordination.leader.remote_output import RemoteOutput
-from phalanx.launcher.workers.readiness import Readiness
+from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 
 _PROGRESS_INTERVAL = 0.5  # seconds between two events about who has joined

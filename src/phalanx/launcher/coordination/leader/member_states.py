@@ -7,7 +7,7 @@ from collections.abc import Collection
 from phalanx.control.leader import roster
 from phalanx.control.leader.roster import RankTable, Roster
 from phalanx.control.messages import AttemptState, StartRanks
-from phalanx.launcher.workers.readiness import Readiness, ReadinessTable
+from phalanx.launcher.workers.regroup.readiness import Readiness, ReadinessTable
 
 _NO_RANKS = RankTable()
 

@@ -22,7 +22,7 @@ from phalanx.launcher.coordination.leader.readmission import Readmission
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.runs import failure_report
-from phalanx.launcher.workers.readiness import Readiness
+from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
 

@@ -8,10 +8,10 @@ from phalanx.cluster.placement import Seat
 from phalanx.control import messages
 from phalanx.control.leader.members import Members
 from phalanx.control.leader.roster import RankTable
-from phalanx.launcher.output.console import Console
+from phalanx.launcher.output.console.console import Console
+from phalanx.launcher.output.console.log_tail import LogTail
+from phalanx.launcher.output.console.noise import Noise
 from phalanx.launcher.output.filters import Std
-from phalanx.launcher.output.log_tail import LogTail
-from phalanx.launcher.output.noise import Noise
 from phalanx.launcher.plan import Plan
 
 

@@ -12,7 +12,7 @@ from itertools import count
 
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
-from phalanx.contract.placement import RankPlacement
+from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.workers.regroup.formation import Formation
 from phalanx.launcher.workers.spawner import Spawner

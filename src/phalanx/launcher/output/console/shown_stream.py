@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from phalanx.launcher.output.line_model import LineModel
-from phalanx.launcher.output.log_tail import LogTail
-from phalanx.launcher.output.sink import Sink
+from phalanx.launcher.output.console.line_model import LineModel
+from phalanx.launcher.output.console.log_tail import LogTail
+from phalanx.launcher.output.console.sink import Sink
 
 _TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?(?!\[)", re.MULTILINE)  # of a traceback: the line has a prefix already
 _MODES_SHARED = (b"25", b"2004")  # that rank 0 may change when there are other ranks

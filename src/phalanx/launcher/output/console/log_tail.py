@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from threading import RLock
 
-from phalanx.launcher.output.noise import Noise
-from phalanx.launcher.output.withheld import Withheld
+from phalanx.launcher.output.console.noise import Noise
+from phalanx.launcher.output.console.withheld import Withheld
 
 CHUNK = 1 << 18  # read from a log at once
 UNKEPT_LIMIT = 1 << 22  # bytes in memory that a full disk did not accept

@@ -22,13 +22,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from phalanx.launcher.output.display import Display
+from phalanx.launcher.output.console.display import Display
+from phalanx.launcher.output.console.line_model import LineModel, columns
+from phalanx.launcher.output.console.log_tail import LogTail
+from phalanx.launcher.output.console.shown_stream import ShownStream
+from phalanx.launcher.output.console.sink import Sink, attributes, restore
+from phalanx.launcher.output.console.withheld import Withheld
 from phalanx.launcher.output.filters import Std
-from phalanx.launcher.output.line_model import LineModel, columns
-from phalanx.launcher.output.log_tail import LogTail
-from phalanx.launcher.output.shown_stream import ShownStream
-from phalanx.launcher.output.sink import Sink, attributes, restore
-from phalanx.launcher.output.withheld import Withheld
 
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _HIDE_TIMEOUT = 5.0  # seconds for the terminal to accept pending output

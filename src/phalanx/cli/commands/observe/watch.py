@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
         key = keys.new(environment().get(PAGE_KEY, "")) if options.page_fd is None else dashboard.key_of(run.folder)
         return server.serve(source, at=options.page_at, fd=options.page_fd, key=key)
-    from phalanx.watch.screen import terminal
+    from phalanx.watch.screen.terminal import terminal
 
     environ = environment()
     if options.plain or not terminal.supports_screen(environ.get("TERM", "")):

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator
 from threading import RLock
 
 from phalanx.contract.visible import visible, visible_line
-from phalanx.launcher.output.shown_stream import ShownStream
-from phalanx.launcher.output.sink import Sink
-from phalanx.launcher.output.withheld import Withheld
+from phalanx.launcher.output.console.shown_stream import ShownStream
+from phalanx.launcher.output.console.sink import Sink
+from phalanx.launcher.output.console.withheld import Withheld
 
 BATCH = 1 << 22  # bytes collected before they are written
 _MOST_MESSAGES = 500  # of phalanx, kept while the console is hidden

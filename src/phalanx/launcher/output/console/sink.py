@@ -10,7 +10,7 @@ import select
 import termios
 from collections.abc import Iterable
 
-from phalanx.launcher.output.line_model import CUT, columns
+from phalanx.launcher.output.console.line_model import CUT, columns
 
 REPAINT = 0.03  # seconds between two states of a bar
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from phalanx.launcher.output.line_model import plain
-from phalanx.launcher.output.noise import Noise
+from phalanx.launcher.output.console.line_model import plain
+from phalanx.launcher.output.console.noise import Noise
 
 DELAY = 10.0  # seconds that a traceback may wait
 USAGE_DELAY = 2.0  # seconds that a usage message may wait for its process to exit

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from phalanx.contract.placement import MAX_RANKS
+from phalanx.contract.ranks.placement import MAX_RANKS
 
 
 def encode(nodes: Sequence[Sequence[int]]) -> str:

@@ -18,7 +18,7 @@ from phalanx.cli.planning import make_plan
 from phalanx.cluster.affinity import spell
 from phalanx.cluster.placement import Seat
 from phalanx.cluster.sources.surroundings import environment
-from phalanx.contract import topology
+from phalanx.contract.ranks import topology
 from phalanx.contract.variables import INTERFACES
 from phalanx.contract.visible import visible
 from phalanx.launcher.plan import Plan

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from phalanx.cli.commands.run import begin
+from phalanx.cli.commands.run.run import begin
 from phalanx.cli.host_specs import rendezvous_config
 from phalanx.cli.launch_context import LaunchContext, script_digest
 from phalanx.cli.options import RunOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from phalanx.watch.screen import text
-from phalanx.watch.screen.text import Line
+from phalanx.watch.screen.terminal import text
+from phalanx.watch.screen.terminal.text import Line
 
 _SGR = {
     "bold": "1",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.cli.commands import run
+from phalanx.cli.commands.run import run
 from phalanx.cli.launch_context import detect_context
 from phalanx.cli.options import HelpRequested, RunOptions, parse_chaos
 from phalanx.cluster.sources.surroundings import environment

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from phalanx.contract.messages import worker_messages
 from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.workers.context import RegroupObserver
-from phalanx.launcher.workers.heartbeats import HeartbeatWatch
+from phalanx.launcher.workers.regroup.heartbeats import HeartbeatWatch
 from phalanx.launcher.workers.regroup.regrouper import Regrouper
 from phalanx.launcher.workers.spawner import Spawner
 from phalanx.launcher.workers.worker import Worker, WorkerState

@@ -9,7 +9,7 @@ import sys
 import time
 
 from phalanx import demo
-from phalanx.cli.commands import run
+from phalanx.cli.commands.run import run
 from phalanx.errors import OptionError
 
 _SCRIPTS = os.path.dirname(os.path.abspath(demo.__file__))

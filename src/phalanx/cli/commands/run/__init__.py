@@ -1,0 +1,1 @@
+"""Verbs that start runs, or what runs need."""

@@ -1,0 +1,1 @@
+"""Where ranks run: the placement of one, and the nodes of all."""
