@@ -32,7 +32,7 @@ _QUIET_START = 3.0  # seconds until slow hosts are named
 _FORCE_AFTER = 3  # presses of Ctrl-C: the third does not wait for node 0 to answer
 
 
-Begin = Callable[..., int]  # `commands/run.begin`
+Begin = Callable[..., int]  # `commands/run/run.begin`
 
 
 def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str], begin: Begin) -> int:

@@ -8,10 +8,11 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+import phalanx
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
 
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGE = Path(phalanx.__file__).resolve().parent
 
 
 def main(argv: list[str]) -> int:
