@@ -32,8 +32,8 @@ NOT_COMMITTED = (
     "failure: run.step(opt, loss=loss) in place of opt.step()"
 )
 NOT_IN_STEP = (
-    "scheduler.step() after run.step(opt) is not part of the committed step, so a training that resumes from it has the "
-    "learning rate of the step before: run.step(opt, scheduler=scheduler, loss=loss) in place of both"
+    "scheduler.step() after run.step(opt) is not part of the committed step, so a training that resumes from it has "
+    "the learning rate of the step before: run.step(opt, scheduler=scheduler, loss=loss) in place of both"
 )
 
 
