@@ -249,6 +249,7 @@ def test_a_loader_of_torch_is_divided_as_it_stands(run: phalanx.Run) -> None:
         (DataLoader(range(8), batch_sampler=[[1, 2], [3]]), {"batch_size": 2}, "has no batch_size"),
         (DataLoader(range(8), 4, sampler=[1, 2, 3]), {}, "has a list: run.loader chooses"),
         (DataLoader(range(8), 4, sampler=RandomSampler(range(8), replacement=True)), {}, "has a RandomSampler"),
+        (DataLoader(range(8), 4, sampler=RandomSampler(range(8), num_samples=4)), {}, "has a RandomSampler"),
     ],
 )
 def test_a_loader_of_torch_that_cannot_be_divided(
