@@ -50,6 +50,10 @@ def test_lines_come_whole_while_the_file_grows(tmp_path: Path) -> None:
         assert list(log.new_lines()) == ["twö"]
     assert list(log.new_lines()) == []
     assert list(log.last_line()) == ["three"]
+    path.write_bytes(b"")  # as `: > stdout.log` does
+    assert list(log.new_lines()) == []
+    path.write_bytes(b"four\n")
+    assert list(log.new_lines()) == ["four"]
     path.write_bytes(b"x" * (3 << 20))
     lines = list(LogFile(WorkerLog(0, 0, 0, str(tmp_path)), "stdout").new_lines())
     assert (len(lines), {len(line) for line in lines}) == (3, {1 << 20})  # memory is bounded

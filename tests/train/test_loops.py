@@ -249,6 +249,7 @@ def test_a_loader_of_torch_is_divided_as_it_stands(run: phalanx.Run) -> None:
         (DataLoader(range(8), batch_sampler=[[1, 2], [3]]), {"batch_size": 2}, "has no batch_size"),
         (DataLoader(range(8), 4, sampler=[1, 2, 3]), {}, "has a list: run.loader chooses"),
         (DataLoader(range(8), 4, sampler=RandomSampler(range(8), replacement=True)), {}, "has a RandomSampler"),
+        (DataLoader(range(8), 4, sampler=RandomSampler(range(8), num_samples=4)), {}, "has a RandomSampler"),
     ],
 )
 def test_a_loader_of_torch_that_cannot_be_divided(
@@ -257,6 +258,26 @@ def test_a_loader_of_torch_that_cannot_be_divided(
     with pytest.raises(UsageError) as caught:
         run.loader(loader, **options)
     assert seen in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["in the step", "after the step", "after the epoch"])
+def test_a_scheduler_outside_of_the_step_is_told(run: phalanx.Run, way: str) -> None:
+    training, data = Training(run), run.loader(numbers(), batch_size=4)
+    decay = torch.optim.lr_scheduler.ExponentialLR(training.opt, 0.9)
+    run.keep(training.model, training.opt, decay, data)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in run.epochs(2):
+            for x, y in data:
+                run.backward(mse_loss(training.net(x), y))
+                run.step(training.opt, scheduler=decay if way == "in the step" else None)
+                if way == "after the step":
+                    decay.step()
+            if way == "after the epoch":
+                decay.step()
+    found = [str(warning.message) for warning in told if "scheduler" in str(warning.message)]
+    assert len(found) == (way == "after the step"), found
+    assert all("run.step(opt, scheduler=scheduler, loss=loss)" in text for text in found)
 
 
 def test_anything_can_be_read(run: phalanx.Run) -> None:

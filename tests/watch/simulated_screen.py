@@ -71,6 +71,9 @@ class Actions:
     def stop(self) -> None:
         self._done("stop")
 
+    def interrupt(self) -> None:
+        self._done("interrupt")
+
     def end_now(self) -> None:
         self._done("end now")
 

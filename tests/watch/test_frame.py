@@ -94,10 +94,10 @@ def test_a_frame_costs_little() -> None:
         model, view, painter = model_of(ranks, 30), View(), Painter(colour=True, ascii_only=False)
         took = []
         for _ in range(20):
-            start = time.perf_counter()
+            start = time.thread_time()
             painter.forget()
             painter.frame(frame.draw(model, view, Canvas(80, 24, UNICODE), NOW), 80, 24)
-            took.append(time.perf_counter() - start)
+            took.append(time.thread_time() - start)
         assert min(took) < 0.01
 
 

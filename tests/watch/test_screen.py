@@ -159,9 +159,12 @@ def test_below_a_run_it_goes_with_the_run_and_ctrl_c_asks(tmp_path: Path) -> Non
         term.until("running")
         term.type("\x03")
         term.until("stop the run.*Ctrl-C again")
+        term.type("n\x03y")  # as in a terminal without a view: it is not `phalanx stop`
+        actions = tmp_path / "actions"
+        until(lambda: actions.exists() and actions.read_text() == "interrupt\n", 30)
+        term.until("stopping the run; Ctrl-C: kill")
         term.type("\x03")
-        until(lambda: (tmp_path / "actions").exists(), 30)
-        assert (tmp_path / "actions").read_text() == "end now\n"
+        until(lambda: actions.read_text() == "interrupt\nend now\n", 30)
         (tmp_path / "over").touch()
         term.until("the run has ended")
         assert term.job.wait(60) == 0

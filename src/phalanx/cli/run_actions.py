@@ -28,6 +28,11 @@ class LocalRunActions:
         with handle(self._run) as process:
             signal.pidfd_send_signal(process, signal.SIGTERM)
 
+    def interrupt(self) -> None:
+        """Ask the run to stop, as Ctrl-C in its terminal does."""
+        with handle(self._run) as process:
+            signal.pidfd_send_signal(process, signal.SIGINT)
+
     def end_now(self) -> None:
         """End the run at once, as pressing Ctrl-C twice does."""
         with handle(self._run) as process:

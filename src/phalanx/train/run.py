@@ -365,6 +365,7 @@ class Run(StatefulRun):
         self._reporter.epoch_begun()
 
     def _batch_done(self) -> None:
+        self._misuse.batch_done()
         self._kept.values.commit_after_step()
         self._halt_if_asked()
 

@@ -112,7 +112,11 @@ class LogFile:
     def new_lines(self) -> Iterator[str]:
         """Yield the lines that were written since the last call."""
         with contextlib.suppress(OSError):
-            if os.stat(self._path).st_size <= self._at:
+            size = os.stat(self._path).st_size
+            if size < self._at:  # somebody has emptied it
+                yield from self._lines.end()
+                self._at = 0
+            if size == self._at:
                 return
             yield from self._read()
 

@@ -86,20 +86,22 @@ def options_of(loader: DataLoader[Any], given: Mapping[str, Any]) -> dict[str, A
     `given`: all options of `run.loader`. The batch size of the DataLoader is that of each rank, if they have none. An
     option that the DataLoader has too must be left out.
     """
-    whole = isinstance(loader.sampler, RandomSampler) and not loader.sampler.replacement
+    sampler, iterable = loader.sampler, is_iterable(loader.dataset)
+    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement
+    whole = iterable or isinstance(sampler, SequentialSampler) or (shuffles and len(sampler) == len(loader.dataset))
     if loader.batch_size is None:
         raise UsageError(
             "the DataLoader has no batch_size: run.loader forms the batches itself, from single samples",
             fix="run.loader(dataset, batch_size=…), with the data set of the DataLoader",
         )
-    if not is_iterable(loader.dataset) and not whole and not isinstance(loader.sampler, SequentialSampler):
+    if not whole:
         raise UsageError(
-            f"the DataLoader has a {name_of(loader.sampler)}: run.loader chooses the samples of each rank itself",
+            f"the DataLoader has a {name_of(sampler)}: run.loader chooses the samples of each rank itself",
             details=["a sampler that weights or filters samples can be a data set: torch.utils.data.Subset"],
             fix=f"DataLoader(dataset, batch_size={loader.batch_size}, shuffle=True), without a sampler",
         )
     own = {
-        "shuffle": whole,
+        "shuffle": shuffles,
         "drop_last": loader.drop_last,
         "num_workers": loader.num_workers,
         "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,

@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
@@ -30,6 +31,10 @@ NOT_COMMITTED = (
     "opt.step() updates this rank and commits nothing: no progress, no checkpoints, and batches are read again after a "
     "failure: run.step(opt, loss=loss) in place of opt.step()"
 )
+NOT_IN_STEP = (
+    "scheduler.step() after run.step(opt) is not part of the committed step, so a training that resumes from it has "
+    "the learning rate of the step before: run.step(opt, scheduler=scheduler, loss=loss) in place of both"
+)
 
 
 class MisuseChecks:
@@ -44,6 +49,7 @@ class MisuseChecks:
         self._uncommitted = 0  # calls of opt.step() in a loop of run.batches, before the first run.step
         self._stepped = False  # run.step was called
         self._commits = 0
+        self._scheduled: list[int] | None = None  # updates that each kept scheduler had counted at the first commit
 
     @property
     def done(self) -> bool:
@@ -83,8 +89,16 @@ class MisuseChecks:
                 self._tell("keep", NOT_KEPT)
             if isinstance(data, DataLoader):
                 self._comparison.take_data(data)
+            self._scheduled = self._updates_counted()
         for found in self._comparison.committed(self._commits):
             self._tell(*found)
+
+    def batch_done(self) -> None:
+        """The script asks for the next batch: all that it does in a step is done."""
+        if self._scheduled is not None:
+            if self._scheduled != self._updates_counted():
+                self._tell("scheduler", NOT_IN_STEP)
+            self._scheduled = None
 
     def unhook(self) -> None:
         """Do not watch for `opt.step()` any longer."""
@@ -103,6 +117,9 @@ class MisuseChecks:
     def _tell(self, subject: str, text: str) -> None:
         if self._warnings is not None:
             self._warnings.warn(subject, text)
+
+    def _updates_counted(self) -> list[int]:
+        return [kept.last_epoch for kept in self._kept.objects.values() if isinstance(kept, LRScheduler)]
 
     def _optimizer_stepped(self) -> None:
         self._uncommitted += 1

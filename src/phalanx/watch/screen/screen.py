@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from phalanx.contract.events import ClusterSample, MetricsMeasured
@@ -50,6 +50,10 @@ class RunActions(Protocol):
 
     def stop(self) -> None:
         """Stop the run as SIGTERM does. Does not wait. Raises PhalanxError."""
+        ...
+
+    def interrupt(self) -> None:
+        """Stop the run as Ctrl-C does. Does not wait. Raises PhalanxError."""
         ...
 
     def end_now(self) -> None:
@@ -220,17 +224,21 @@ class RunScreen:
                 self._left.set()
             case "repaint":
                 self._repaint()
-            case "stop" | "end now":
-                self._start(self._stop(now=action == "end now"))
+            case "stop":
+                self._start(self._stop(self._actions.stop))
+            case "interrupt":
+                self._start(self._stop(self._actions.interrupt))
+            case "end now":
+                self._start(self._stop(self._actions.end_now))
             case "stacks":
                 self._view.pane = Pane("stacks", ["asking all ranks ..."])
                 self._start(self._stacks(self._view.pane))
             case "suspend" | "debugger":
                 self._begin_away(terminal, action)
 
-    async def _stop(self, *, now: bool) -> None:
+    async def _stop(self, stop: Callable[[], None]) -> None:
         try:
-            await asyncio.to_thread(self._actions.end_now if now else self._actions.stop)
+            await asyncio.to_thread(stop)
         except PhalanxError as error:
             self._view.word, self._view.question = str(error), ""
         self._changed.set()

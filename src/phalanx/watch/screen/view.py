@@ -11,7 +11,7 @@ from phalanx.watch.screen.terminal import text
 from phalanx.watch.source import Stream
 
 # What a key asks the screen to do.
-Action = Literal["", "leave", "stop", "end now", "stacks", "debugger", "suspend", "repaint"]
+Action = Literal["", "leave", "stop", "interrupt", "end now", "stacks", "debugger", "suspend", "repaint"]
 Question = Literal["", "stop", "stopping"]
 
 _DIGITS = 6
@@ -60,6 +60,7 @@ class View:
     overview: bool = False
     pane: Pane | None = None
     question: Question = ""
+    interrupted: bool = False  # Ctrl-C has asked the question
     typed: str = ""
     word: str = ""  # message in the last line, until the next key
     over: bool = False  # no more events
@@ -107,7 +108,7 @@ class View:
             return "leave"
         if self.question == "stopping":
             return "end now"
-        self.question = "stop"
+        self.question, self.interrupted = "stop", True
         return ""
 
     def _answer(self, key: str) -> Action:
@@ -115,7 +116,10 @@ class View:
             self.question = "stopping"
             return "end now" if self.owned_by_run else "leave"
         self.question = "stopping" if key in ("y", "Y") else ""
-        return "stop" if self.question else ""
+        interrupted, self.interrupted = self.interrupted, False
+        if not self.question:
+            return ""
+        return "interrupt" if interrupted else "stop"
 
     def _act(self, key: str, model: RunModel) -> Action:
         if key not in ("x", "s", "d"):
