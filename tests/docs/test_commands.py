@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.docs import blocks
-from tests.docs.blocks import EXAMPLES, ROOT, Block
+from tests.docs.blocks import EXAMPLES, Block
 from tests.kit import imported
 from tests.kit.cli import Handle, free_port, phalanx, run, start
 

@@ -1,4 +1,4 @@
-"""A tenth of `make faithful`: the first kinds, forked cold and from a warm fork server, each twice."""
+"""The first kinds of `make faithful`, forked cold and from a warm fork server, each twice."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.xdist_group("faithful"), pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def compared() -> dict[str, Row]:
-    """All of them, one after the other: they share a warm fork server."""
-    return {row.kind.name: row for row in rows(TENTH, ("cold", "warm"), jobs=1, limit=LIMIT)}
+    """All of them, two at a time: most of a run is one process that imports."""
+    return {row.kind.name: row for row in rows(TENTH, ("cold", "warm"), jobs=2, limit=LIMIT)}
 
 
 @pytest.mark.parametrize("kind", TENTH, ids=lambda kind: kind.name)
