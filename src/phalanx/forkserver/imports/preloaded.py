@@ -292,7 +292,7 @@ def _recorded(layer: Layer) -> Iterator[None]:
 
     os.environ._data = _Variables(data, layer)  # type: ignore[attr-defined]
     atexit.register = note  # type: ignore[assignment]
-    builtins.__import__ = import_  # type: ignore[assignment]
+    builtins.__import__ = import_
     importlib.import_module = import_module
     try:
         yield
