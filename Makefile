@@ -15,14 +15,15 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 demo: $(if $(wildcard $(VENV)/ready),$(VENV)/ready,$(VENV)/base)
 	@$(BIN)/phalanx demo
 
-# What a contributor runs: unit tests, and real runs on this host. tests/kit/tiers.py decides which. Three processes fill
+# What a contributor runs: unit tests, and real runs on this host. tests/kit/tiers.py decides which. Four processes fill
 # two cores, because tests wait in between.
 test: $(VENV)/ready
-	@$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not alone and not extended"
+	@$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not alone and not extended"
 
 # All tests: with namespaces, Slurm, MPI, Chromium, sanitizers, torch's own suite and torchrun. No test gets a second try.
+# Five processes: those with tests of several nodes wait most of the time.
 test-all: $(VENV)/ready
-	@$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not alone"
+	@$(BIN)/python -m pytest -n 5 --dist loadgroup -m "not alone"
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 # Every kind of script under torchrun and under phalanx: the same exit code, output, files and numbers.
@@ -39,8 +40,8 @@ SEED ?= 1
 fuzz: $(VENV)/ready
 	@$(BIN)/python -m tests.fuzz --seed $(SEED)
 
-# 1,000 faults in real runs, each checked against an undisturbed run: about an hour on 2 cores. `make test-all` runs a
-# tenth of them. A part: make chaos FAULTS=100; one kind: make chaos KIND=store
+# 1,000 faults in real runs, each checked against an undisturbed run: about an hour on 2 cores. `make test-all` runs
+# the first of each kind. A part: make chaos FAULTS=100; one kind: make chaos KIND=store
 chaos: $(VENV)/ready
 	@$(BIN)/python -m tests.chaos --seed $(SEED) $(if $(FAULTS),--faults $(FAULTS)) $(if $(KIND),--kind $(KIND))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import signal
 from pathlib import Path
@@ -104,16 +103,3 @@ def test_the_plain_script(tmp_path: Path) -> None:
     done = imported.python(str(PORT / "plain.py"), cwd=str(tmp_path))
     assert done.code == 0, done.err
     assert [int(epoch) for epoch, _, _ in LINE.findall(done.out)] == [0, 1, 2, 3]
-
-
-def test_the_other_ports(tmp_path: Path) -> None:
-    jobs = {}
-    for name, needs in (("accelerate", "accelerate"), ("fabric", "lightning")):
-        assert importlib.util.find_spec(needs), f"{needs} is in the extra dev: make clean test"
-        (tmp_path / name).mkdir()
-        jobs[name] = start("run", "-g", "2", "--cpu", str(PORT / f"with_{name}.py"), cwd=str(tmp_path / name))
-    for job in jobs.values():
-        assert job.wait(120) == 0, job.out + job.err
-        accuracies = [float(accuracy) for _, accuracy, _ in LINE.findall(job.out)]
-        assert len(accuracies) == 4
-        assert accuracies[-1] > 85

@@ -61,7 +61,7 @@ def _linked(folder: str) -> None:
     os.symlink("real/main_facts.py", os.path.join(folder, "link.py"))
 
 
-# The tenth that the test suite runs comes first. Together they cover files closed at exit, variables set before torch
+# Those that the test suite runs come first. Together they cover files closed at exit, variables set before torch
 # is imported, numbers and the end of a group, a failure, what a script sees of itself, and its children.
 KINDS = (
     Kind("csv_log"),

@@ -221,7 +221,7 @@ class _Scene:
             return
         # It is not to be found by those tests that have nothing to do with it.
         with state.orphans_left_alone():
-            made = phalanx("warm", "--preload", ",".join(self.alike[0] | ALWAYS_IMPORTED), env=self.env)
+            made = phalanx("warm", "--preload", ",".join(self.alike[0] | ALWAYS_IMPORTED), env=self.env, timeout=180)
         assert made.code == 0, made.out + made.err
         self.fork_server = int(made.out.split("(pid ")[1].split(")")[0])
 

@@ -38,7 +38,9 @@ def test_the_modules_reappear_as_they_were(tmp_path: Path) -> None:
         "import os\nVALUE = os.environ.get('LATE')\nos.environ['WRITTEN'] = 'by import'\n"
     )
     (tmp_path / "pack").mkdir()
-    (tmp_path / "pack/__init__.py").write_text("import late, json\n")
+    (tmp_path / "pack/__init__.py").write_text(
+        "import late, json\n__import__('late', fromlist=['VALUE'])  # as libraries do\n"
+    )
     (tmp_path / "pack/part.py").write_text("import atexit\natexit.register(print, 'part at exit')\n")
     (tmp_path / "test.py").write_text(
         textwrap.dedent("""

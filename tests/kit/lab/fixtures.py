@@ -23,7 +23,7 @@ _made = pytest.StashKey[Lab]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of the lab on three workers, so that each makes one: those that need daemons, and two halves of the rest."""
+    """Tests of the lab on three workers, each with one: those that need daemons, and two halves of the others."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             names = getattr(item, "fixturenames", ())

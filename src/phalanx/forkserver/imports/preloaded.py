@@ -266,18 +266,18 @@ def _recorded(layer: Layer) -> Iterator[None]:
     register, plain, by_name = atexit.register, builtins.__import__, importlib.import_module
     recording = True
 
-    def import_(name: str, names: Any = None, own: Any = None, items: Any = (), level: int = 0) -> Any:
-        found = plain(name, names, own, items, level)
-        importer = (names or {}).get("__name__") or ""
+    def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
+        found = plain(name, globals, locals, fromlist, level)  # libraries pass these by keyword, too
+        importer = (globals or {}).get("__name__") or ""
         if not importer or importer.startswith(
             ("importlib.", "_frozen_importlib")
         ):  # a native module that is being initialized
             importer = _importing(sys._getframe(1))
-        package = (names or {}).get("__package__") or importer.rpartition(".")[0]
+        package = (globals or {}).get("__package__") or importer.rpartition(".")[0]
         full = importlib.util.resolve_name("." * level + name, package) if level else name
         imported = layer.imports.setdefault(importer, set())
         imported.add(full)
-        imported.update(f"{full}.{item}" for item in items or ())
+        imported.update(f"{full}.{item}" for item in fromlist or ())
         return found
 
     def import_module(name: str, package: str | None = None) -> Any:
@@ -292,7 +292,7 @@ def _recorded(layer: Layer) -> Iterator[None]:
 
     os.environ._data = _Variables(data, layer)  # type: ignore[attr-defined]
     atexit.register = note  # type: ignore[assignment]
-    builtins.__import__ = import_  # type: ignore[assignment]
+    builtins.__import__ = import_
     importlib.import_module = import_module
     try:
         yield
