@@ -40,8 +40,8 @@ SEED ?= 1
 fuzz: $(VENV)/ready
 	@$(BIN)/python -m tests.fuzz --seed $(SEED)
 
-# 1,000 faults in real runs, each checked against an undisturbed run: about an hour on 2 cores. `make test-all` runs
-# the first of each kind. A part: make chaos FAULTS=100; one kind: make chaos KIND=store
+# 1,000 faults in real runs, each checked against an undisturbed run: about an hour on 2 cores. `make test-all` runs a
+# tenth of them. A part: make chaos FAULTS=100; one kind: make chaos KIND=store
 chaos: $(VENV)/ready
 	@$(BIN)/python -m tests.chaos --seed $(SEED) $(if $(FAULTS),--faults $(FAULTS)) $(if $(KIND),--kind $(KIND))
 
