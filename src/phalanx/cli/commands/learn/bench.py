@@ -8,11 +8,10 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-import phalanx
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
 
-PACKAGE = Path(phalanx.__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def main(argv: list[str]) -> int:
