@@ -6,6 +6,7 @@ One thread, one poll. `serve` returns only in a child that becomes a worker.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -13,7 +14,7 @@ import socket
 import time
 from typing import Any
 
-from . import linux, store, wire
+from . import linux, wire
 from .child import cuda, finalization, setup, teardown
 from .imports import preload, shadows
 from .imports.restart import FreshStart
@@ -147,14 +148,15 @@ class ForkServer:
             for number in setup.SCHEDULER_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
         if request["do"] == "store" and request.get("exec"):
-            listener, heartbeat = fds[3:]
-            for fd in (listener, heartbeat):
+            listener, agent = fds[3:]
+            for fd in (listener, agent):
                 os.set_inheritable(fd, True)
-            where = [str(listener), request["address"], str(request["port"])]
-            request["exec"] += [*where, str(heartbeat), str(int(request["outlives"]))]
+            request["exec"] += [str(listener), str(agent), json.dumps(request["store"])]
         elif request["do"] == "store":
-            watched = fds[4] if len(fds) > 4 else None  # a caller of `spawn` does not watch its store
-            store.host(fds[3], request["address"], request["port"], watched, outlives=request.get("outlives", False))
+            from .store import host  # here, not above: scripts do not find what it imports
+
+            watcher = fds[4] if len(fds) > 4 else None  # a caller of `spawn` does not watch its store
+            host.host(fds[3], watcher, host.StoreOrder(**request["store"]))
             os._exit(0)  # the agent is gone
         if request.get("exec"):
             for fd in fds[:3]:

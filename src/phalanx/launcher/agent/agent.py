@@ -193,6 +193,7 @@ class NodeAgent:
             blame=self._watchers.blame,
             memory_kill=self._memory_kills.latest,
             sources=self._fork_server.sources,
+            store_peers=self._services.store_peers if rendezvous is not None else None,
         )
 
     def _print_result(self, result: RunResult) -> tuple[int, str]:

@@ -14,6 +14,7 @@ from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.viewers.dashboard import Dashboard
 from phalanx.launcher.viewers.event_server import EventServer
 from phalanx.launcher.workers.probes import StatusBoard
+from phalanx.launcher.workers.store_peers import StorePeers
 from phalanx.launcher.workers.watched import WatchContext, WatchedAgent
 
 
@@ -26,6 +27,7 @@ class NodeServices:
         plan = agent.plan
         rendezvous = plan.rendezvous
         self._snapshot_memory = _snapshot_memory(agent)
+        self.store_peers = StorePeers(coordinator, rpc)
         self.board = StatusBoard(checks=plan.hang.check_collectives)
         self.control_socket = ControlSocket(folder)
         self.debugging = DebugSessions(
@@ -53,7 +55,7 @@ class NodeServices:
         await self.dashboard.end()
         if self._snapshot_memory is not None:
             self._snapshot_memory.close()
-        for service in (self.debugging, self.control_socket, self._event_server, self.board):
+        for service in (self.debugging, self.control_socket, self._event_server, self.store_peers, self.board):
             service.close()
 
 

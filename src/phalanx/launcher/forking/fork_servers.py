@@ -126,10 +126,12 @@ def _spawn(line: list[str], environ: dict[str, str], theirs: socket.socket, log:
 
 def store_order(fork_server: ForkServerClient, plan: Plan, port: int) -> wire.Message:
     """Return the order to start the store: forked if the fork server has torch, else executed."""
-    order: wire.Message = {"do": "store", "name": "store", "address": plan.group.master_addr, "port": port}
-    order |= {"environ": dict(plan.environ), "outlives": fork_server.is_child}
+    store = {"address": plan.group.master_addr, "port": port, "outlives": fork_server.is_child}
+    store["remote"] = plan.rendezvous is not None
+    store["gate"] = plan.rendezvous is None or bool(plan.rendezvous.token.key)
+    order: wire.Message = {"do": "store", "name": "store", "environ": dict(plan.environ), "store": store}
     if not fork_server.forks:
-        order["exec"] = [plan.command.python, os.path.join(_FOLDER, "store.py")]
+        order["exec"] = [plan.command.python, os.path.join(_FOLDER, "store")]
     return order
 
 

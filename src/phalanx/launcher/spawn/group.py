@@ -162,7 +162,8 @@ class SpawnGroup:
             return
         if self._hosts_store:
             port = self._listener.getsockname()[1]
-            order = {"do": "store", "name": "store", "environ": environment(), "address": _ADDRESS, "port": port}
+            store = {"address": _ADDRESS, "port": port}
+            order = {"do": "store", "name": "store", "environ": environment(), "store": store}
             self._send(order, (nothing, nothing, nothing, self._listener.fileno()))
         self._listener.close()
 

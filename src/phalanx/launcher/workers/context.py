@@ -14,6 +14,7 @@ from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.probes import StatusBoard
 from phalanx.launcher.workers.regroup.timeouts import Blame
+from phalanx.launcher.workers.store_peers import StorePeers
 from phalanx.launcher.workers.worker import WorkerFailure
 
 
@@ -54,3 +55,4 @@ class WorkerGroupContext:
     blame: Blame | None = None  # explains the timeout of a rank
     memory_kill: Callable[[int], str] | None = None  # what the kernel reports about memory when this pid was killed
     sources: SourceSnapshot | None = None  # the script and its modules, as the run began with them
+    store_peers: StorePeers | None = None  # whether processes of other nodes may connect to the store; None: one node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import os
 import signal
 import socket
@@ -12,17 +13,19 @@ import time
 from collections.abc import Callable
 
 from phalanx.contract import events
-from phalanx.forkserver import linux, signed_store
+from phalanx.forkserver import linux, signed_store, wire
 from phalanx.launcher.forking import fork_servers, liveness
 from phalanx.launcher.forking.liveness import Liveness
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.workers.store_peers import StorePeers
 from phalanx.launcher.workers.workers import Workers
 from phalanx.recover.decision import store_delay
 
 NAME = "store"  # as the fork server knows it
 _LOG = "store.log"
+_MESSAGE = 4096  # bytes of a message of the store, at most
 
 
 def leave_key(plan: Plan, folder: RunFolder) -> None:
@@ -49,6 +52,7 @@ class StoreProcess:
         folder: RunFolder,
         note: Callable[[str], None],
         over: asyncio.Event,
+        peers: StorePeers | None,
     ) -> None:
         self._plan = plan
         self._listener = listener  # bound once: each attempt has a new store at the same address. None: another node's
@@ -56,9 +60,11 @@ class StoreProcess:
         self._folder = folder
         self._note = note
         self._over = over  # of the attempt
+        self._peers = peers  # None: no other node has ranks
+        self._asking: set[asyncio.Task[None]] = set()
         self._pid = 0  # 0: it does not run
         self._ordered = False  # from the fork server
-        self._heartbeat: int | None = None  # the pipe to which the store writes each time that it has answered
+        self._link: socket.socket | None = None  # to the store: it sends a heartbeat each second, and who was refused
         self._liveness = Liveness(plan.recovery.worker_timeout)
         self._failed_starts = 0  # in a row: stores that ended before they had answered
         self._watch: asyncio.Task[None] | None = None
@@ -100,34 +106,58 @@ class StoreProcess:
         order = fork_servers.store_order(fork_server, self._plan, self._plan.group.master_port)
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         log = self._folder.open_log(_LOG)
-        theirs = self._open_heartbeat()
-        with contextlib.suppress(OSError):
-            fork_server.send(order, [nowhere, log, log, listener.fileno(), theirs])
-        for fd in (nowhere, log, theirs):
+        with self._open_link() as theirs, contextlib.suppress(OSError):
+            fork_server.send(order, [nowhere, log, log, listener.fileno(), theirs.fileno()])
+        for fd in (nowhere, log):
             os.close(fd)
         if self._watch is None:
             self._watch = loop.create_task(self._watch_liveness())
 
-    def _open_heartbeat(self) -> int:
-        """Return the store's end of a new heartbeat pipe."""
-        self._close_heartbeat()
+    def _open_link(self) -> socket.socket:
+        """Return the store's end of a new socket to it."""
+        self._close_link()
         self._liveness = Liveness(self._plan.recovery.worker_timeout)
-        self._heartbeat, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        asyncio.get_running_loop().add_reader(self._heartbeat, self._beat, self._heartbeat)
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._link.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._link.fileno(), self._receive, self._link)
         return theirs
 
-    def _beat(self, pipe: int) -> None:
-        if os.read(pipe, 4096):
-            self._liveness.heard()
-            self._failed_starts = 0
-        else:  # the store is gone: its exit is reported, too
-            self._close_heartbeat()
+    def _receive(self, link: socket.socket) -> None:
+        try:
+            data = link.recv(_MESSAGE)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:  # the store is gone: its exit is reported, too
+            self._close_link()
+            return
+        match message := json.loads(data):
+            case {"is": "beat"}:
+                self._liveness.heard()
+                self._failed_starts = 0
+            case {"is": "refused"}:
+                self._note(f"the store refused a connection of {message['who']}: only ranks of this run may connect")
+            case {"is": "ask"}:
+                task = asyncio.get_running_loop().create_task(self._ask(link, message))
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
+            case {"is": "open"}:
+                self._note(f"whoever reaches its port can connect to the store: {message['why']}")
 
-    def _close_heartbeat(self) -> None:
-        if self._heartbeat is not None:
-            asyncio.get_running_loop().remove_reader(self._heartbeat)
-            os.close(self._heartbeat)
-            self._heartbeat = None
+    async def _ask(self, link: socket.socket, message: wire.Message) -> None:
+        """Answer the store whether a process of another node may connect."""
+        near, far = (str(message["near"][0]), message["near"][1]), (str(message["far"][0]), message["far"][1])
+        admitted = self._peers is not None and await self._peers.admits(near, far)
+        with contextlib.suppress(OSError):  # the store is gone
+            answer = json.dumps({"number": message["number"], "admitted": admitted}).encode("ascii")
+            await asyncio.get_running_loop().sock_sendall(link, answer)
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            asyncio.get_running_loop().remove_reader(self._link.fileno())
+            self._link.close()
+            self._link = None
 
     async def _watch_liveness(self) -> None:
         while True:
@@ -196,7 +226,7 @@ class StoreProcess:
         self._pid = 0
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
-        self._close_heartbeat()
-        for task in (self._watch, self._restart):
+        self._close_link()
+        for task in (self._watch, self._restart, *self._asking):
             if task is not None:
                 task.cancel()

@@ -75,7 +75,13 @@ class WorkerGroup:
             on_probe_message=self._probe_message,
         )
         self.store = StoreProcess(
-            start.plan, start.listener, workers, folder=context.folder, note=context.note, over=self.over
+            start.plan,
+            start.listener,
+            workers,
+            folder=context.folder,
+            note=context.note,
+            over=self.over,
+            peers=context.store_peers,
         )
         self._stopper = stopper = Stopper(workers, channels, context.folder, context.note)
         self._regrouper = regrouper = Regrouper(

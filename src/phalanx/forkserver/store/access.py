@@ -1,0 +1,181 @@
+"""Who may connect to the store: processes of this user on this host, and ranks for which another node vouches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pwd
+import socket
+import time
+from collections import Counter
+from enum import Enum
+from typing import Any, NamedTuple
+
+from .peers import Address, PeerLookup, plain
+
+_MOST_NAMED = 16  # callers that are named; a port scan of thousands is not
+_MOST_ASKED = 128  # connections of one host about which the agent is asked at a time
+_MOST_ASKED_IN_ALL = 1024
+_DEADLINE = 30.0  # seconds for the agent, which has an answer after 10; later the connection is closed
+_MESSAGE = 4096  # bytes of a message, at most
+
+
+def log(text: str) -> None:
+    """Write a line to the log of the store, which is the standard error of its process."""
+    os.write(2, f"{text}\n".encode())
+
+
+class AgentLink:
+    """The store's end of its socket to the agent: packets of JSON. Without an agent, nothing is sent."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._sock = None if fd is None else socket.socket(fileno=fd)
+        if self._sock is not None:
+            self._sock.setblocking(False)
+
+    def fileno(self) -> int:
+        """Return its descriptor. -1: there is no agent."""
+        return -1 if self._sock is None else self._sock.fileno()
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._sock is not None:
+            self._sock.close()
+
+    def send(self, **message: object) -> bool:
+        """Send a message. Return False if the agent cannot take it now. Raises BrokenPipeError if it is gone."""
+        if self._sock is None:
+            return False
+        try:
+            self._sock.send(json.dumps(message).encode("ascii"))
+        except BlockingIOError:  # the agent is busy, or stopped
+            return False
+        return True
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return a message of the agent. None: the agent is gone."""
+        if self._sock is None:
+            return None
+        try:
+            data = self._sock.recv(_MESSAGE)
+        except ConnectionResetError:
+            return None
+        return dict(json.loads(data)) if data else None
+
+
+class AccessDecision(Enum):
+    """Whether a connection is accepted."""
+
+    ADMITTED = "admitted"
+    ASKED = "asked"  # the agent decides
+    REFUSED = "refused"
+
+
+class _Asked(NamedTuple):
+    """A connection about which the agent is asked."""
+
+    sock: socket.socket
+    host: str
+    who: str
+    since: float
+
+
+class StoreAccess:
+    """Decides about each connection, by the user who has its other end. Each caller that is refused is named once.
+
+    `remote`: ranks of other nodes connect, too. For these the agent decides: it asks the node.
+    """
+
+    def __init__(self, link: AgentLink, *, remote: bool) -> None:
+        self._link = link
+        self._remote = remote
+        self._lookup = PeerLookup()
+        self._user = os.getuid()
+        self._asked: dict[int, _Asked] = {}
+        self._waiting: Counter[str] = Counter()  # how many of them, by host
+        self._numbers = itertools.count(1)
+        self._named: set[str] = set()
+        self.checks = self._lookup.works()
+
+    def judge(self, sock: socket.socket) -> AccessDecision:
+        """Decide about a connection that was just made."""
+        try:
+            peer, own = _address(sock.getpeername()), _address(sock.getsockname())
+            user = self._lookup.user(peer, own)
+        except OSError:  # it is gone already, or the kernel does not tell any more
+            return AccessDecision.REFUSED
+        if user == self._user:
+            return AccessDecision.ADMITTED
+        who = _name(user) if user is not None else f"{peer[0]}, which is no process of this host that lives"
+        if self._remote and self._ask(sock, peer, own, who):
+            return AccessDecision.ASKED
+        self._refused(who)
+        return AccessDecision.REFUSED
+
+    def close(self) -> None:
+        """Close the connections that wait for an answer."""
+        self._lookup.close()
+        for asked in self._asked.values():
+            asked.sock.close()
+
+    def _ask(self, sock: socket.socket, peer: Address, own: Address, who: str) -> bool:
+        self._close_unanswered(time.monotonic() - _DEADLINE)
+        if self._waiting[peer[0]] >= _MOST_ASKED or len(self._asked) >= _MOST_ASKED_IN_ALL:
+            return False
+        number = next(self._numbers)
+        if not self._tell(**{"is": "ask", "number": number, "near": peer, "far": own}):
+            return False
+        self._asked[number] = _Asked(sock, peer[0], who, time.monotonic())
+        self._waiting[peer[0]] += 1
+        return True
+
+    def answered(self, message: dict[str, Any]) -> socket.socket | None:
+        """Take an answer of the agent. Return the connection that is admitted, if it is."""
+        asked = self._take(message["number"])
+        if asked is None:  # the answer comes too late
+            return None
+        if message["admitted"]:
+            return asked.sock
+        asked.sock.close()
+        self._refused(asked.who)
+        return None
+
+    def _close_unanswered(self, before: float) -> None:
+        """Close the connections about which the agent was asked before that time."""
+        for number in [number for number, asked in self._asked.items() if asked.since <= before]:
+            if (asked := self._take(number)) is not None:
+                asked.sock.close()
+
+    def _take(self, number: int) -> _Asked | None:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+            self._waiting[asked.host] -= 1
+            if not self._waiting[asked.host]:
+                del self._waiting[asked.host]
+        return asked
+
+    def _refused(self, who: str) -> None:
+        if who in self._named or len(self._named) >= _MOST_NAMED:
+            return
+        self._named.add(who)
+        log(f"refused a connection of {who}")
+        self._tell(**{"is": "refused", "who": who})
+
+    def _tell(self, **message: object) -> bool:
+        """Send a message to the agent. Return False if it cannot take it, or is gone, which the server notices."""
+        try:
+            return self._link.send(**message)
+        except OSError:
+            return False
+
+
+def _address(found: tuple[str, int]) -> Address:
+    return plain(found[0]), found[1]
+
+
+def _name(user: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"user {user}"
