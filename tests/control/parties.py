@@ -145,7 +145,7 @@ class Speaker:
         words = messages.encode(arrival(member)) if words is None else words
         return messages.encode(JoinRequest(protocol=messages.PROTOCOL, info=words))
 
-    async def answered(self) -> messages.Welcome | messages.Resumed | messages.Refusal:
+    async def answered(self) -> messages.Welcome | messages.ConnectionResumed | messages.Refusal:
         return messages.answer.decode(await self.ws.receive_bytes(timeout=5))
 
     async def enter(self, member: int | None = 1) -> None:

@@ -17,6 +17,7 @@ from phalanx.contract.ranks.placement import PartialPlacement
 from phalanx.control import messages
 from phalanx.control.messages import (
     AttemptEnded,
+    ConnectionResumed,
     EndMessage,
     FailureReport,
     FirstStepCommitted,
@@ -35,7 +36,6 @@ from phalanx.control.messages import (
     Refusal,
     Regroup,
     RegroupReady,
-    Resumed,
     ResumeRequest,
     SignalReceived,
     Start,
@@ -69,7 +69,7 @@ EXAMPLES: dict[str, list[Message]] = {
     "node_info": [FULL],
     "answer": [
         Refusal(kind="run", leader="a", member="b"),
-        Resumed(received=3),
+        ConnectionResumed(received=3),
         Welcome(member=1, run="r", leader="h", node_timeout=15.0, notes=("n",)),
     ],
     "from_leader": [

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.contract import events
-from phalanx.contract.run_metadata import GitState, Gpu, Machine, RunMetadata
+from phalanx.contract.run_metadata import GitState, GpuInfo, Machine, RunMetadata
 from phalanx.errors import LaunchError, PortError, ScriptError
 from phalanx.forkserver import linux, wire
 from phalanx.launcher.command import Command
@@ -195,7 +195,7 @@ def test_every_event_survives_the_file() -> None:
         script="/t.py",
         hyperparameters={"lr": 0.1, "epochs": 3, "amp": True, "data": "x", "limit": None},
         git=GitState(root="/", commit="f" * 40, dirty=True),
-        machine=Machine(host="h", gpus=(Gpu(index=0, name="H200"),)),
+        machine=Machine(host="h", gpus=(GpuInfo(index=0, name="H200"),)),
     )
     for kind in events.AnyEvent.__args__:
         values = {"time": 1.5}

@@ -24,7 +24,7 @@ from phalanx.train.non_finite_guard import (
     NonFiniteGuard,
     Policy,
     Skip,
-    Stop,
+    StopTraining,
     checked_policy,
     decide,
     describe,
@@ -93,7 +93,7 @@ def test_decision(policy: Policy, skipped: list[int], finite: bool, stops: str) 
     if not stops:
         assert found == Skip()
     else:
-        assert isinstance(found, Stop)
+        assert isinstance(found, StopTraining)
         assert stops in found.why
 
 

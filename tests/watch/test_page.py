@@ -18,7 +18,7 @@ from playwright.async_api import Browser, Page
 from benchmarks.common import browser
 from benchmarks.common.browser import wait_for
 from phalanx.contract import events
-from phalanx.contract.run_metadata import GitState, Gpu, Machine, RunMetadata
+from phalanx.contract.run_metadata import GitState, GpuInfo, Machine, RunMetadata
 from phalanx.watch.model import simulation
 from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.model.series import resources
@@ -352,7 +352,7 @@ def test_what_ran_is_shown(stage: Stage) -> None:
                 hyperparameters={"lr": 0.1, "amp": True},
                 git=GitState(root="/home/me", commit="3f" * 20, branch="main", dirty=True),
                 versions={"torch": "2.9.1", "cuda": "12.8"},
-                machine=Machine(host="a", cpus=8, memory=1 << 34, gpus=(Gpu(index=0, name="H200"),) * 2),
+                machine=Machine(host="a", cpus=8, memory=1 << 34, gpus=(GpuInfo(index=0, name="H200"),) * 2),
             )
             await made.tell(events.RunDescribed(time=time.time(), metadata=metadata))
             line = "lr 0.1 · amp true · commit 3f3f3f3* · torch 2.9.1"

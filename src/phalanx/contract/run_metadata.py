@@ -24,7 +24,7 @@ class GitState(msgspec.Struct, frozen=True, kw_only=True):
     diff_truncated: bool = False  # the diff was longer than the limit
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class GpuInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU, or a MIG slice, that a worker of this run can use."""
 
     index: int
@@ -40,7 +40,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     cpu: str = ""  # model name
     cpus: int = 0  # logical CPUs that this process may use
     memory: int = 0  # bytes
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuInfo, ...] = ()
     driver: str = ""  # version of the NVIDIA driver; empty: there is none
 
 

@@ -7,7 +7,7 @@ member                         leader
   | <=== messages ===============> |
   | ------- connects again ------> |   if the connection broke
   | ------- ResumeRequest -------> |
-  | <------ Resumed or Refusal --- |
+  | <- ConnectionResumed, Refusal  |
   | <=== messages ===============> |   each one once, and in order: outbox.py
 """
 
@@ -59,7 +59,7 @@ class ResumeRequest(Message, frozen=True, kw_only=True, tag="resume-request"):
     received: Count  # messages of the leader
 
 
-class Resumed(Message, frozen=True, kw_only=True, tag="resumed"):
+class ConnectionResumed(Message, frozen=True, kw_only=True, tag="resumed"):
     """The member continues with a new connection."""
 
     received: Count  # messages of the member
@@ -385,7 +385,7 @@ FromMember = (
 
 request: Decoder[JoinRequest | ResumeRequest] = Decoder(JoinRequest | ResumeRequest, "msgpack")
 node_info: Decoder[NodeInfo] = Decoder(NodeInfo, "msgpack")
-answer: Decoder[Welcome | Resumed | Refusal] = Decoder(Welcome | Resumed | Refusal, "msgpack")
+answer: Decoder[Welcome | ConnectionResumed | Refusal] = Decoder(Welcome | ConnectionResumed | Refusal, "msgpack")
 from_leader: Decoder[FromLeader] = Decoder(FromLeader, "msgpack")
 from_member: Decoder[FromMember] = Decoder(FromMember, "msgpack")
 

@@ -34,22 +34,24 @@ class Skip:
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopTraining:
     """Stop the run."""
 
     why: str
 
 
-def decide(policy: Policy, step: int, skipped: Sequence[int], *, state_is_finite: bool) -> Skip | Stop:
+def decide(policy: Policy, step: int, skipped: Sequence[int], *, state_is_finite: bool) -> Skip | StopTraining:
     """Return what to do about an update of `step` that is not finite. `skipped`: the steps that were skipped so far."""
     if not state_is_finite:
-        return Stop("the parameters or buffers of the last committed step are not finite either")
+        return StopTraining("the parameters or buffers of the last committed step are not finite either")
     if policy == "stop":
-        return Stop("--on-nan stop")
+        return StopTraining("--on-nan stop")
     recent = [each for each in skipped if each > step - WINDOW]
     if len(recent) >= MOST_SKIPPED:
         which = ", ".join(map(str, recent))
-        return Stop(f"--on-nan rollback skips at most {MOST_SKIPPED} batches in {WINDOW} steps; skipped: {which}")
+        return StopTraining(
+            f"--on-nan rollback skips at most {MOST_SKIPPED} batches in {WINDOW} steps; skipped: {which}"
+        )
     return Skip()
 
 
@@ -152,7 +154,7 @@ class NonFiniteGuard:
             case Skip():
                 self.skipped = [each for each in self.skipped if each > step - WINDOW] + [step]
                 self.latest = what, seconds
-            case Stop(why):
+            case StopTraining(why):
                 self._kept.drop_unfinished_step()
                 self.skipped = []  # a run that resumes begins to count again
                 raise self._stopped(f"stopped before the update of step {step}: {what}", why, save=not bad)

@@ -37,7 +37,7 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True, tag="measured-step
     values: dict[str, float | None] = {}  # None: not finite
 
 
-class BatchSkipped(msgspec.Struct, frozen=True, tag="batch-skipped"):
+class SkippedBatch(msgspec.Struct, frozen=True, tag="batch-skipped"):
     """From rank 0: an update was not finite, so it was dropped and its batch skipped (`--on-nan rollback`)."""
 
     step: int
@@ -142,7 +142,7 @@ FromWorker = (
     Hello
     | Heartbeat
     | MeasuredStep
-    | BatchSkipped
+    | SkippedBatch
     | Entering
     | FirstStep
     | Done

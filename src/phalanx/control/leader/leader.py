@@ -31,11 +31,11 @@ from phalanx.control.leader.members import JoinedMember, Members
 from phalanx.control.leader.rendezvous import Rendezvous
 from phalanx.control.leader.server import CLOSE_TIMEOUT, ControlServer
 from phalanx.control.messages import (
+    ConnectionResumed,
     JoinRequest,
     Message,
     NodeInfo,
     Refusal,
-    Resumed,
     ResumeRequest,
     Waiting,
     Welcome,
@@ -180,7 +180,7 @@ class Leader:
         if member is None or self._closing or not member.resume(applicant.transport, request.received):
             return Refusal(kind="gone", leader="the membership has ended"), None
         self._events.note(f"{self.members.name(member.id)} has connected again: its connection had broken")
-        return Resumed(received=member.outbox.received), member
+        return ConnectionResumed(received=member.outbox.received), member
 
     def _admit(self, applicant: Applicant, join: JoinRequest) -> tuple[Message, JoinedMember | None]:
         fatal = self.members.names.managed and not self._rendezvous.begun

@@ -17,7 +17,7 @@ from aiohttp import WSMsgType
 
 from phalanx.control import messages, tls
 from phalanx.control.endpoint import Endpoint
-from phalanx.control.messages import Pong, Refusal, Resumed, ResumeRequest, Welcome
+from phalanx.control.messages import ConnectionResumed, Pong, Refusal, ResumeRequest, Welcome
 from phalanx.control.outbox import LimitExceededError, Outbox
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class LeaderConnection:
             except (aiohttp.ClientError, OSError, msgspec.MsgspecError):  # TimeoutError, too
                 pass
             else:
-                if isinstance(answer, Resumed) and self._outbox.rewind(answer.received):
+                if isinstance(answer, ConnectionResumed) and self._outbox.rewind(answer.received):
                     self._continue(ws)
                     return True
                 await ws.close()
@@ -152,7 +152,7 @@ class LeaderConnection:
             await asyncio.sleep(_RETRY_INTERVAL)
         return False
 
-    async def _ask_to_resume(self, ws: aiohttp.ClientWebSocketResponse) -> Welcome | Resumed | Refusal:
+    async def _ask_to_resume(self, ws: aiohttp.ClientWebSocketResponse) -> Welcome | ConnectionResumed | Refusal:
         request = ResumeRequest(
             member=self.welcome.member, session=self.welcome.session, received=self._outbox.received
         )

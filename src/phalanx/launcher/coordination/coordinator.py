@@ -148,7 +148,7 @@ class Coordinator(RpcCarrier, Protocol):
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Report that a group that formed after a failure has committed its first step."""
 
-    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+    def batch_skipped(self, message: worker_messages.SkippedBatch) -> None:
         """Report that all ranks have dropped an update that was not finite, and skipped its batch."""
 
     def halt_message(

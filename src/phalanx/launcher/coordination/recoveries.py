@@ -153,7 +153,7 @@ class Recoveries:
         text = f"{who}; regrouped, and step {step} was committed {took:.2f} s later, {cost}"
         return "\n".join([text, *where])
 
-    def batch_skipped(self, message: worker_messages.BatchSkipped) -> str:
+    def batch_skipped(self, message: worker_messages.SkippedBatch) -> str:
         """Record an update that was dropped because it was not finite. Return the line that reports it."""
         self._skipped += 1
         self._lost += message.seconds

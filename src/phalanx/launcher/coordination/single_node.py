@@ -144,7 +144,7 @@ class SingleNodeCoordinator:
         if text:
             self._agent.note(text, repeats=True)
 
-    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+    def batch_skipped(self, message: worker_messages.SkippedBatch) -> None:
         """Print it and count it."""
         self._agent.note(self._recoveries.batch_skipped(message), repeats=True)
 

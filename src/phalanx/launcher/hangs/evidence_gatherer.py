@@ -31,17 +31,17 @@ _MOST_PEERS = 64  # that a node tries to reach
 _REACH_TIMEOUT = 0.7  # seconds for a host to answer at all
 
 
-class Peer(msgspec.Struct, frozen=True, array_like=True):
+class ReachableNode(msgspec.Struct, frozen=True, array_like=True):
     """A node that others should be able to reach: its first rank, and its address as node 0 sees it."""
 
     rank: int
     address: Annotated[str, msgspec.Meta(max_length=256)]
 
 
-_peers: Decoder[list[Peer]] = Decoder(list[Peer])
+_peers: Decoder[list[ReachableNode]] = Decoder(list[ReachableNode])
 
 
-def peers_to_reach(peers: Sequence[Peer], most: int = _MOST_PEERS) -> Iterator[Sequence[Peer]]:
+def peers_to_reach(peers: Sequence[ReachableNode], most: int = _MOST_PEERS) -> Iterator[Sequence[ReachableNode]]:
     """Yield for each peer those that it tries to reach: all, or in a larger run the next ones, as in a ring."""
     if len(peers) <= most:
         yield from [peers] * len(peers)
@@ -69,7 +69,7 @@ class EvidenceGatherer:
         plan = self._agent.plan
         members = {member: ranks for member, ranks in self._coordinator.members().items() if ranks}
         loop = asyncio.get_running_loop()
-        peers = [Peer(ranks[0], self._coordinator.address(member)) for member, ranks in members.items()]
+        peers = [ReachableNode(ranks[0], self._coordinator.address(member)) for member, ranks in members.items()]
         replies = {
             member: loop.create_task(
                 self._rpc.request("evidence", encoding.encode(asked), to=member, timeout=node_evidence.LONGEST)
@@ -141,7 +141,7 @@ class EvidenceGatherer:
         found = tuple(rank for rank in await unreached if rank is not None)
         return node_evidence.encode(replace(evidence, node=replace(evidence.node, unreached=found)))
 
-    async def _unreached(self, peer: Peer) -> int | None:
+    async def _unreached(self, peer: ReachableNode) -> int | None:
         """Return the rank of a peer that this node cannot reach. None: it can."""
         own = peer.rank in {seat.rank for seat in self._agent.plan.seats}
         if own or not peer.address or await join_problems.reaches(peer.address, timeout=_PEER_TIMEOUT):

@@ -15,7 +15,7 @@ import msgspec
 from phalanx.cluster import nvidia, software
 from phalanx.contract import hyperparameters
 from phalanx.contract.hyperparameters import Hyperparameter
-from phalanx.contract.run_metadata import FILE, GitState, Gpu, Machine, RunMetadata
+from phalanx.contract.run_metadata import FILE, GitState, GpuInfo, Machine, RunMetadata
 from phalanx.launcher.command import Command
 from phalanx.launcher.runs.run_folder import RunRecord
 
@@ -135,7 +135,7 @@ def _machine(environ: Mapping[str, str]) -> Machine:
         cpu=_first(r"(?m)^model name\s*:\s*(.+)$", "/proc/cpuinfo") or platform.machine(),
         cpus=len(os.sched_getaffinity(0)),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        gpus=tuple(Gpu(index=one.index, name=one.name, memory=one.memory) for one in devices),
+        gpus=tuple(GpuInfo(index=one.index, name=one.name, memory=one.memory) for one in devices),
         driver=_first(_DRIVER, "/proc/driver/nvidia/version"),
     )
 

@@ -27,7 +27,7 @@ class RegroupObserver(Protocol):
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Handle the first committed step of a generation."""
 
-    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+    def batch_skipped(self, message: worker_messages.SkippedBatch) -> None:
         """Handle an update that was dropped because it was not finite."""
 
     def halt_message(

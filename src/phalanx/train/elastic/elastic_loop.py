@@ -152,7 +152,7 @@ class ElasticLoop:
             checkpoint_folder=lambda folder: self._channel.send(messages.Keeping(folder)),
             should_halt=self._should_halt,
             measured=self._channel.send_nowait,
-            batch_skipped=lambda *skipped: self._channel.send(messages.BatchSkipped(*skipped)),
+            batch_skipped=lambda *skipped: self._channel.send(messages.SkippedBatch(*skipped)),
             check_group=lambda: self._check_group(membership, assignment),
         )
         return Generation(

@@ -62,7 +62,7 @@ class StepTime(NamedTuple):
     held: float  # of these: the training thread was busy with a snapshot
 
 
-class Comparison(NamedTuple):
+class SnapshotComparison(NamedTuple):
     """What steps with and without a snapshot show, in seconds."""
 
     cost: float  # of a snapshot
@@ -93,12 +93,12 @@ def shortest_period(measured: Sequence[MeasuredCopy]) -> int:
     return 1 + max(1, _steps(max(one.duration for one in measured), step))
 
 
-def comparison(times: Sequence[StepTime], period: int) -> Comparison:
+def comparison(times: Sequence[StepTime], period: int) -> SnapshotComparison:
     """Compare steps that have a copy beside them with those that have none: the last step of each period."""
     whole = [time.whole for time in times]
     periods = [whole[begin : begin + period] for begin in range(0, len(whole) - period + 1, period)]
     alone = _median([one[-1] for one in periods])
-    return Comparison(max(_median([sum(one) - period * alone for one in periods]), 0.0), alone)
+    return SnapshotComparison(max(_median([sum(one) - period * alone for one in periods]), 0.0), alone)
 
 
 def _steps(seconds: float, step: float) -> int:
@@ -162,7 +162,7 @@ class Cadence:
         """Choose the interval, or compare steps first."""
         costs = self._snapshots.costs
         alone = _median([max(time.whole - time.held, 0.0) for time in self._times])
-        compared = comparison(self._times, self._period) if self._period else Comparison(0.0, alone)
+        compared = comparison(self._times, self._period) if self._period else SnapshotComparison(0.0, alone)
         mine = [len(costs), _median(costs), _median(self._snapshots.durations), *compared]
         gathered = group.gather(mine, all=True) or []
         if min(count for count, *_ in gathered) < _LEAST:

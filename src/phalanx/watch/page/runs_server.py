@@ -46,7 +46,7 @@ class RunsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[RunEntry]
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of /compare."""
 
     names: list[str]  # of the runs
@@ -159,11 +159,11 @@ class RunsServer:
                 await asyncio.gather(task, return_exceptions=True)
 
 
-def _comparison(runs: list[ComparedRun]) -> Comparison:
+def _comparison(runs: list[ComparedRun]) -> RunComparison:
     names = dict.fromkeys([runs[0].metric, *(name for run in runs for name in run.known)])
     rest = dict.fromkeys(name for run in runs for name in run.curves)
     wanted = [name for name in {**names, **rest} if any(run.curves.get(name) for run in runs)][:_CURVES]
-    return Comparison(
+    return RunComparison(
         names=[run.run for run in runs],
         table=comparison.table(runs),
         curves={name: [_thinned(run.curves.get(name, [])) for run in runs] for name in wanted},

@@ -217,7 +217,7 @@ class FollowerCoordinator:
         self._first_step = first
         self._send(messages.FirstStepCommitted(generation=message.generation, step=message.step, before=message.before))
 
-    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+    def batch_skipped(self, message: worker_messages.SkippedBatch) -> None:
         """Report it to the leader."""
         self._send(messages.NodeBatchSkipped(step=message.step, what=message.what, seconds=message.seconds))
 

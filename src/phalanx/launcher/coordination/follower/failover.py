@@ -241,7 +241,7 @@ class FailoverCoordinator:
         """Report to the current role."""
         self._role.first_step(message)
 
-    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+    def batch_skipped(self, message: worker_messages.SkippedBatch) -> None:
         """Report to the current role."""
         self._role.batch_skipped(message)
 

@@ -268,7 +268,7 @@ class LeaderCoordinator:
         """Print how long the recovery took."""
         self._group.first_step(message.generation, message.step, message.before)
 
-    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+    def batch_skipped(self, message: worker_messages.SkippedBatch) -> None:
         """Print it and count it."""
         self._group.batch_skipped(message)
 

@@ -71,7 +71,7 @@ class MemberMessages:
                 self._changes.first_step(member, message.generation)
                 self._group.first_step(message.generation, message.step, message.before)
             case messages.NodeBatchSkipped():
-                skipped = worker_messages.BatchSkipped(message.step, message.what, message.seconds)
+                skipped = worker_messages.SkippedBatch(message.step, message.what, message.seconds)
                 self._group.batch_skipped(skipped)
             case messages.SignalReceived():
                 self._signal_received(member, message)

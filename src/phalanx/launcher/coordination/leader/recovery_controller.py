@@ -120,7 +120,7 @@ class RecoveryController:
         if text:
             self._agent.note(text, repeats=True)
 
-    def batch_skipped(self, message: worker_messages.BatchSkipped) -> None:
+    def batch_skipped(self, message: worker_messages.SkippedBatch) -> None:
         """Print and count an update that was dropped because it was not finite."""
         self._agent.note(self._recoveries.batch_skipped(message), repeats=True)
 

@@ -51,7 +51,7 @@ class MessageDispatcher:
                 worker.progress.samples, worker.progress.sampled = message.samples, worker.last_heartbeat
             case worker_messages.MeasuredStep() if worker.seat.rank == 0 and not worker.spare:
                 self._measured(message)
-            case worker_messages.BatchSkipped() if worker.seat.rank == 0 and not worker.spare:
+            case worker_messages.SkippedBatch() if worker.seat.rank == 0 and not worker.spare:
                 worker.committed(message.step)
                 self._observer.batch_skipped(message)
             case worker_messages.Entering():
