@@ -130,7 +130,7 @@ class LineModel:
         self._cut = b""
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
-        one = len(self.rows) == 1 and not self._reach and b"\r" not in data
+        one = len(self.rows) == 1 and not self._reach and not self.rows[0].sealed and b"\r" not in data
         if one and (b"\x1b" not in data or not _MOVES.search(data)):
             return self._straight(data)
         return self._moving(data)
