@@ -46,7 +46,10 @@ def block(job: Handle) -> str:
 
 
 def listening(node: Node) -> set[str]:
-    """The addresses at which processes of ours listen on a node."""
+    """The addresses at which processes of ours listen on a node.
+
+    torch's store listens on loopback behind its gate: who reaches it there is in tests/launcher/test_store_access.py.
+    """
     ours = {inode for pid, command in node.processes() if sys.executable in command for inode in proc.sockets(str(pid))}
     found = set()
     for table in ("tcp", "tcp6"):
@@ -59,6 +62,10 @@ def _address(text: str) -> str:
     """As the kernel spells it: words of four bytes, each in the byte order of the machine."""
     raw = bytes.fromhex(text.partition(":")[0])
     return str(ipaddress.ip_address(b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))))
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 # -- what ranks are told
@@ -210,7 +217,7 @@ def test_nobody_listens_on_more_than_the_address_that_is_needed(lab: Lab) -> Non
         node.add_interface("ib0", f"10.88.0.{place}/24")
     jobs = together(lab, "--cpu", script("sleepy.py"))
     jobs[0].wait_for(READY, 3)
-    assert listening(lab[0]) == {lab[0].address}
+    assert {one for one in listening(lab[0]) if not is_loopback(one)} == {lab[0].address}
     assert listening(lab[1]) == set()
     run = output(jobs[0]).name
     for node in list(lab)[:2]:
@@ -226,7 +233,8 @@ def test_nobody_listens_on_more_than_the_address_that_is_needed(lab: Lab) -> Non
 def test_one_node_listens_on_loopback_alone(lab: Lab, way: tuple[str, ...]) -> None:
     job = lab[0].start("run", *PLAIN, "-g", "1", *way, script("sleepy.py"))
     job.wait_for(READY)
-    assert listening(lab[0]) == {"127.0.0.1"}
+    assert listening(lab[0])
+    assert all(map(is_loopback, listening(lab[0])))
     job.signal(signal.SIGTERM)
     assert job.wait() == 143
 

@@ -104,6 +104,19 @@ def test_another_user_is_refused_and_named_once() -> None:
             gated.message()
 
 
+def test_a_process_that_only_tries_the_port_is_not_named() -> None:
+    with gated_server() as gated:
+        for sent in (b"", b"ping"):
+            with gated.call() as client:
+                client.sendall(sent)
+        gated.start()
+        for end in gated.connection():
+            end.close()
+        gated.agent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            gated.message()
+
+
 @as_root
 def test_what_another_user_sends_before_it_hangs_up_is_not_passed_on() -> None:
     """A socket that no process has open any more belongs to root, by what the kernel says."""

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pwd
+import select
 import socket
 import time
 from collections import Counter
@@ -107,6 +108,8 @@ class StoreAccess:
             return AccessDecision.REFUSED
         if user == self._user:
             return AccessDecision.ADMITTED
+        if user is None and hung_up(sock):  # such as a rank that tried whether the port answers
+            return AccessDecision.REFUSED
         who = _name(user) if user is not None else f"{peer[0]}, which is no process of this host that lives"
         if self._remote and self._ask(sock, peer, own, who):
             return AccessDecision.ASKED
@@ -137,8 +140,9 @@ class StoreAccess:
             return None
         if message["admitted"]:
             return asked.sock
+        if not hung_up(asked.sock):
+            self._refused(asked.who)
         asked.sock.close()
-        self._refused(asked.who)
         return None
 
     def _close_unanswered(self, before: float) -> None:
@@ -168,6 +172,13 @@ class StoreAccess:
             return self._link.send(**message)
         except OSError:
             return False
+
+
+def hung_up(sock: socket.socket) -> bool:
+    """Return whether the other end sends nothing more. It may have sent something before."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _address(found: tuple[str, int]) -> Address:
