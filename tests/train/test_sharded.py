@@ -268,7 +268,7 @@ def test_both_replicas_of_a_shard_are_lost(tmp_path: Path, play: Play) -> None:
 
 def lose_a_node(folder: Path, play: Play, how: str, options: tuple[str, ...] = ()) -> tuple[list[str], Any]:
     """Two nodes of two ranks, of which the second is killed when step 5 is committed."""
-    where = ("-n", "1:2", "-g", "2,2", "--master", f"127.0.0.1:{free_port()}", "--cpu", *options)
+    where = ("-n", "1:2", "--last-call", "60s", "-g", "2,2", "--master", f"127.0.0.1:{free_port()}", "--cpu", *options)
     what = (SCRIPT, str(folder), how, '[[5, 3, "node"]]')
     jobs = [start("run", *where, "-i", str(node), *what, env=play.env) for node in range(2)]
     until(lambda: (folder / "fault 0").exists(), 60, "step 5")

@@ -332,7 +332,7 @@ def test_a_lost_shard_comes_from_memory(tmp_path: Path, play: Play) -> None:
 @pytest.mark.extended
 def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path, play: Play) -> None:
     """The rest goes on with fewer ranks; then one of them dies too."""
-    where = ("-n", "1:2", "-g", "2,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", *EVERY)
+    where = ("-n", "1:2", "-g", "2,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", "--last-call", "60s", *EVERY)
     what = (SCRIPT, str(tmp_path), "fsdp", '[[7, 2, "node"], [12, 0]]')
     jobs = [start("run", *where, "-i", str(node), *what, env=play.env) for node in range(2)]
     until(lambda: (tmp_path / "fault 0").exists(), 60, "step 7")
