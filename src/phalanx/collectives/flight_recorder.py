@@ -212,8 +212,8 @@ def status() -> dict[str, dict[str, Any]]:
     """Return the progress of each group: "pg_status" of a flight recorder, plus name and ranks. Cheap."""
     return {
         str(recorder.number): {
+            "last_completed_collective": recorder.advance(),  # before the other, which other threads may increase
             "last_enqueued_collective": recorder.enqueued,
-            "last_completed_collective": recorder.advance(),
             "name": recorder.name,
             "ranks": list(recorder.ranks),
         }
