@@ -14,10 +14,10 @@ import pytest
 from phalanx.contract import shared_memory
 from phalanx.contract.shared_memory import ForeignMemoryError
 from phalanx.forkserver import linux
+from tests.kit.users import as_root
 
 SIZE = 8192
 NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import pytest
 from phalanx.control import tokens
 from phalanx.control.tokens import Token
 from phalanx.errors import TokenError
+from tests.kit.users import as_root
 
 A, B = "a1" * 32, "b2" * 32
 
@@ -173,7 +174,7 @@ def test_a_file_of_another_user(tmp_path: Path) -> None:
     assert "its owner is user 65534, this process runs as user 0" in error.value.details
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@as_root
 def test_a_file_that_may_not_be_read() -> None:
     # In a process of its own, for a process that was root may read everything again.
     script = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -13,10 +12,10 @@ from tests.e2e.crew import PLAIN, all_gone, codes, texts, together
 from tests.e2e.places import script
 from tests.kit.cli import start
 from tests.kit.lab import Lab, Node
+from tests.kit.users import as_root
 from tests.launcher.store_host import COUNT, HELLO, NOBODY, PING, of_nobody
 
 STORE = re.compile(r"store (\S+) (\d+)")
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 # HOST PORT BYTES COUNT USER: connect COUNT times as this user, and print what the last connection gets.
 CALLER = """

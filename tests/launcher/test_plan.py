@@ -1,11 +1,18 @@
-"""Which devices and local rank a worker gets."""
+"""Which devices, local rank and variables a worker gets."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from phalanx.cli.launch_context import detect_context
+from phalanx.cli.options import parse_run
+from phalanx.cli.planning import make_plan
+from phalanx.cluster import sharing
 from phalanx.cluster.cluster import Device, Slot
-from phalanx.launcher.plan import DeviceVisibility
+from phalanx.launcher.plan import DeviceVisibility, SpareWorkers
 from tests.kit import placements
 
 GPU = Slot(Device("gpu", 3, "GPU-3", "3", "a GPU"))
@@ -33,3 +40,28 @@ def test_which_devices_a_worker_sees(
         expected = slot.device.handle
     assert visibility.visible(seat, environ) == expected
     assert visibility.worker_placement(seat).local_rank == (0 if virtual else 1)
+
+
+def test_spares_on_slices_of_a_gpu_claim_different_hosts_one_after_another(tmp_path: Path) -> None:
+    """The second spare gets the local rank that the first had at its start, whose variables that one keeps."""
+    slices = [Slot(Device("mig", 0, f"MIG-{n}", f"MIG-{n}", "a slice")) for n in range(3)]
+    options = parse_run(["-g", "2", "--spares", "1", "--cpu", __file__], {})
+    plan = make_plan(options, {}, detect_context(options, {}, str(tmp_path)))
+    ranks = tuple(placements.seat(rank, 2, slices[rank]) for rank in range(2))
+    plan = replace(plan, group=replace(plan.group, seats=ranks), spares=SpareWorkers(count=1, slots=(slices[2],)))
+
+    def host(local_rank: int, slot: Slot, folder: str) -> str:
+        environ = plan.environment(
+            placements.seat(2, 2, slot, local_rank=local_rank),
+            attempt=0,
+            run="run",
+            folder="/run",
+            rank_folder=f"/run/attempt_0/{folder}",
+            port=1,
+            line="",
+            memory="",
+        )
+        return environ[sharing.HOST]
+
+    workers = [(0, slices[0], "0"), (1, slices[1], "1"), (2, slices[2], "spare.2"), (2, slices[0], "spare.3")]
+    assert len({host(*worker) for worker in workers}) == len(workers)

@@ -13,11 +13,10 @@ import pytest
 
 from phalanx.forkserver.store import access, peers
 from phalanx.forkserver.store.peers import PeerLookup
+from tests.kit.users import as_root
 from tests.launcher import store_host
 from tests.launcher.gated_server import gated_server
 from tests.launcher.store_host import COUNT, DELETE, HELLO, PING, answered, of_nobody
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 @contextlib.contextmanager

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import socket
 from collections.abc import Iterator
 
 import pytest
 
 from phalanx.forkserver.store import private_port
+from tests.kit.users import as_root
 from tests.launcher.gated_server import GatedServer, gated_server
 from tests.launcher.store_host import of_nobody
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
 @pytest.fixture

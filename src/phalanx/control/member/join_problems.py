@@ -307,7 +307,7 @@ def _most_telling(host: str, port: int, addresses: list[str], found: list[JoinPr
         "unreachable": (
             f"this machine has no route to {leader}",
             "use an address of node 0 in a network that this machine is in: --master ADDRESS"
-            " (if it is one: the machine is off, or a firewall turns us away)",
+            " (if it is one: the machine is off, or a firewall rejects the connection)",
         ),
         "filtered": (
             f"{leader} does not answer on port {port}",

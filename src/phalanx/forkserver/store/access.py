@@ -110,7 +110,7 @@ class StoreAccess:
             return AccessDecision.ADMITTED
         if user is None and hung_up(sock):  # such as a rank that tried whether the port answers
             return AccessDecision.REFUSED
-        who = _name(user) if user is not None else f"{peer[0]}, which is no process of this host that lives"
+        who = _name(user) if user is not None else f"{peer[0]}, which no process of this host has open"
         if self._remote and self._ask(sock, peer, own, who):
             return AccessDecision.ASKED
         self._refused(who)
