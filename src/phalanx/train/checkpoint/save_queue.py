@@ -16,7 +16,7 @@ from itertools import takewhile
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint.format.buffer import Buffer
 from phalanx.train.checkpoint.peers import Peers
-from phalanx.train.checkpoint.saver import Save, SaveRequest
+from phalanx.train.checkpoint.saver import REMOVED, Save, SaveRequest
 from phalanx.train.checkpoint.shares import Chunk
 
 _NICE = 10  # added to the niceness of the writing thread
@@ -115,8 +115,9 @@ class SaveQueue:
             # No rank writes there any more.
             shutil.rmtree(save.order.staging, ignore_errors=True)
         step = save.order.values.step
-        reasons = tuple(dict.fromkeys(filter(None, failures))) or (outcome,)
-        told = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
+        found = causes(failures)
+        reasons = tuple(dict.fromkeys(found.values())) or (outcome,)
+        told = [f"rank {rank}: {failure}" for rank, failure in found.items()]
         self._failure = CheckpointError(
             f"the checkpoint of step {step} was not written",
             details=[f"in {self._folder}", *(told[:8] or [outcome])],
@@ -126,6 +127,12 @@ class SaveQueue:
             again = f"the checkpoint of step {step} was not written either: {'; '.join(reasons[:2])}"
             self._say(f"phalanx: {again if reasons == self._told else self._failure}")
             self._told = reasons
+
+
+def causes(failures: Sequence[str]) -> dict[int, str]:
+    """Return by rank why a save failed, without the ranks that found its folder removed because another rank failed."""
+    failed = {rank: failure for rank, failure in enumerate(failures) if failure}
+    return {rank: failure for rank, failure in failed.items() if failure != REMOVED} or failed
 
 
 def lower_priority() -> None:

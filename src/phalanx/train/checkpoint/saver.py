@@ -45,6 +45,8 @@ from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
 
+REMOVED = "the folder of the save was removed"  # by rank 0, once it could not write its own share, or by somebody else
+
 
 @dataclass(frozen=True)
 class SaveRequest:
@@ -101,7 +103,7 @@ class Save:
             _write_share(order, self.buffer, self._placed, self.needless)
         except Exception as error:
             logger.debug("writing the share of rank %d", order.rank, exc_info=True)
-            self.failure = _reason(error)
+            self.failure = _reason(error, order.staging)
             # Remove the share first, to make room for the file that says why.
             for name in (tensor_file(order.rank), f"{table_file(order.rank)}.part"):
                 with contextlib.suppress(OSError):
@@ -117,14 +119,22 @@ class Save:
                 _commit(order, tables)
             except Exception as error:
                 logger.debug("committing a checkpoint", exc_info=True)
-                self.outcome = self.failure or _reason(error)
+                self.outcome = self.failure or _reason(error, order.staging)
                 shutil.rmtree(order.staging, ignore_errors=True)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, staging: str) -> str:
+    """Return why a share was not written, without the name of the staging folder, which has the step in it."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+        file = os.path.relpath(error.filename, staging) if _inside(error.filename, staging) else error.filename
+        if isinstance(error, FileNotFoundError) and file != error.filename:
+            return REMOVED
+        return f"{error.strerror}{f': {file}' if file and file != '.' else ''}"
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _inside(path: object, folder: str) -> bool:
+    return isinstance(path, str) and (path == folder or path.startswith(f"{folder}/"))
 
 
 def _write_share(order: SaveRequest, buffer: Buffer, placed: Sequence[Placed], needless: threading.Event) -> None:
