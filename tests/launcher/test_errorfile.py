@@ -52,6 +52,22 @@ def test_a_syntax_error_is_shown_with_its_own_line(tmp_path: Path) -> None:
     assert record["frames"][-1] == ["/w/broken.py", 1, "", "x = (1,"]
 
 
+@pytest.mark.parametrize(
+    ("printed", "hint"),
+    [
+        ("NameError: no rat. Did you mean: 'rate'?\n", ". Did you mean: 'rate'?"),
+        ("__main__.NameError: no rat. Did you forget to import 'rat'?", ". Did you forget to import 'rat'?"),
+        # Another thread, or a finalizer, printed a line in between.
+        ("NameError: no ratsys:1: ResourceWarning: unclosed file\n. Did you mean: 'rate'?", ". Did you mean: 'rate'?"),
+        ("NameError: no rat\n", ""),
+        ("NameError: no cat. Did you mean: 'rate'?\n", ""),
+        ("NameError: no rat. Did you mean: 'rate'?\n\nDuring this:\n\nNameError: no rat\n", ""),
+    ],
+)
+def test_the_hint_is_found_where_the_message_was_printed(printed: str, hint: str) -> None:
+    assert error_file.hint("NameError: no rat", printed) == hint
+
+
 def test_the_hint_that_python_prints_is_part_of_the_message(tmp_path: Path) -> None:
     printed = "Traceback …\nNameError: name 'rat' is not defined. Did you mean: 'rate'?\n"
     path = tmp_path / "error.json"

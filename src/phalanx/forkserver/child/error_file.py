@@ -21,6 +21,7 @@ _COLLECTIVES = os.path.join(
 _BETWEEN_RANKS = re.compile(r"gloo|nccl|store|socket|peer|timed? ?out|barrier|\bLate\b|Connection", re.IGNORECASE)
 _STANDARD_LIBRARY = ("<frozen", os.path.join(os.path.dirname(os.__file__), ""))
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # Python 3.13 writes tracebacks in colour on a terminal
+_HINT = re.compile(r"\. Did you [^\n]*\?")
 TRACEBACK = "traceback.txt"  # beside error.json
 _LARGEST = 1 << 20  # characters of a traceback: a larger one is only in the log
 
@@ -107,10 +108,13 @@ def _replace(path: str, record: dict[str, Any]) -> None:
 
 
 def hint(text: str, printed: str) -> str:
-    """Return what Python prints after the first line of a message: ". Did you mean: 'rate'?"."""
-    first = text.partition("\n")[0]
-    lines = (line.removeprefix("__main__.") for line in reversed(printed.splitlines()) if "Did you" in line)
-    return next((line[len(first) :] for line in lines if line.startswith(first)), "") if "\n" not in text else ""
+    """Return what Python prints after the first line of a message: ". Did you mean: 'rate'?".
+
+    Other threads and finalizers may print, too: their text may stand between the message and its hint.
+    """
+    _, message, rest = printed.rpartition(text)
+    found = _HINT.search(rest) if message and "\n" not in text else None
+    return found[0] if found else ""
 
 
 def _add_hint(path: str, kind: Any, printed: str) -> None:
