@@ -30,6 +30,7 @@ from phalanx.control.member.member import Member
 from phalanx.control.messages import JoinRequest, NodeInfo, Welcome
 from phalanx.control.tokens import Token
 from tests.kit.cli import PYTHON, Handle, start
+from tests.kit.proc import SLOWEST
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TOKEN = Token(b"k" * 32, "a test")
@@ -42,7 +43,7 @@ def arrival(member: int | None = 1, **changes: Any) -> NodeInfo:
     return NodeInfo(**{**given, "member": member, **changes})
 
 
-async def until(predicate: Callable[[], object], timeout: float = 10) -> None:
+async def until(predicate: Callable[[], object], timeout: float = 10 * SLOWEST) -> None:
     end = time.monotonic() + timeout
     while not predicate():
         assert time.monotonic() < end, f"not in {timeout} s"
@@ -157,7 +158,7 @@ class Speaker:
 
     async def closed(self) -> None:
         """Until the leader has hung up, whatever it may say before that."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(5 * SLOWEST):
             while (await self.ws.receive()).type == aiohttp.WSMsgType.BINARY:
                 pass
 

@@ -82,7 +82,7 @@ def test_a_member_that_does_not_read_is_dropped_alone() -> None:
     async def meet() -> None:
         async with leading(3) as led, joined(led.port, 2) as (good, ears), speaking(led.port) as speaker:
             await speaker.enter(1)
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
             stop_reading(speaker)
             one = led.members.connected[1]
             for _ in range(outbox.LIMIT // 60_000 + 1):
@@ -102,7 +102,7 @@ def test_a_member_that_speaks_but_does_not_read_is_lost() -> None:
     async def meet() -> None:
         async with leading(timing=Timing(ping=0.1, node_timeout=1.5)) as led, speaking(led.port) as speaker:
             await speaker.enter(1)
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
             stop_reading(speaker)
             for _ in range(300):  # more than the kernel takes
                 led.members.send(1, LINE)
@@ -118,7 +118,7 @@ def test_the_end_does_not_wait_for_a_member_that_does_not_read() -> None:
     async def meet() -> None:
         async with leading() as led, speaking(led.port) as speaker:
             await speaker.enter(1)
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
             stop_reading(speaker)
             for _ in range(300):
                 led.members.send(1, LINE)

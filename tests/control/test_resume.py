@@ -81,7 +81,7 @@ def test_a_connection_that_breaks_is_replaced(fault: str) -> None:
     async def meet() -> None:
         ear = Eavesdropper()
         async with leading(timing=PATIENT) as led, ear.between(led.port), joined(ear.port) as (one, ears):
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
             if fault == "cut":
                 ear.cut()
             else:
@@ -120,7 +120,7 @@ def test_every_message_arrives_once_and_in_order_whatever_breaks() -> None:
     async def meet() -> None:
         ear, notes = Eavesdropper(), numbered(3000)
         async with leading(timing=PATIENT) as led, ear.between(led.port), joined(ear.port) as (one, ears):
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
             await asyncio.gather(disturb(ears, ear), talk(led, one, notes))
             await until(lambda: len(led.ears.said) == len(ears.told) == len(notes), 60)
             assert [message for _, message in led.ears.said] == notes
@@ -132,7 +132,7 @@ def test_every_message_arrives_once_and_in_order_whatever_breaks() -> None:
 def test_whoever_has_the_token_cannot_take_the_place_of_another() -> None:
     async def meet() -> None:
         async with leading() as led, joined(led.port, 1) as (one, ears):
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
             for session in (b"", b"x" * 16):
                 async with speaking(led.port) as speaker:
                     request = ResumeRequest(member=1, session=session, received=0)
@@ -151,7 +151,7 @@ def test_a_member_that_cannot_come_again_is_lost_on_both_sides() -> None:
         async with leading(timing=Timing(node_timeout=2.0)) as led, contextlib.AsyncExitStack() as way:
             await way.enter_async_context(ear.between(led.port))
             async with joined(ear.port) as (_, ears):
-                await led.leader.wait_for_members(5)
+                await led.leader.wait_for_members(60)
                 await way.aclose()
                 await until(lambda: ears.gone and led.ears.gone, 60)
                 assert "closed" in ears.gone[0] or "broke" in ears.gone[0]

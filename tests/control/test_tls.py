@@ -112,7 +112,7 @@ def test_nobody_on_the_way_reads_what_is_said_nor_can_say_it_again() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", led.port)
             writer.write(ear.seen[0])  # all that the member has said
             with contextlib.suppress(ConnectionError):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while await reader.read(65536):
                         pass
             writer.close()

@@ -148,7 +148,7 @@ def test_ctrl_c_twice_is_now() -> None:
     job.wait_for("again ends at once")
     job.send(b"\x03")
     assert job.wait() == 130
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20  # the grace is 30 s
     all_gone(found)
 
 

@@ -130,7 +130,7 @@ def test_a_member_that_is_killed_is_noticed_at_once(lab: Lab, how: str) -> None:
     else:
         lab[1].kill()
     assert codes(jobs, 10) == [1, -signal.SIGKILL]
-    assert time.monotonic() - began < Timing().resume + 2
+    assert time.monotonic() - began < Timing().resume + 10
     said = "node 1 (node2) is lost: its connection closed: its agent was killed, or the machine went down"
     assert said in jobs[0].err, texts(jobs)
     all_gone(lab)
@@ -145,7 +145,7 @@ def test_members_end_when_the_leader_is_killed(lab: Lab, how: str) -> None:
     else:
         lab[0].kill()
     assert codes(jobs, 10) == [-signal.SIGKILL, 1]
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 12  # the node timeout is 15 s
     assert "node 0 is lost: the connection to the leader closed" in jobs[1].err, texts(jobs)
     all_gone(lab)
 

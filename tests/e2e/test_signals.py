@@ -51,7 +51,7 @@ def test_ctrl_c_while_torch_is_imported_does_not_wait_for_it(lab: Lab) -> None:
     began = time.monotonic()
     jobs[0].signal(signal.SIGINT)
     assert codes(jobs, 10) == [130, 130], texts(jobs)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20  # the grace is 30 s
     all_gone(lab)
 
 

@@ -208,7 +208,7 @@ def test_ctrl_c_ends_every_host(lab: Lab, ssh: Sshd, hosts: str) -> None:
     begin = time.monotonic()
     job.send(b"\x03")
     assert job.wait() == 130
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 20  # the grace is 30 s
     assert not ranks(lab)
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.kit import state
 from tests.kit.cli import PYTHON, alive, start, until
 from tests.kit.lab import Lab, Node, Slurm, Sshd, mpirun, needs
+from tests.kit.proc import SLOWEST
 
 pytest_plugins = ["pytester"]
 
@@ -263,7 +264,7 @@ def test_lab_is_up_and_down_in_no_time() -> None:
     began = time.monotonic()
     with Lab(3) as lab:
         inits = [node.init for node in lab]
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 2 * SLOWEST
     assert not any(map(alive, inits))
 
 

@@ -116,7 +116,7 @@ def test_a_git_that_hangs_or_is_missing_costs_a_note(tmp_path: Path, git: Git) -
     reader = GitReader(str(tmp_path / "repo"), {"PATH": f"{tools}:{PATH['PATH']}"}, timeout=0.3)
     with pytest.raises(GitError, match=r"git did not answer within 0\.3 s"):
         reader.read()
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 60  # of the 1,000 s that git would take
     assert not reader.pids
     broken.write_text("#!/bin/sh\nexit 128\n")
     with pytest.raises(GitError, match="git rev-parse failed with exit code 128"):
@@ -230,7 +230,7 @@ def test_a_node_that_takes_the_lead_describes_the_run(tmp_path: Path, monkeypatc
         recorder = metadata_recorder.MetadataRecorder(context)
         recorder.start()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await asked.wait()
                 assert not described.is_set()  # the leader's counts for all nodes
                 coordinator.changed = True

@@ -36,7 +36,7 @@ class Pair:
         return lambda: self.ended.append(name)
 
     async def until_ended(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while sorted(self.ended) != ["a", "b"]:
                 await asyncio.sleep(0.001)
 

@@ -24,6 +24,7 @@ from phalanx.watch.screen.terminal.keys import Keys
 from phalanx.watch.screen.terminal.paint import Painter
 from phalanx.watch.screen.view import View
 from phalanx.watch.source import LogPart, Source, Stream
+from tests.kit.proc import SLOWEST
 
 NOW = 1.7e9
 
@@ -98,7 +99,7 @@ def test_a_frame_costs_little() -> None:
             painter.forget()
             painter.frame(frame.draw(model, view, Canvas(80, 24, UNICODE), NOW), 80, 24)
             took.append(time.thread_time() - start)
-        assert min(took) < 0.01
+        assert min(took) < 0.01 * SLOWEST
 
 
 def test_only_what_has_changed_is_written() -> None:

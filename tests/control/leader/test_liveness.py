@@ -33,7 +33,7 @@ def test_only_the_member_that_sends_an_invalid_message_is_lost(frame: bytes | st
     async def meet() -> None:
         async with leading(3) as led, joined(led.port, 2) as (good, ears), speaking(led.port) as speaker:
             await speaker.enter(1)
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
             with contextlib.suppress(ConnectionError):
                 if isinstance(frame, str):
                     await speaker.ws.send_str(frame)
@@ -53,7 +53,7 @@ def test_only_the_member_that_sends_an_invalid_message_is_lost(frame: bytes | st
 def test_an_error_in_a_message_handler_is_reported() -> None:
     async def meet() -> None:
         async with leading() as led, joined(led.port) as (one, _):
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
 
             def stumble(member: int, message: messages.FromMember) -> None:
                 raise KeyError("seat")
@@ -70,7 +70,7 @@ def test_a_stopped_member_is_reported_and_then_lost() -> None:
     async def meet() -> None:
         async with leading(timing=FAST) as led:
             with actor("member", str(led.port), "1") as one:
-                await led.leader.wait_for_members(20)
+                await led.leader.wait_for_members(60)
                 one.signal(signal.SIGSTOP)
                 began = time.monotonic()
                 await until(lambda: led.ears.notes)
@@ -82,7 +82,7 @@ def test_a_stopped_member_is_reported_and_then_lost() -> None:
                 one.signal(signal.SIGSTOP)
                 began = time.monotonic()
                 await until(lambda: led.ears.gone)
-                assert 1.3 < time.monotonic() - began < 5
+                assert 1.3 < time.monotonic() - began < 20
                 assert led.ears.gone == ["1: no message from it for 2 s (--node-timeout): link or machine is down"]
                 assert not led.ids
                 one.signal(signal.SIGCONT)
@@ -95,7 +95,7 @@ def test_a_killed_member_that_does_not_reconnect_is_lost() -> None:
     async def meet() -> None:
         async with leading() as led:
             with actor("member", str(led.port), "1") as one:
-                await led.leader.wait_for_members(20)
+                await led.leader.wait_for_members(60)
                 one.signal(signal.SIGKILL)
                 await until(lambda: led.ears.gone)
                 assert "its connection closed" in led.ears.gone[0]
@@ -109,7 +109,7 @@ def test_a_member_whose_port_is_closed_is_lost_at_once() -> None:
             words = messages.encode(arrival(1, failover_port=port))
             await speaker.ws.send_bytes(speaker.knock(words=words))
             await speaker.answered()
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
             began = time.monotonic()
             await speaker.ws.close()
             await until(lambda: led.ears.gone)
@@ -140,7 +140,7 @@ def test_a_killed_leader_is_lost_at_once(led: Handle) -> None:
             began = time.monotonic()
             led.signal(signal.SIGKILL)
             await until(lambda: ears.gone)
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 12  # the node timeout is 15 s
             assert "the connection to the leader closed" in ears.gone[0]
 
     asyncio.run(meet())
@@ -149,7 +149,7 @@ def test_a_killed_leader_is_lost_at_once(led: Handle) -> None:
 def test_a_leader_that_closes_is_lost_unless_it_ended_the_run() -> None:
     async def meet(last: messages.Message | None) -> list[str]:
         async with leading() as led, joined(led.port) as (one, ears):
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
             leaving = None
             if last is not None:
                 led.members.broadcast(last)
@@ -159,7 +159,7 @@ def test_a_leader_that_closes_is_lost_unless_it_ended_the_run() -> None:
             await led.leader.close()
             if leaving is not None:
                 await leaving
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 12  # the node timeout is 15 s
             await until(lambda: ears.gone or ears.told)
         assert led.ears.gone == []
         return ears.gone
@@ -175,12 +175,12 @@ def test_a_stopped_leader_is_lost_after_the_node_timeout() -> None:
                 job.signal(signal.SIGSTOP)
                 began = time.monotonic()
                 await until(lambda: ears.gone)
-                assert 1.3 < time.monotonic() - began < 5
+                assert 1.3 < time.monotonic() - began < 20
                 assert ears.notes[0].startswith("node 0 has not answered for 1 s")
                 assert ears.gone == ["no message from it for 2 s (--node-timeout): link or machine is down"]
                 began = time.monotonic()
                 await one.leave()
-                assert time.monotonic() - began < 4  # the leader does not answer
+                assert time.monotonic() - began < 15  # the leader does not answer
 
     asyncio.run(meet())
 

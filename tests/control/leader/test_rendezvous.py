@@ -18,7 +18,7 @@ from tests.control.parties import FAST, TOKEN, MemberEars, arrival, joined, lead
 def test_members_join_and_exchange_messages() -> None:
     async def meet() -> None:
         async with leading(3) as led, joined(led.port, 1) as (one, ears), joined(led.port, None) as (_, others):
-            await led.leader.wait_for_members(5)
+            await led.leader.wait_for_members(60)
             assert set(led.members.roster.members) == {0, 1, 2}
             assert led.ears.gathered[-1] == (("host0", "host1", "hostNone"), ())
             session = led.members.connected[1].session
@@ -79,7 +79,7 @@ def test_a_member_that_leaves_before_the_start_can_join_again() -> None:
                 await until(lambda: not led.ids)
             assert led.ears.notes == ["node 1 (host1) left before the start"] * 2
             async with joined(led.port, 1) as (_, ears), joined(led.port, 2):
-                await led.leader.wait_for_members(5)
+                await led.leader.wait_for_members(60)
                 led.members.broadcast(messages.EndMessage(code=7))
                 await led.leader.close()
                 assert ears.told == [messages.EndMessage(code=7)]  # though at some time nobody was here
@@ -94,7 +94,7 @@ def test_a_member_is_removed_before_its_leaving_is_reported() -> None:
             seen: list[set[int]] = []
             led.ears.message_received = lambda member, message: seen.append(led.ids)  # type: ignore[method-assign]
             async with joined(led.port):
-                await led.leader.wait_for_members(5)
+                await led.leader.wait_for_members(60)
             await until(lambda: seen)
             assert seen == [set()]
             assert led.ears.gone == []
@@ -122,7 +122,7 @@ def test_the_minimum_starts_after_the_last_call_and_others_join_later() -> None:
     async def meet() -> None:
         timing = Timing(last_call=0.2)
         async with leading(3, least=2, timing=timing) as led, joined(led.port, None):
-            await led.leader.wait_for_members(10)
+            await led.leader.wait_for_members(60)
             assert set(led.members.roster.members) == {0, 1}
             assert any("which is enough" in text for text in led.ears.waits)
             async with joined(led.port, None, failover_port=4711) as (late, _):
@@ -140,7 +140,7 @@ def test_a_node_whose_number_is_taken_waits_until_it_is_free() -> None:
     async def meet() -> None:
         async with leading(2, least=1, timing=FAST) as led:
             async with joined(led.port, 1) as _:
-                await led.leader.wait_for_members(10)
+                await led.leader.wait_for_members(60)
                 ears = MemberEars()
                 arrives = arrival(1, failover_port=4711)
                 second = Member(TOKEN, arrives, lambda: [Endpoint("127.0.0.1", led.port)], events=ears)

