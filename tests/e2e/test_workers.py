@@ -13,7 +13,7 @@ import pytest
 from phalanx.contract import events
 from tests.e2e.places import script
 from tests.kit.cgroup import cgroup
-from tests.kit.cli import free_port, phalanx, run, start, terminal, warm
+from tests.kit.cli import free_port, phalanx, python, run, start, terminal, warm
 
 pytestmark = pytest.mark.xdist_group("workers")  # some share a warm fork server
 
@@ -37,6 +37,21 @@ IMPORTED = (
     "import sys; layers = sys.modules['_phalanx_forkserver.imports.preload'].modules._layers; "
     "print(any('torch._dynamo' in layer.modules for layer in layers), 'torch._dynamo' in sys.modules)"
 )
+
+# `phalanx ARGS`, which prints whether the agent is imported when it begins to wait for an answer of the fork server.
+FIRST_ANSWER = """
+import sys
+from phalanx.cli.main import main
+from phalanx.forkserver import wire
+
+def receive(*args):
+    print("the agent is imported:", "phalanx.launcher.agent.agent" in sys.modules, flush=True)
+    wire.receive = received
+    return received(*args)
+
+received, wire.receive = wire.receive, receive
+sys.exit(main(sys.argv[1:]))
+"""
 
 ECHO = "import sys, os; print(os.environ['RANK'], repr(sys.stdin.read()))"
 
@@ -255,6 +270,15 @@ def test_two_runs_at_once_from_one_warm_fork_server() -> None:
     jobs = [start("run", "-g", "2", "--cpu", script("sleepy.py"), "--seconds", "1") for _ in range(2)]
     assert [job.wait() for job in jobs] == [0, 0]
     assert [way(job.err) for job in jobs] == ["warm", "warm"]
+
+
+@pytest.mark.smoke
+@pytest.mark.warmed
+def test_a_warm_start_waits_for_no_import(tmp_path: Path) -> None:
+    write(tmp_path, main=IMPORTED.replace("torch._dynamo", "_phalanx_forkserver.store.host"))
+    result = python("-c", FIRST_ANSWER, "run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path))
+    assert (result.code, result.out) == (0, "the agent is imported: True\nTrue False\n")
+    assert way(result.err) == "warm"
 
 
 def test_keep_warm_leaves_one_and_it_ends_by_itself(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -125,12 +124,20 @@ def _check_ranks(options: RunOptions, world_size: int) -> None:
 def _is_wrapper(python: str) -> bool:
     """Return whether the interpreter is a script: it may start Python in a way that skips phalanx's hook."""
     try:
-        with open(shutil.which(python) or python, "rb") as file:
+        with open(_path(python), "rb") as file:
             return file.read(2) == b"#!"
     except OSError as error:
         raise ScriptError(
             f"the interpreter {python} cannot be found", fix="unset PYTHON_EXEC, or set it to a Python"
         ) from error
+
+
+def _path(program: str) -> str:
+    if os.sep in program:
+        return program
+    import shutil  # here, not above: it would delay the fork server
+
+    return shutil.which(program) or program
 
 
 def _slots(options: RunOptions, inventory: Inventory, node: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:

@@ -19,15 +19,16 @@ import msgspec
 from msgspec import Meta
 
 from phalanx.contract.encoding import Decoder, encode_msgpack
-from phalanx.contract.ranks.placement import MAX_NODES, Count, PartialPlacement, RankPlacement
+from phalanx.contract.ranks.placement import MAX_NODES, MAX_RANKS, PartialPlacement, RankPlacement
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 JOIN_REQUEST_LIMIT = 1 << 16  # bytes of the first message of a connection
 FRAME_LIMIT = 1 << 20  # bytes of a frame from a member
 RPC_FRAME_LIMIT = 1 << 18  # bytes of one frame of a call
 RPC_LIMIT = 1 << 25  # bytes of a whole call
 
+Count = Annotated[int, Meta(ge=0, le=MAX_RANKS)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=1 << 16)]
 Signal = Annotated[int, Meta(ge=1, le=31)]  # those that have a name

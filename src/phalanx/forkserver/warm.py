@@ -24,6 +24,7 @@ from .orphans import Orphans
 from .probe import probe
 from .server import ForkServer
 
+_STORE = f"{__package__}.store.host"  # what a store would import after the fork, beside the start of the workers
 _REQUEST_LIMIT = 1 << 20  # bytes
 
 
@@ -43,7 +44,7 @@ class WarmForkServer:
     def serve(self, modules: list[str]) -> dict[str, Any]:
         """Serve until there was no request for `idle` seconds. Returns the spec in a worker only."""
         probe.prepare()
-        report = preload.preload(modules, [], None)
+        report = preload.preload([*modules, _STORE], [], None)
         teardown.keep_operators()
         linux.adopt_orphans()
         self._files = _module_files()

@@ -1,7 +1,7 @@
 """Runs one node of a run, from its plan to the exit code.
 
-The fork server is started first and imports torch; meanwhile this process imports the agent. Whatever is imported here
-before that delays it.
+The fork server is started first and imports torch; meanwhile this process imports the agent. A warm one has imported
+torch, and meanwhile looks for changed files. Whatever is imported here before that delays it.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _warm(plan: Plan, base: str, hints: PreloadHints) -> tuple[ForkServerClient 
         return None, []
     environ = hints.applied(plan.environ)
     place = warm_pool.place(base, plan.command.python, environ)
-    found = warm_pool.find(place, plan.start.preload, plan.start.keep_warm)
+    found = warm_pool.find(place, plan.start.preload, plan.start.keep_warm, meanwhile=_import_agent)
     if isinstance(found, ForkServerClient):
         return found, []
     notes = [f"the warm fork server is not used: {found}"] if found else []
@@ -147,10 +147,15 @@ def _warm(plan: Plan, base: str, hints: PreloadHints) -> tuple[ForkServerClient 
         return None, notes
     modules = [*warm_pool.MODULES, *plan.start.preload]
     warm_pool.start(place, plan.command.python, environ, modules, plan.start.keep_warm)
-    found = warm_pool.find(place, plan.start.preload, plan.start.keep_warm)
+    found = warm_pool.find(place, plan.start.preload, plan.start.keep_warm, meanwhile=_import_agent)
     if isinstance(found, ForkServerClient):
         return found, notes
     return None, [*notes, f"nothing could be kept warm ({found}); see {place.log}"]
+
+
+def _import_agent() -> None:
+    """Import what the run needs next, while a warm fork server prepares."""
+    import phalanx.launcher.agent.agent  # noqa: F401
 
 
 def _supervise(

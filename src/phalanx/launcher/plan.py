@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from phalanx.cluster import sharing
 from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
@@ -65,7 +63,7 @@ class DeviceVisibility:
 
     def worker_placement(self, seat: Seat) -> RankPlacement:
         """Return the placement that a worker sees: with `virtual_local_rank`, every local rank is 0."""
-        return msgspec.structs.replace(seat.placement, local_rank=0) if self.virtual_local_rank else seat.placement
+        return replace(seat.placement, local_rank=0) if self.virtual_local_rank else seat.placement
 
     def visible(self, seat: Seat, environ: Mapping[str, str]) -> str | None:
         """Return the CUDA_VISIBLE_DEVICES of one worker. None: the same as all workers have, in `environ`."""

@@ -57,12 +57,10 @@ def scan(argv: Sequence[str], verb: str) -> Scan:
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, verb: str) -> None:
-        # argparse formats every option once to check it. A fixed width saves a look at the terminal.
-        super().__init__(
-            add_help=False,
-            exit_on_error=False,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=80),
-        )
+        # argparse formats every option once to check it. One formatter of a fixed width saves a new one for each, and
+        # a look at the terminal.
+        formatter = argparse.HelpFormatter("", width=80)
+        super().__init__(add_help=False, exit_on_error=False, formatter_class=lambda **_: formatter)
         self.verb = verb
         self.set_defaults(given={})
         self._by_name: dict[str, Option] = {}

@@ -1,35 +1,46 @@
-"""Where a rank runs: its number among all ranks, among those of its node, and the number of its node."""
+"""Where a rank runs: its number among all ranks, among those of its node, and the number of its node.
+
+Messages contain these types. They are dataclasses, not msgspec structs: `phalanx run` places its ranks before it starts
+the fork server, and importing msgspec would delay that.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import msgspec
+from dataclasses import dataclass
 
 MAX_RANKS = 1 << 20  # of a run: a message with a larger number is refused
 MAX_WORKERS = 1 << 10  # of a node: more is a typing error, and would bring the host down
 MAX_NODES = 1 << 14
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
+
+class _Checked:
+    """Checks the numbers of a placement. msgspec calls this when it has decoded one, and raises ValidationError."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not 0 <= value <= MAX_RANKS:
+                raise ValueError(f"{name} is {value}, expected a number from 0 to {MAX_RANKS}")
 
 
-class RankPlacement(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+@dataclass(frozen=True, kw_only=True)
+class RankPlacement(_Checked):
     """The placement of one rank. The numbers of spare workers start at `world_size`."""
 
-    rank: Count
-    world_size: Count
-    local_rank: Count
-    local_world_size: Count
-    node_rank: Count
-    node_count: Count
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    node_count: int
 
 
-class PartialPlacement(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+@dataclass(frozen=True, kw_only=True)
+class PartialPlacement(_Checked):
     """The placement of a rank as far as a launcher or scheduler gives it. None: not given."""
 
-    rank: Count
-    world_size: Count
-    local_rank: Count | None = None
-    local_world_size: Count | None = None
-    node_rank: Count | None = None
-    node_count: Count | None = None
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    node_count: int | None = None

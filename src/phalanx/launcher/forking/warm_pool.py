@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
@@ -83,13 +83,19 @@ def _identity(python: str, environ: Mapping[str, str]) -> Iterator[str]:
             yield os.readlink(f"/proc/self/ns/{space}")
 
 
-def find(pool: WarmPool, required: Sequence[str], keep: float = 0.0) -> ForkServerClient | str | None:
-    """Return a fork server for this run, or why the existing one cannot be used, or None if there is none."""
+def find(
+    pool: WarmPool, required: Sequence[str], keep: float = 0.0, meanwhile: Callable[[], None] = lambda: None
+) -> ForkServerClient | str | None:
+    """Return a fork server for this run, or why the existing one cannot be used, or None if there is none.
+
+    `meanwhile` is called if there is one, while that looks for changed files and forks.
+    """
     sock = _connect(pool.socket)
     if sock is None:
         return None
     try:
         wire.send(sock, {"do": "hello", "required": list(required), "keep": keep})
+        meanwhile()
         answer = wire.receive(sock)
     except (OSError, ValueError):
         answer = None

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -293,6 +292,8 @@ def _check_room(path: str) -> None:
             file.write(bytes(_ROOM))
         os.unlink(test)
     except OSError:
+        import shutil  # here, not above: it would delay the fork server
+
         shutil.rmtree(path, ignore_errors=True)
         raise
 

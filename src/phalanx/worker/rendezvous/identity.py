@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
-import msgspec
-
 from phalanx.cluster.sources import launchers
 from phalanx.cluster.sources.task import SchedulerTask, Variables
 from phalanx.contract.ranks.placement import MAX_RANKS, PartialPlacement
@@ -157,7 +155,7 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
     elif address is None and not task.job and placement.local_world_size == placement.world_size:
         address, port, assumed = LOOPBACK, port or DEFAULT_PORT, True
     if placement.node_count is None and placement.local_world_size == 1:  # it may not know of the others on this node
-        placement = msgspec.structs.replace(placement, local_world_size=None)
+        placement = replace(placement, local_world_size=None)
     return Identity(
         task.source,
         placement,
