@@ -116,7 +116,7 @@ def test_a_spare_is_none_of_those_that_work(tmp_path: Path) -> None:
 def test_what_a_scheduler_has_started_neither_comes_nor_goes(tmp_path: Path) -> None:
     options = parse_run(["-n", "1:2", "--spares", "1", "-g", "1", "--cpu", __file__], ONE_A_NODE)
     plan = make_plan(options, ONE_A_NODE, detect_context(options, ONE_A_NODE, str(tmp_path)))
-    assert plan.notes == ("-n 1:2 --spares 1 has no effect: Slurm has started all the nodes there are",)
+    assert plan.remarks.notes == ("-n 1:2 --spares 1 has no effect: Slurm has started all the nodes there are",)
 
 
 def test_torchruns_c10d_numbers_nodes_by_itself(tmp_path: Path) -> None:

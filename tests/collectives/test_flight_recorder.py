@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from phalanx.collectives import flight_recorder, registration
 from phalanx.forkserver.debug import group_timeouts
-from phalanx.forkserver.probe import group_progress, recorded_calls, recorders, report
+from phalanx.forkserver.probe import report
+from phalanx.forkserver.probe.collectives import group_progress, recorded_calls, recorders
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.diagnose.evidence import Evidence, GroupEvidence, History, Rank
-from phalanx.forkserver.probe import recorded_calls
-from phalanx.forkserver.probe.collective_history import CollectiveHistory as Kept
+from phalanx.forkserver.probe.collectives import recorded_calls
+from phalanx.forkserver.probe.collectives.collective_history import CollectiveHistory as Kept
 from phalanx.launcher.evidence import evidence_reply
 from tests.diagnose.made_evidence import C10D, HOME, collective, evidence, rank
 

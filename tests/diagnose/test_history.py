@@ -14,7 +14,7 @@ from phalanx.diagnose import history as histories
 from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import History
 from phalanx.diagnose.history import Difference, first_difference
-from phalanx.forkserver.probe import collective_history as kept
+from phalanx.forkserver.probe.collectives import collective_history as kept
 from phalanx.launcher.evidence import evidence_reply
 from tests.diagnose.made_evidence import C10D, DDP, HOME
 from tests.diagnose.recorded import Entry, coalesced, entry, history, stalled, told

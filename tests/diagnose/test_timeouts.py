@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.diagnose.evidence import CallEvidence, Evidence
-from phalanx.diagnose.rules.absent import blame
-from phalanx.diagnose.rules.timeouts import Timeout, read
+from phalanx.diagnose.rules.collectives.absent import blame
+from phalanx.diagnose.rules.collectives.timeouts import Timeout, read
 from tests.diagnose.made_evidence import C10D, behind, beside, call, collective, evidence, frame, process, rank, waiting
 
 GLOO = "RuntimeError: [third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "

@@ -1,110 +1,28 @@
-"""What real processes write into real pipes and pseudo-terminals, and where it arrives."""
+"""What real processes write into real pipes, and where it arrives."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
-import pty
 import resource
 import subprocess
 import sys
 import tempfile
-import termios
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.launcher.output.capture import TAIL_SIZE, OutputCapture
-from phalanx.launcher.output.console.console import Console
+from phalanx.launcher.output.capture import TAIL_SIZE
 from phalanx.launcher.output.filters import Std
-
-PATIENCE = 30.0
-
-
-class Run:
-    """An output, and a console that writes into memory unless told where else."""
-
-    def __init__(self, folder: Path, world: int, *, out: int | None = None, terminal: bool | None = None) -> None:
-        self._out, self._err = os.memfd_create("out"), os.memfd_create("err")
-        target = self._out if out is None else out
-        self.console = Console(world, out=target, err=self._err, colour=False, terminal=terminal)
-        self.output = OutputCapture(asyncio.get_running_loop(), self.console)
-        self.folder = folder
-
-    def start(
-        self, rank: int, code: str, *args: object, show: Std = Std.ALL, terminal: bool = False
-    ) -> subprocess.Popen[bytes]:
-        """A worker that runs this Python."""
-        out, err = self.open(rank, show=show, terminal=terminal)
-        command = [sys.executable, "-S", "-c", code, *map(str, args)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
-        self.output.handed_over(rank)
-        return process
-
-    def open(self, rank: int, *, show: Std = Std.ALL, terminal: bool = False) -> tuple[int, int]:
-        (self.folder / str(rank)).mkdir(exist_ok=True)
-        return self.output.open(rank, str(self.folder / str(rank)), show=show, terminal=terminal)
-
-    def log(self, rank: int, name: str = "stdout") -> bytes:
-        return (self.folder / str(rank) / f"{name}.log").read_bytes()
-
-    @property
-    def shown(self) -> bytes:
-        return os.pread(self._out, 1 << 27, 0)
-
-    @property
-    def said(self) -> str:
-        return os.pread(self._err, 1 << 20, 0).decode()
-
-    async def close(self) -> None:
-        self.output.close()
-        await asyncio.to_thread(self.console.close)
-
-    def free(self) -> None:
-        self.console.abandon()
-        self.console.close()
-        os.close(self._out)
-        os.close(self._err)
-
-
-def running(folder: Path, world: int, body: Callable[[Run], Awaitable[None]], **options: object) -> None:
-    async def main() -> None:
-        run = Run(folder, world, **options)  # type: ignore[arg-type]
-        try:
-            await body(run)
-        finally:
-            run.output.close()
-            run.free()
-
-    asyncio.run(main())
-
-
-SPEED = """
-import os, sys
-rank, size = int(sys.argv[1]), int(sys.argv[2])
-block = b"".join(b"rank %d line %d %s\\n" % (rank, n, b"x" * (n * 37 % 301)) for n in range(997))
-left = size
-while left:
-    data = memoryview(block)[:left]
-    left -= len(data)
-    while data:
-        data = data[os.write(1, data):]
-"""
-
-
-def written(rank: int, size: int) -> bytes:
-    block = b"".join(b"rank %d line %d %s\n" % (rank, n, b"x" * (n * 37 % 301)) for n in range(997))
-    return (block * (size // len(block) + 1))[:size]
+from tests.launcher.captured_run import PATIENCE, SPEED, Run, running, written
 
 
 class Reader(threading.Thread):
@@ -451,110 +369,6 @@ def test_nobody_reads_any_more_and_the_run_goes_on(tmp_path: Path) -> None:
         running(tmp_path, 2, body, out=writer)
     finally:
         os.close(writer)
-
-
-# -- pseudo-terminals
-
-
-@pytest.fixture
-def terminal() -> Iterator[int]:
-    """Our own, that somebody reads."""
-    master, slave = pty.openpty()
-    termios.tcsetwinsize(slave, (30, 90))
-
-    def read() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(master, 65536):
-                pass
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    yield slave
-    os.close(slave)
-    thread.join(PATIENCE)
-    os.close(master)
-
-
-ABOUT = """
-import os, sys, termios
-print(os.isatty(1), os.isatty(2), *os.get_terminal_size(1))
-try:
-    os.open("/dev/tty", os.O_RDWR)
-except OSError as error:
-    print(error.errno)
-print(bool(termios.tcgetattr(1)[1] & termios.OPOST) if os.isatty(1) else "")
-"""
-
-
-def test_rank_0_has_a_terminal_where_ours_is_one(tmp_path: Path, terminal: int) -> None:
-    async def body(run: Run) -> None:  # our stderr is none
-        assert run.start(0, ABOUT, terminal=True).wait() == 0
-        assert await run.output.drained(PATIENCE) == []
-        # Four columns are the prefix's. The worker's session has no terminal that could send it signals.
-        assert run.log(0).decode() == f"True False 86 30\n{errno.ENXIO}\nFalse\n"
-
-    running(tmp_path, 2, body, out=terminal)
-
-
-@pytest.mark.parametrize("show", [Std.NONE, Std.ERR])
-def test_what_is_not_shown_needs_no_terminal(tmp_path: Path, terminal: int, show: Std) -> None:
-    async def body(run: Run) -> None:
-        run.start(0, "import os; print(os.isatty(1))", show=show, terminal=True).wait()
-        assert await run.output.drained(PATIENCE) == []
-        assert run.log(0) == b"False\n"
-
-    running(tmp_path, 2, body, out=terminal)
-
-
-def test_no_terminal_of_ours_none_for_workers(tmp_path: Path) -> None:
-    async def body(run: Run) -> None:
-        run.start(0, "import os; print(os.isatty(1), os.isatty(2))", terminal=True).wait()
-        assert await run.output.drained(PATIENCE) == []
-        assert run.log(0) == b"False False\n"
-        assert run.output.resized() == []
-
-    running(tmp_path, 2, body)
-
-
-def test_a_terminal_loses_nothing_either(tmp_path: Path, terminal: int) -> None:
-    async def body(run: Run) -> None:
-        process = run.start(0, SPEED, 0, 3_000_000, terminal=True)
-        assert await run.output.drained(PATIENCE) == []
-        assert process.wait() == 0
-        assert run.log(0) == written(0, 3_000_000)
-
-    running(tmp_path, 2, body, out=terminal)
-
-
-def test_the_size_of_our_terminal_changes(tmp_path: Path, terminal: int) -> None:
-    code = """
-import os, signal
-signal.signal(signal.SIGWINCH, lambda *_: None)
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
-print(*os.get_terminal_size(1), flush=True)
-signal.sigwait([signal.SIGWINCH])
-print(*os.get_terminal_size(1))
-"""
-
-    async def body(run: Run) -> None:
-        process = run.start(0, code, terminal=True)
-        run.start(1, "pass").wait()
-        await until(lambda: run.log(0) == b"86 30\n")
-        termios.tcsetwinsize(terminal, (20, 50))
-        assert run.output.resized() == [0]
-        process.send_signal(28)
-        assert await run.output.drained(PATIENCE) == []
-        assert run.log(0) == b"86 30\n46 20\n"
-        assert run.output.resized() == []
-
-    running(tmp_path, 2, body, out=terminal)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.002)
 
 
 def test_pipes_are_large_and_theirs_blocks(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def test_spares_on_slices_of_a_gpu_claim_different_hosts_one_after_another(tmp_p
     options = parse_run(["-g", "2", "--spares", "1", "--cpu", __file__], {})
     plan = make_plan(options, {}, detect_context(options, {}, str(tmp_path)))
     ranks = tuple(placements.seat(rank, 2, slices[rank]) for rank in range(2))
-    plan = replace(plan, group=replace(plan.group, seats=ranks), spares=SpareWorkers(count=1, slots=(slices[2],)))
+    spares = SpareWorkers(count=1, slots=(slices[2],))
+    plan = replace(plan, group=replace(plan.group, seats=ranks, spares=spares))
 
     def host(local_rank: int, slot: Slot, folder: str) -> str:
         environ = plan.environment(

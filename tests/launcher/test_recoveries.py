@@ -6,7 +6,8 @@ import pytest
 
 from phalanx.contract import events
 from phalanx.launcher.coordination import recoveries
-from phalanx.launcher.coordination.recoveries import Recoveries, time_of_steps
+from phalanx.launcher.coordination.lost_time import time_of_steps
+from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction, RestartPolicy
 

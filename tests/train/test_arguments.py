@@ -15,6 +15,7 @@ from torch import nn
 
 import phalanx
 from phalanx.errors import UsageError
+from phalanx.train.data_run import DataRun
 from phalanx.train.run import Run
 from phalanx.train.stateful_run import StatefulRun
 from phalanx.worker.process_group.group import WorkerProcessGroup
@@ -96,7 +97,7 @@ def names(owner: type) -> set[str]:
 def test_run_is_small_and_documented() -> None:
     """It adds at most 20 names to those of the process group, and each has a docstring that begins with its use."""
     assert len(names(Run) - names(WorkerProcessGroup)) <= 20
-    source = "".join(map(inspect.getsource, (Run, StatefulRun, WorkerProcessGroup)))
+    source = "".join(map(inspect.getsource, (Run, DataRun, StatefulRun, WorkerProcessGroup)))
     for name in names(Run):
         text = inspect.getdoc(getattr(Run, name)) or ""
         assert f"run.{name}" in text or f"`run.{name}" in source or name == "join", name

@@ -22,9 +22,9 @@ from phalanx.watch.page import address
 from phalanx.watch.page.keys import PageKeys
 from phalanx.watch.page.runs_server import RunsServer
 from tests.kit.cli import start
+from tests.watch.browser_stage import Stage, is_, stage
 from tests.watch.fake_source import KEY, opened
 from tests.watch.finished_run import home, left
-from tests.watch.test_page import Stage, is_, stage
 from tests.watch.test_run_list import described
 
 __all__ = ["stage"]

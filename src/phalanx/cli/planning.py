@@ -19,7 +19,7 @@ from phalanx.contract.checkpoint_key import read_key
 from phalanx.contract.variables import CHECKPOINT_KEY, PAGE_KEY, THREADS, TOKEN
 from phalanx.errors import DeviceError, OptionError, ScriptError
 from phalanx.launcher.command import Command
-from phalanx.launcher.plan import DeviceVisibility, GroupLayout, Plan, SpareWorkers
+from phalanx.launcher.plan import DeviceVisibility, GroupLayout, Plan, PlanRemarks, SpareWorkers
 from phalanx.launcher.runs.run_folder import make_run_id
 
 # Modules that run a script, and fail if torch was imported before it.
@@ -79,7 +79,6 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
     fresh = options.start.fresh or script.kind == "program" or wrapped or measured
     return Plan(
         run_id=options.rendezvous.run_id or output.name or make_run_id(script.target),
-        name=output.name,
         command=command,
         environ=inherited,
         group=GroupLayout(
@@ -88,12 +87,12 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
             master_addr=options.rendezvous.master_addr or "127.0.0.1",
             master_port=options.rendezvous.master_port or 0,
             role=workers.role,
+            spares=SpareWorkers(count=nodes.spares if rendezvous is None else 0, slots=unused),
         ),
         devices=DeviceVisibility(
             isolated=workers.isolate or mig or workers.share_gpu,
             virtual_local_rank=workers.virtual_local_rank or mig or workers.share_gpu,
         ),
-        spares=SpareWorkers(count=nodes.spares if rendezvous is None else 0, slots=unused),
         stdin_rank=script.stdin_rank,
         start=replace(options.start, fresh=fresh),
         recovery=options.recovery,
@@ -101,8 +100,10 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
         shutdown=options.shutdown,
         output=output,
         viewers=options.viewers,
-        notes=tuple(notes),
-        warnings=() if workers.cpu or workers.count == "cpu" or follows else missing_devices.warnings(inventory),
+        remarks=PlanRemarks(
+            notes=tuple(notes),
+            warnings=() if workers.cpu or workers.count == "cpu" or follows else missing_devices.warnings(inventory),
+        ),
         hyperparameters=dict(script.hyperparameters),
         rendezvous=rendezvous,
     )

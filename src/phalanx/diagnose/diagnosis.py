@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from phalanx.diagnose import words
 from phalanx.diagnose.evidence import Evidence
-from phalanx.diagnose.rules import blame, deadlock, desync, gpu, network, process, rendezvous
-from phalanx.diagnose.rules.divergence import divergences
+from phalanx.diagnose.rules import blame, gpu, network, process, rendezvous
+from phalanx.diagnose.rules.collectives import deadlock, desync
+from phalanx.diagnose.rules.collectives.divergence import divergences
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field, survey
 

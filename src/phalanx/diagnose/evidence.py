@@ -142,7 +142,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one rank."""
+    """What is known of one rank. Flat, because it is stored as JSON: evidence of earlier runs has to stay readable."""
 
     rank: int
     node: int

@@ -77,7 +77,7 @@ def _create_folder(plan: Plan, base: str) -> RunFolder:
     try:
         # "none" is what torchrun calls a run that nobody has named; a member takes the leader's name when it joins.
         follows = plan.rendezvous is not None and not plan.rendezvous.leads
-        given = plan.name or (plan.run_id if plan.run_id != "none" else None)
+        given = plan.output.name or (plan.run_id if plan.run_id != "none" else None)
         name = given if given and not follows else run_folder.make_run_id(plan.command.target)
         return run_folder.create(name, base=base, log_dir=plan.output.log_dir)
     except OSError as error:
@@ -191,7 +191,7 @@ def _supervise(
     folder.event(
         events.RunStarted(time=now, run=folder.name, command=tuple(command), world_size=plan.group.world_size, pid=pid)
     )
-    for text in plan.warnings:
+    for text in plan.remarks.warnings:
         folder.event(events.NoteEvent(time=now, text=text))
     # Among several nodes no rank is alone, however many this one has.
     world = plan.group.world_size if plan.rendezvous is None else 2
@@ -202,7 +202,7 @@ def _supervise(
     code = 1
     try:
         if not plan.output.quiet:
-            notes = (*plan.notes, *plan.warnings, *started.notes, *findings(plan, folder))
+            notes = (*plan.remarks.notes, *plan.remarks.warnings, *started.notes, *findings(plan, folder))
             for line in (*_announcement(plan, folder, sockets), *notes):
                 console.say(line)
         import asyncio

@@ -28,8 +28,16 @@ if TYPE_CHECKING:  # whatever is imported before the fork server is started dela
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpareWorkers:
+    """The spare workers of this node, beside its ranks."""
+
+    count: int = 0
+    slots: tuple[Slot, ...] = ()  # devices of this node that no rank uses
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """The process group as one node sees it: the ranks of this node, the other nodes, and the store."""
+    """The process group as one node sees it: the ranks and spares of this node, the other nodes, and the store."""
 
     seats: tuple[Seat, ...]  # the ranks of this node, and where they run; at least one
     topology: str  # the ranks of all nodes, encoded
@@ -37,6 +45,7 @@ class GroupLayout:
     master_port: int  # 0: a free port
     role: str  # torchrun's name for the workers
     spare: bool = False  # the whole node is a spare
+    spares: SpareWorkers = SpareWorkers()
 
     @property
     def world_size(self) -> int:
@@ -79,11 +88,11 @@ class DeviceVisibility:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpareWorkers:
-    """The spare workers of this node, beside its ranks."""
+class PlanRemarks:
+    """What the user should know of a plan before it runs."""
 
-    count: int = 0
-    slots: tuple[Slot, ...] = ()  # devices of this node that no rank uses
+    notes: tuple[str, ...] = ()  # about the options
+    warnings: tuple[str, ...] = ()  # about this host; node 0 prints those of all nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +100,10 @@ class Plan:
     """What one node runs: the command, the environment of each worker, and how the run starts and ends."""
 
     run_id: str  # TORCHELASTIC_RUN_ID
-    name: str | None  # of the run, as given; None: make one up
     command: Command
     environ: Mapping[str, str]  # inherited by every worker
     group: GroupLayout
     devices: DeviceVisibility
-    spares: SpareWorkers
     stdin_rank: int | None
     start: StartOptions
     recovery: RecoveryOptions
@@ -104,8 +111,7 @@ class Plan:
     shutdown: ShutdownOptions
     output: OutputOptions
     viewers: ViewerOptions
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # about this host; node 0 prints those of all nodes
+    remarks: PlanRemarks
     hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)  # given with --param
     rendezvous: RendezvousConfig | None = None  # None: one node
 
@@ -141,7 +147,7 @@ class Plan:
         )
         devices = self.devices.visible(seat, self.environ)
         own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        slots = [other.slot for other in self.seats] + [*self.spares.slots] * (self.spares.count > 0)
+        slots = [other.slot for other in self.seats] + [*group.spares.slots] * (group.spares.count > 0)
         worker = f"{run}/{attempt}/{os.path.basename(rank_folder)}"
         shared = sharing.for_one(seat.slot.device, slots, worker=worker, nodes=group.node_count)
         return {**shared, **self.environ, **worker_environment(member, self.environ), **own}

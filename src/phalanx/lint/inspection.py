@@ -10,23 +10,10 @@ from dataclasses import dataclass, replace
 from phalanx.errors import ScriptError
 from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
-from phalanx.lint.rules import (
-    address,
-    asking,
-    batch,
-    chance,
-    collective,
-    device,
-    ending,
-    epoch,
-    forward,
-    group,
-    loop,
-    nested_spawn,
-    race,
-    saving,
-    sharding,
-)
+from phalanx.lint.rules.collectives import chance, collective, forward, group, loop
+from phalanx.lint.rules.data import batch, epoch, sharding
+from phalanx.lint.rules.processes import address, ending, nested_spawn
+from phalanx.lint.rules.shared_resources import asking, device, race, saving
 from phalanx.lint.script import Script
 
 RULES = {

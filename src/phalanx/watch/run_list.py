@@ -14,7 +14,7 @@ RunKind = Literal["running", "done", "stopped", "failed", "killed", "elsewhere"]
 
 
 class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in the list of runs of this machine."""
+    """A run in the list of runs of this machine. Flat, because it is a row of that table, as the page receives it."""
 
     key: str  # what a browser names it by
     name: str

@@ -52,8 +52,8 @@ def test_a_single_node_does_not_wait() -> None:
 def test_clocks_are_compared() -> None:
     async def meet() -> None:
         async with leading(timing=FAST) as led, joined(led.port):
-            await until(lambda: led.members.connected[1].round_trip < 5)
-            assert abs(led.members.connected[1].skew) < 0.5
+            await until(lambda: led.members.connected[1].clock.round_trip < 5)
+            assert abs(led.members.connected[1].clock.skew) < 0.5
 
     asyncio.run(meet())
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.forkserver.probe import group_progress, recorders, report
+from phalanx.forkserver.probe import report
+from phalanx.forkserver.probe.collectives import group_progress, recorders
 
 
 def test_group_names_are_looked_up_seldom(monkeypatch: pytest.MonkeyPatch) -> None:

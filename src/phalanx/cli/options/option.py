@@ -11,7 +11,10 @@ Origin = Literal["torchrun", "torchrun 2.15", "torch.distributed.launch", "phala
 
 
 class Option(NamedTuple):
-    """Everything there is to say about an option: how it is spelled, parsed, documented, and what it sets."""
+    """Everything there is to say about an option: how it is spelled, parsed, documented, and what it sets.
+
+    Flat, because it is a row of table.py, in which most columns are left at their defaults.
+    """
 
     section: str
     name: str  # the long spelling with dashes; the one with underscores is accepted too

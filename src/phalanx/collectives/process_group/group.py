@@ -38,6 +38,8 @@ def _is_plain(tensor: Tensor) -> bool:
 class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """EngineProcessGroup(name, engine, store, timeout, ranks): a process group for CPU tensors on top of an engine.
     Synchronous calls run in the calling thread. `ranks` are the global ranks of the group.
+
+    torch decides which methods it has: one per collective and per form of it.
     """
 
     def __init__(

@@ -43,6 +43,21 @@ class MemberNames:
 
 
 @dataclass
+class MemberClock:
+    """The clock of a member, compared with ours by pings."""
+
+    skew: float = 0.0  # its clock minus ours
+    round_trip: float = float("inf")  # the shortest of all pings: it measures the skew best
+
+    def compare(self, pong: messages.Pong) -> None:
+        """Measure the skew by an answered ping."""
+        now = time.time()
+        round_trip = now - pong.ping
+        if 0 <= round_trip < self.round_trip:
+            self.round_trip, self.skew = round_trip, pong.time - (pong.ping + now) / 2
+
+
+@dataclass
 class JoinedMember:
     """A member that has joined. It may continue with another connection if the first one broke."""
 
@@ -60,8 +75,7 @@ class JoinedMember:
     closing: bool = False  # the leader has closed the connection
     dropped: str = ""  # why the leader has dropped it
     broken: bool = False  # its connection is lost, and it may come with another one
-    skew: float = 0.0  # its clock minus ours
-    round_trip: float = float("inf")  # the shortest of all pings: it measures the skew best
+    clock: MemberClock = field(default_factory=MemberClock)
 
     async def write(self, ws: web.WebSocketResponse) -> None:
         """Send queued messages until the outbox ends, then close the connection."""
@@ -97,10 +111,7 @@ class JoinedMember:
     def record_pong(self, pong: messages.Pong) -> None:
         """Measure the clock skew by an answered ping, and forget what the member has received."""
         self.outbox.acknowledge(pong.received)
-        now = time.time()
-        round_trip = now - pong.ping
-        if 0 <= round_trip < self.round_trip:
-            self.round_trip, self.skew = round_trip, pong.time - (pong.ping + now) / 2
+        self.clock.compare(pong)
 
     def abort(self) -> None:
         """Close the connection at once, without sending what is still queued."""
@@ -159,7 +170,7 @@ class Members:
 
     def skew(self, member: int) -> float:
         """Return the clock of a member minus ours. 0 if it is not connected."""
-        return self.connected[member].skew if member in self.connected else 0.0
+        return self.connected[member].clock.skew if member in self.connected else 0.0
 
     @property
     def responsive(self) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from phalanx.diagnose import words
 from phalanx.diagnose.description import described
 from phalanx.diagnose.rank_state import RankState
-from phalanx.diagnose.rules import desync
-from phalanx.diagnose.rules.divergence import guard
+from phalanx.diagnose.rules.collectives import desync
+from phalanx.diagnose.rules.collectives.divergence import guard
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field
 

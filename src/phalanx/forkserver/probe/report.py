@@ -9,9 +9,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from .. import log
-from . import current_call, group_progress, recorders, stacks
-from .collective_history import CollectiveHistory
-from .recorded_calls import dtype_names, is_inner, newest, number_of, operation_name, timed_calls, to_call
+from . import stacks
+from .collectives import current_call, group_progress, recorders
+from .collectives.collective_history import CollectiveHistory
+from .collectives.recorded_calls import dtype_names, is_inner, newest, number_of, operation_name, timed_calls, to_call
 
 MAX_BYTES = 256 * 1024  # bytes per report
 

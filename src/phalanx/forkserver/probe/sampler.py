@@ -10,7 +10,8 @@ from types import FrameType
 from typing import Any
 
 from .. import log
-from . import current_call, group_progress, movement, phases, recorded_calls, stacks, status_slot
+from . import movement, phases, stacks, status_slot
+from .collectives import current_call, group_progress, recorded_calls
 
 _NUMBERS = {phase: number for number, phase in enumerate(status_slot.PHASES)}
 _FULL_EVERY = 5  # while the script makes progress, every fifth sample is written in full: it is read once a second

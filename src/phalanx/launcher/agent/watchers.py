@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.contract.messages import worker_messages
-from phalanx.diagnose.rules.timeouts import Timeout
+from phalanx.diagnose.rules.collectives.timeouts import Timeout
 from phalanx.launcher.agent.metadata_recorder import MetadataRecorder
 from phalanx.launcher.workers.watched import WatchContext
 from phalanx.launcher.workers.worker_group import WorkerGroup

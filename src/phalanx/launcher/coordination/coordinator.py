@@ -109,7 +109,11 @@ class AgentProxy:
 
 
 class Coordinator(RpcCarrier, Protocol):
-    """Decides for a node when an attempt begins and what follows a failure."""
+    """Decides for a node when an attempt begins and what follows a failure.
+
+    One interface with two users: the agent reports to it, and services of the agent send to other nodes through it
+    (`RpcCarrier`). It is not divided, because both change together when a follower becomes the leader.
+    """
 
     @property
     def log_forwarder(self) -> LogForwarder | None:

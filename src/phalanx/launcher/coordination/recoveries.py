@@ -6,28 +6,12 @@ import time
 
 from phalanx.contract import events
 from phalanx.contract.messages import worker_messages
+from phalanx.launcher.coordination.lost_time import Outage, TrainingTime, lost_before, time_of_steps
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import Fault, RecoveryAction, RecoveryDecision, RestartPolicy, decide
 
-_REPORTED = 1.0  # seconds: workers report their steps twice per second, so that less than this says nothing
 _WORTH_TELLING = 5.0  # seconds without a step before a fault was noticed
-
-
-def lost_before(idle: float) -> float:
-    """Return the seconds that were lost before a fault was noticed. `idle`: since the last step was reported.
-
-    A rank that hangs is noticed long after it stopped. What was computed since the last step is lost in any case.
-    """
-    return idle if idle > _REPORTED else 0.0
-
-
-def time_of_steps(redone: int, *, took: float, steps: int) -> float:
-    """Return the time that `redone` steps have cost, if the last `steps` took so long.
-
-    A training that repeats all of its steps, because it kept no state, has lost all of its time.
-    """
-    return redone * max(0.0, took) / steps if steps > 0 else 0.0
 
 
 class Recoveries:
@@ -40,16 +24,10 @@ class Recoveries:
         self._faults: list[Fault] = []
         self._latest = RecoveryDecision(RecoveryAction.STOP)
         self._moves = 0  # how often nodes joined or left
-        self._unrecovered: list[WorkerFailure] = []  # failures since the last committed step
-        self._since = 0.0  # when the first of them was noticed
-        self._idle = 0.0  # seconds without a step before that
-        self._places: set[str] = set()  # of failures whose frames were shown
-        self._began = time.monotonic()
-        self._stopped = 0.0  # when the stop of all ranks before a restart began
-        self._lost = 0.0  # seconds from a fault to the next step or start, and those of steps that were computed again
-        self._first: tuple[int, float, int] | None = None  # generation, time and number of its first committed step
         self._skipped = 0  # batches
-        self._trained = 0.0  # when the very first step was committed
+        self._outage = Outage()
+        self._time = TrainingTime(time.monotonic())
+        self._places: set[str] = set()  # of failures whose frames were shown
 
     @property
     def latest_action(self) -> RecoveryAction:
@@ -78,20 +56,15 @@ class Recoveries:
         return decide(self._faults, self._fault(failure), self._budget, able=can_regroup).way is RecoveryAction.STOP
 
     def _fault(self, failure: WorkerFailure) -> Fault:
-        together = bool(self._unrecovered) and 0 <= failure.generation < self.generation
+        together = bool(self._outage.failures) and 0 <= failure.generation < self.generation
         return Fault(failure.place, time.monotonic(), failure.lived, failure.step, together, failure.hope, failure.rank)
 
     def _note(self, failure: WorkerFailure) -> None:
         if self._latest.way is RecoveryAction.REGROUP:
-            self._begin_regroup(failure)
-        elif self._latest.way is RecoveryAction.RESTART and not self._stopped:
-            self._stopped, self._idle = time.monotonic(), lost_before(failure.idle)
-
-    def _begin_regroup(self, failure: WorkerFailure) -> None:
-        self.generation += 1
-        if not self._unrecovered:
-            self._since, self._idle = time.monotonic(), lost_before(failure.idle)
-        self._unrecovered.append(failure)
+            self.generation += 1
+            self._outage.begin_regroup(failure, time.monotonic())
+        elif self._latest.way is RecoveryAction.RESTART:
+            self._outage.begin_restart(failure, time.monotonic())
 
     def nodes_changed(
         self, failure: WorkerFailure, way: RecoveryAction, *, kind: events.FaultKind = "node-lost"
@@ -120,20 +93,19 @@ class Recoveries:
 
         `before` is the newest step that survivors know of; failed workers reported theirs from time to time.
         """
-        now, first = time.monotonic(), self._first
-        if generation == self.generation and (first is None or first[0] != generation):
-            self._first = generation, now, step
-            self._trained = self._trained or now
-        if not self._unrecovered or generation != self.generation:
+        now, first = time.monotonic(), self._time.first
+        if generation == self.generation:
+            self._time.step_committed(generation, step, now)
+        if not self._outage.failures or generation != self.generation:
             return ""
-        failures, self._unrecovered = self._unrecovered, []
-        took = now - self._since
+        since = self._outage.since
+        failures, idle = self._outage.end_regroup()
+        took = now - since
         newest = max([before, *(failure.step for failure in failures if failure.step is not None)])
         redone = max(0, newest - (step - 1))
-        idle, self._idle = self._idle, 0.0
-        self._lost += took + idle
+        self._time.lost += took + idle
         if first is not None:
-            self._lost += time_of_steps(redone, took=self._since - idle - first[1], steps=newest - first[2])
+            self._time.lost += time_of_steps(redone, took=since - idle - first.time, steps=newest - first.step)
         self._folder.event(
             events.Recovered(
                 time=time.time(),
@@ -156,7 +128,7 @@ class Recoveries:
     def batch_skipped(self, message: worker_messages.SkippedBatch) -> str:
         """Record an update that was dropped because it was not finite. Return the line that reports it."""
         self._skipped += 1
-        self._lost += message.seconds
+        self._time.lost += message.seconds
         reason = f"step {message.step}: {message.what}"
         self._folder.event(
             events.BatchSkipped(time=time.time(), step=message.step, reason=reason, seconds=message.seconds)
@@ -172,9 +144,8 @@ class Recoveries:
 
     def restarting(self) -> str:
         """Return the line that reports a restart: all ranks have ended and are about to start again."""
-        took = time.monotonic() - self._stopped if self._stopped else 0.0
-        idle, self._stopped, self._idle = self._idle, 0.0, 0.0
-        self._lost += took + idle
+        took, idle = self._outage.end_restart(time.monotonic())
+        self._time.lost += took + idle
         self._folder.event(events.Restarted(time=time.time(), seconds=round(took, 4), idle=round(idle, 4)))
         if not self._latest.used:
             return f"starting all ranks again, {took:.2f} s later"
@@ -190,15 +161,15 @@ class Recoveries:
         if not self._faults and not self._moves and not self._skipped:
             return ""
         now = time.monotonic()
-        lost = self._lost + self._folder.stalled
+        lost = self._time.lost + self._folder.stalled
         count, moves = len(self._faults), self._moves
         happened = [f"{count} fault{'s' if count > 1 else ''} survived"] * (count > 0)
         happened += [f"{moves} change{'s' if moves > 1 else ''} of nodes"] * (moves > 0)
         skipped = self._skipped
         happened += [f"{skipped} batch{'es' if skipped > 1 else ''} skipped"] * (skipped > 0)
         if not self.generation and not skipped:  # the steps lost since the last checkpoint are unknown
-            whole = now - self._began
-            return f"{', '.join(happened)}, {self._lost:.1f} s of {whole:.0f} s until all ranks were started again"
-        whole = max(now - (self._trained or self._began), 1e-3)
+            whole = now - self._time.began
+            return f"{', '.join(happened)}, {self._time.lost:.1f} s of {whole:.0f} s until all ranks were started again"
+        whole = max(now - (self._time.trained or self._time.began), 1e-3)
         self._folder.event(events.GoodputMeasured(time=time.time(), lost=lost, seconds=whole))
         return f"{', '.join(happened)}, {lost:.1f} s of {whole:.0f} s lost: goodput {max(0.0, 1 - lost / whole):.1%}"

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from phalanx.diagnose.evidence import Evidence, Rank
-from phalanx.diagnose.rules import desync
-from phalanx.diagnose.rules.divergence import divergences
+from phalanx.diagnose.rules.collectives import desync
+from phalanx.diagnose.rules.collectives.divergence import divergences
 from phalanx.diagnose.waits import survey
 from phalanx.launcher.evidence import evidence_reply
 from phalanx.launcher.evidence.source_lines import Sources

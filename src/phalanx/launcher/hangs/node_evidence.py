@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from phalanx.contract import encoding
 from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import CallEvidence, Frame, NodeFacts, Process, Rank, ThreadStack
-from phalanx.diagnose.rules.timeouts import Timeout
+from phalanx.diagnose.rules.collectives.timeouts import Timeout
 from phalanx.forkserver import linux
 from phalanx.forkserver.probe import probe
 from phalanx.launcher.evidence import evidence_reply, stacks

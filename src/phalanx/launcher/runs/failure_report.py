@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from phalanx.control.messages import FailedRanks
 from phalanx.diagnose import words
-from phalanx.diagnose.rules import timeouts
+from phalanx.diagnose.rules.collectives import timeouts
 from phalanx.launcher.output import tracebacks
 from phalanx.launcher.output.tracebacks import Line, TracebackReport
 from phalanx.launcher.runs.root_cause import (

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.diagnose.rules import timeouts
+from phalanx.diagnose.rules.collectives import timeouts
 from phalanx.errors import NonFiniteError
 from phalanx.forkserver import paths
 from phalanx.launcher.output import tracebacks

@@ -1,1 +1,1 @@
-"""One rule per file: `NAME`, and `check(model)`, which yields findings."""
+"""One rule per file, in a package per topic: `NAME`, and `check(model)`, which yields findings."""

@@ -25,6 +25,7 @@ from phalanx.train.checkpoint.peers import Peers, SingleRank, by_main
 from phalanx.train.checkpoint.reader import CheckpointReader
 from phalanx.train.checkpoint.retention import Retention
 from phalanx.train.checkpoint.save_queue import SaveQueue
+from phalanx.train.checkpoint.saved_metrics import SavedMetrics
 from phalanx.train.checkpoint.saver import SaveRequest
 from phalanx.train.checkpoint.shares import share
 
@@ -78,8 +79,7 @@ class Checkpoints:
         self._pid = os.getpid()
         self._token = ""
         self._number = 0
-        self._scored: list[float] | None = None  # on rank 0: the metric of each checkpoint, for `keep_best`
-        self._metrics: dict[str, float | None] = {}  # the latest of each name
+        self._metrics = SavedMetrics(self._folder, self._keeping)  # used on rank 0
 
     @property
     def folder(self) -> str:
@@ -149,9 +149,8 @@ class Checkpoints:
                 f"extra holds tensors: {', '.join(aside)}", fix="put numbers there, or keep the tensors"
             )
         numbers: dict[str, float | None] = {name: float(value) for name, value in (metrics or {}).items()}
-        self._metrics.update(numbers)
-        if self._keeping.best and self._peers.rank == 0 and (score := numbers.get(self._keeping.metric)) is not None:
-            self._scores().append(score)
+        if self._peers.rank == 0:
+            self._metrics.add(numbers)
         chunks = share(found.tensors, self._peers.rank, self._peers.world_size, frozenset(found.own))
         self._number += 1
         order = SaveRequest(
@@ -214,7 +213,8 @@ class Checkpoints:
         try:
             if not broken:
                 self.wait()
-                self._report_missing_metric()
+                if self._number and self._peers.rank == 0 and (missing := self._metrics.missing()):
+                    self._say(f"phalanx: {missing}")
         finally:
             self._queue.close(patience, needless=needless)
             self._folder.close()
@@ -233,25 +233,7 @@ class Checkpoints:
 
     def is_best(self, value: float) -> bool:
         """Return whether a checkpoint with this value of `best_metric` would be among the best. For rank 0."""
-        return self._keeping.is_best(value, self._scores())
-
-    def _scores(self) -> list[float]:
-        """Return the metrics of all checkpoints, with those that are being written."""
-        if self._scored is None:
-            self._scored = []
-            for name in self._folder.names():
-                with contextlib.suppress(CheckpointError):
-                    value = self._folder.info(name).metrics.get(self._keeping.metric)
-                    self._scored += [value] if value is not None else []
-        return self._scored
-
-    def _report_missing_metric(self) -> None:
-        if self._keeping.best and self._number and self._peers.rank == 0 and not self._scores():
-            metric, known = self._keeping.metric, ", ".join(self._metrics) or "none"
-            self._say(
-                f'phalanx: no checkpoint has the metric "{metric}", so none is kept as one of the best '
-                f"{self._keeping.best}; metrics of checkpoints: {known}"
-            )
+        return self._metrics.is_best(value)
 
     # -- finding and loading
 

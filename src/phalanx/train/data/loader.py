@@ -14,32 +14,28 @@ prefetched.
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import TensorDataset
 
 from phalanx.errors import UsageError
-from phalanx.train.data import rng
 from phalanx.train.data.assignment import AssignedBatch, BatchAssignment, Parted
 from phalanx.train.data.cursor import LoaderCursor
-from phalanx.train.data.indexed import BatchIndices, IndexedData, SeededData, TensorBatches, as_it_is
+from phalanx.train.data.dataset_reader import DatasetReader
+from phalanx.train.data.indexed import IndexedData
 from phalanx.train.data.loader_options import (
     check_number,
     choose_tail,
     global_batch_of,
-    is_iterable,
     name_of,
     pins,
     refuse_samplers,
 )
 from phalanx.train.data.order import Position, count_steps, deal
-from phalanx.train.data.shard_reader import is_stateful
-from phalanx.train.data.shards import RankTotal, Shards, ShardStream, can_shard, find_stateful_loader
+from phalanx.train.data.shards import RankTotal, Shards, ShardStream, find_stateful_loader
 
 VERSION = 1
 
@@ -138,10 +134,10 @@ class Loader:
         self.shuffle = shuffle
         self.tail = choose_tail(train, shuffle, drop_last, pad_last)
         self.batches = deal(global_batch_of(batch_size, global_batch, group.world_size), group.world_size, weights)
-        self._seeded = torch.Generator() if generator is None else None  # for every epoch; else by the script
         self._device = getattr(group, "device", None)
         check_number("num_workers", num_workers)
-        self._options = {
+        seeded = torch.Generator() if generator is None else None
+        options = {
             "num_workers": num_workers,
             "collate_fn": collate_fn,
             "pin_memory": pins(self._device) if pin_memory is None else pin_memory,
@@ -150,10 +146,17 @@ class Loader:
             "multiprocessing_context": multiprocessing_context,
             "persistent_workers": persistent_workers,
             "prefetch_factor": prefetch_factor,
-            "generator": generator if self._seeded is None else self._seeded,
+            "generator": generator if seeded is None else seeded,
         }
-        self._total = total or RankTotal(group.world_size)
-        self._feed = self._choose()
+        self._data = DatasetReader(
+            dataset=dataset,
+            seed=self.seed,
+            shuffle=shuffle,
+            options=options,
+            own_generator=seeded,
+            total=total or RankTotal(group.world_size),
+        )
+        self._feed = self._assigned()
         self._cursor = LoaderCursor()
         self._loop = _Loop(self._feed)
         self._batches: weakref.WeakMethod[Callable[[Loader], Iterator[Any]]] | None = None
@@ -162,50 +165,8 @@ class Loader:
         """Let a loop over this loader be one over `batches(self)`, a method that reads it with `rest`."""
         self._batches = weakref.WeakMethod(batches)  # a run keeps its loaders, and must not wait for the collector
 
-    def _choose(self) -> IndexedData | ShardStream | Shards:
-        options = self._options
-        part = BatchAssignment(self.batches, self.rank, self.tail)
-        if not is_iterable(self.dataset):
-            self._refuse_nothing(len(self.dataset))
-            dataset = self.dataset
-            if type(dataset) is TensorDataset and options["collate_fn"] is None:
-                dataset, options = TensorBatches(dataset), {**options, "collate_fn": as_it_is}
-            # A script that seeds its workers itself is left alone.
-            seeded = options["num_workers"] > 0 and self._seeded is not None and options.get("worker_init_fn") is None
-            indices = BatchIndices(len(self.dataset), self.seed, self.shuffle, part, seeded)
-            return IndexedData(SeededData(dataset) if seeded else dataset, indices, options)
-        if self.shuffle:
-            raise UsageError(
-                f"{name_of(self.dataset)} is iterable, and cannot be shuffled: it has no index",
-                fix="leave out shuffle=True, and let the data set shuffle in its __iter__, the same way on every rank",
-            )
-        if options["persistent_workers"]:
-            raise UsageError(
-                f"persistent_workers=True with {name_of(self.dataset)}, which is iterable",
-                details=["workers learn where to continue when they start, so each epoch needs new ones"],
-                fix="leave out persistent_workers",
-            )
-        if is_stateful(self.dataset) and find_stateful_loader() is None:
-            warnings.warn(
-                f"{name_of(self.dataset)} has state_dict(), but torchdata is not installed: "
-                "in a resumed run what was consumed is read again and skipped (pip install phalanx[data])",
-                stacklevel=4,
-            )
-        return (
-            Shards(self.dataset, part, options, self.seed, self._total)
-            if can_shard(self.dataset)
-            else ShardStream(self.dataset, part, options, self.seed)
-        )
-
-    def _refuse_nothing(self, length: int) -> None:
-        if not count_steps(length, self.batches, self.tail):
-            dropped = ", and the last ones are dropped" if self.tail == "drop" else ""
-            raise UsageError(
-                f"an epoch has no step: {length} samples, {self.global_batch} per step{dropped}",
-                fix=f"global_batch={length} or less, or drop_last=False"
-                if length
-                else "give a data set that has samples",
-            )
+    def _assigned(self) -> IndexedData | ShardStream | Shards:
+        return self._data.assigned(BatchAssignment(self.batches, self.rank, self.tail))
 
     # The loop
 
@@ -244,7 +205,7 @@ class Loader:
         """Read every sample exactly once from now on, as with train=False, if nothing else was asked for."""
         if self.train is None and self.tail == "uneven":
             self.tail = "every"
-            self._feed = self._choose()
+            self._feed = self._assigned()
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch: as `run.batches(loader)` does, if a run has made it."""
@@ -258,10 +219,8 @@ class Loader:
             self.begin_evaluation()
         elif self.train is None and self.tail == "every":
             self.tail = "uneven"
-            self._feed = self._choose()
-        if self._seeded is not None:
-            # Not torch's global generator: a DataLoader draws from it at every start, and a resumed run starts again.
-            self._seeded.manual_seed(rng.number(self.seed, position.epoch, position.consumed, self.rank))
+            self._feed = self._assigned()
+        self._data.seed_workers(position, self.rank)
         source = self._feed
         if self._cursor.parted is not None and isinstance(source, Shards):
             source = source.rest(self._cursor.parted)
@@ -337,7 +296,7 @@ class Loader:
             "shuffle": self.shuffle,
             "length": self.length,
             "batches": list(self.batches),
-            "num_workers": self._options["num_workers"],
+            "num_workers": self._data.options["num_workers"],
             "tail": self.tail,
             "parted": parted and {**vars(parted), "batches": list(parted.batches)},
             "workers": self._workers_state(),
@@ -371,7 +330,7 @@ class Loader:
                 details=wrong,
                 fix="use the same data set, seed and shuffle, or do not resume the loader",
             )
-        mine = {"batches": list(self.batches), "num_workers": self._options["num_workers"], "tail": self.tail}
+        mine = {"batches": list(self.batches), "num_workers": self._data.options["num_workers"], "tail": self.tail}
         same = all(state[name] == mine[name] for name in mine)
         self._cursor.go_to(Position(state["epoch"], state["consumed"]), state["steps"])
         parted = state["parted"]

@@ -12,7 +12,10 @@ from phalanx.contract.run_metadata import RunMetadata
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=False):
-    """A rank, as `RankView`. `whole` has all of them; `update` those that have changed."""
+    """A rank, as `RankView`. `whole` has all of them; `update` those that have changed.
+
+    Flat, because it is a row of a table: an array on the wire, whose columns the page reads by their position.
+    """
 
     rank: int
     node: int
@@ -36,7 +39,7 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_d
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the run as a whole."""
+    """The state of the run as a whole. Flat, because the page and stored reports read these fields by name."""
 
     run: str
     command: str

@@ -71,7 +71,7 @@ def describe(
         "nodes": None if seen is None else _nodes(seen),
         "source": None if seen is None else seen.source,
         "least_nodes": _least(plan),
-        "spares": plan.rendezvous.spares if plan.rendezvous is not None else plan.spares.count,
+        "spares": plan.rendezvous.spares if plan.rendezvous is not None else plan.group.spares.count,
         "meeting": _meeting(plan),
         "store": f"{plan.group.master_addr}:{plan.group.master_port or 'a free port'}"
         if seen is None
@@ -92,7 +92,7 @@ def describe(
             for seat in seats
         ],
         "torchrun": shlex.join(equivalent(plan)) if seen is None else None,
-        "notes": [*plan.notes, *plan.warnings],
+        "notes": [*plan.remarks.notes, *plan.remarks.warnings],
     }
 
 

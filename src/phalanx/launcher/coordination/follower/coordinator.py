@@ -101,7 +101,7 @@ class FollowerCoordinator:
             ) from error
         for text in welcome.notes:
             self._agent.note(text)
-        for text in self._context.plan.warnings:
+        for text in self._context.plan.remarks.warnings:
             self._send(messages.NoteMessage(text=text))
         self.state.member = welcome.member
         at = f"{welcome.leader} at {self.member.connection.leader_address}"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from threading import RLock
 
 from phalanx.contract.visible import visible, visible_line
 from phalanx.launcher.output.console.shown_stream import ShownStream
 from phalanx.launcher.output.console.sink import Sink
+from phalanx.launcher.output.console.terminal_holder import TerminalHolder
 from phalanx.launcher.output.console.withheld import Withheld
 
 BATCH = 1 << 22  # bytes collected before they are written
-_MOST_MESSAGES = 500  # of phalanx, kept while the console is hidden
 
 
 class WithheldTracebacks:
@@ -72,9 +71,7 @@ class Display:
         self._streams: dict[ShownStream, None] = {}  # in the order in which they were added
         self._unfinished: dict[ShownStream, None] = {}  # those that have to be looked at again after a while
         self._live: list[ShownStream] = []
-        self._debugged: int | None = None  # the rank whose debugger has the terminal
-        self._deferred: list[ShownStream] = []  # to be shown when it ends
-        self._held_messages: deque[str] | None = None  # while hidden: messages to print afterwards
+        self._terminal = TerminalHolder()
         self.withheld = WithheldTracebacks(self._show_lines)
 
     @property
@@ -90,7 +87,7 @@ class Display:
     @property
     def defers(self) -> bool:
         """Return whether output waits for the end of a debugger."""
-        return bool(self._deferred)
+        return bool(self._terminal.deferred)
 
     def add(self, stream: ShownStream, *, first: bool) -> None:
         """Add a stream, from any thread, with the lock. `first`: paint its rows above those of others."""
@@ -101,9 +98,9 @@ class Display:
 
     def due(self) -> float | None:
         """Return the seconds until `tick` and `flush` have something to do, or None."""
-        times = [sink.repaint_at for sink in (self.out, self.err) if sink.late and not self._is_hidden(sink)]
-        dues = [stream.due(self._quiet) for stream in self._unfinished if not self._is_held(stream)]
-        if self._debugged is None and self._held_messages is None:
+        times = [sink.repaint_at for sink in (self.out, self.err) if sink.late and not self._terminal.hides(sink)]
+        dues = [stream.due(self._quiet) for stream in self._unfinished if not self._terminal.holds(stream)]
+        if self._terminal.debugged is None and not self._terminal.hidden:
             dues += [stream.painting_due(self._quiet) for stream in self._live]
         dues.append(self.withheld.due)
         times += [due for due in dues if due is not None]
@@ -116,26 +113,25 @@ class Display:
 
         No area is painted while it is lent.
         """
-        self._debugged = rank
-        if self._held_messages is not None:
+        self._terminal.debugged = rank
+        if self._terminal.hidden:
             return []
         self._leave_area()
         if rank is not None:
             return []
-        deferred, self._deferred = self._deferred, []
+        deferred, self._terminal.deferred = self._terminal.deferred, []
         return deferred
 
     def hide(self) -> None:
         """Write nothing to a terminal until `unhide`."""
         self._leave_area()
-        if self._held_messages is None:
-            self._held_messages = deque(maxlen=_MOST_MESSAGES)
+        self._terminal.hide()
 
     def unhide(self) -> None:
         """Print the kept messages. What ranks have written meanwhile is only in their logs."""
-        if self._held_messages is None:
+        messages, self._terminal.messages = self._terminal.messages, None
+        if messages is None:
             return
-        messages, self._held_messages = self._held_messages, None
         for stream in self.streams:
             if stream.sink.terminal:
                 stream.tail.skip()
@@ -147,23 +143,17 @@ class Display:
             self._seal_past(sink, None)
             sink.flush([], max(time.monotonic(), sink.repaint_at))
 
-    def _is_hidden(self, sink: Sink) -> bool:
-        return self._held_messages is not None and sink.terminal
-
-    def _is_held(self, stream: ShownStream) -> bool:
-        return self._debugged not in (None, stream.rank) or self._is_hidden(stream.sink)
-
     # -- output
 
     def show(self, stream: ShownStream) -> None:
         """Show what a stream has to show. Not now, if somebody else has the terminal."""
-        if self._held_messages is not None and stream.sink.terminal:
+        if self._terminal.hides(stream.sink):
             if stream.tail.skip() and stream in self._streams:
                 self._remove(stream)
                 stream.tail.close()
             return
-        if self._held_messages is None and self._is_held(stream):
-            self._deferred.append(stream)
+        if not self._terminal.hidden and self._terminal.holds(stream):
+            self._terminal.deferred.append(stream)
             return
         data, last = stream.tail.take(read=not stream.sink.dead)
         if stream.lines is None:
@@ -172,19 +162,19 @@ class Display:
             self._process(stream, data)
         if last:
             self.end(stream)
-        if stream.sink.waiting > BATCH and self._held_messages is None:
+        if stream.sink.waiting > BATCH and not self._terminal.hidden:
             self.flush()
 
     def debugger(self, data: bytes) -> None:
         """Write output of the debugger."""
-        if self._held_messages is None:
+        if not self._terminal.hidden:
             self.out.straight(data)
 
     def print(self, text: str) -> None:
         """Print a message of phalanx on stderr. A `FailureText` is printed in colour."""
         sink = self.err
-        if self._held_messages is not None and sink.terminal:
-            self._held_messages.append(text)
+        if self._terminal.messages is not None and sink.terminal:
+            self._terminal.messages.append(text)
             return
         self._seal_past(sink, None)
         lines = f"phalanx: {visible(text.rstrip())}\n"
@@ -192,7 +182,7 @@ class Display:
             lines = _wrapped(lines, sink.size()[1] or 80)
         if isinstance(text, FailureText) and (sink.terminal if self._colour is None else self._colour):
             lines = painted(lines)
-        if self._alone or self._debugged is not None:
+        if self._alone or self._terminal.debugged is not None:
             sink.interject(lines.encode(errors="replace"))
         else:
             sink.put(lines.encode(errors="replace"))
@@ -213,7 +203,7 @@ class Display:
     def tick(self, now: float) -> None:
         """Show unfinished lines that are due."""
         for stream in list(self._unfinished):
-            if not self._is_held(stream):
+            if not self._terminal.holds(stream):
                 for lines in stream.overdue(now, self._quiet, self._bar_interval):
                     self._put(stream, lines)
                 if stream.due(self._quiet) is None:
@@ -224,7 +214,7 @@ class Display:
         """Write everything, and paint the area."""
         now = time.monotonic()
         for sink in self.sinks:
-            if not self._is_hidden(sink):
+            if not self._terminal.hides(sink):
                 sink.flush(self._area(sink, now), now)
 
     def close(self) -> None:
@@ -233,10 +223,10 @@ class Display:
             stream.tail.close()
 
     def _process(self, stream: ShownStream, data: bytes) -> None:
-        if stream.live and self._debugged is None:
+        if stream.live and self._terminal.debugged is None:
             self._leave_prompts(stream)
         done = stream.feed(data, time.monotonic(), self._bar_interval)
-        stream.take_over(reclaim=self._debugged is None)
+        stream.take_over(reclaim=self._terminal.debugged is None)
         self._put(stream, done)
         if stream.due(self._quiet) is not None:
             self._unfinished[stream] = None
@@ -252,7 +242,7 @@ class Display:
     def _put(self, stream: ShownStream, lines: bytes) -> None:
         if stream.tail.noise is not None:
             lines = stream.tail.noise.without(lines)
-        if stream.tail.withheld is not None and self._debugged is None:
+        if stream.tail.withheld is not None and self._terminal.debugged is None:
             lines = stream.tail.withheld.feed(lines, time.monotonic())
         self._show_lines(stream, lines)
 
@@ -260,7 +250,7 @@ class Display:
         if not lines:
             return
         self._seal_past(stream.sink, stream)
-        if self._debugged is None:
+        if self._terminal.debugged is None:
             stream.sink.put(stream.rendered(lines))
         else:
             stream.sink.interject(lines)
@@ -279,7 +269,7 @@ class Display:
 
     def _area(self, sink: Sink, now: float) -> list[bytes]:
         rows: list[bytes] = []
-        if self._debugged is not None:
+        if self._terminal.debugged is not None:
             return rows
         if self.status and sink is self.err:
             row = f"phalanx: {visible_line(self.status)}"[: max((sink.size()[1] or 80) - 1, 20)]

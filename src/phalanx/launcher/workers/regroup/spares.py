@@ -50,11 +50,11 @@ class SparePool:
         living = self._workers.living
         taken = {worker.seat.local_rank for _, worker in living}
         free = (place for place in count(len(plan.seats)) if place not in taken)
-        for _ in range(plan.spares.count - sum(worker.spare for _, worker in living)):
+        for _ in range(plan.group.spares.count - sum(worker.spare for _, worker in living)):
             place = next(free)
             one = Slot()
             if plan.devices.isolated:
-                slots = dict.fromkeys([*(seat.slot for seat in plan.seats), *plan.spares.slots])
+                slots = dict.fromkeys([*(seat.slot for seat in plan.seats), *plan.group.spares.slots])
                 one = slot([*slots], self._slots(spare=False), self._slots(spare=True))
             placement = RankPlacement(
                 rank=plan.group.world_size + place - len(plan.seats),

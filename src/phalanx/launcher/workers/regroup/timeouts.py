@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from phalanx.diagnose.rules.timeouts import Timeout
+from phalanx.diagnose.rules.collectives.timeouts import Timeout
 from phalanx.launcher.runs import root_cause
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from phalanx.diagnose.description import described, named
 from phalanx.diagnose.evidence import CallEvidence, Frame
 from phalanx.diagnose.history import Shift
 from phalanx.diagnose.rank_state import RankState, bucket, site, trail
-from phalanx.diagnose.rules.divergence import Divergence, alike, expected, guard, past, ways
+from phalanx.diagnose.rules.collectives.divergence import Divergence, alike, expected, guard, past, ways
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field
 

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from .. import paths
+from ... import paths
 from . import recorders
 from .current_call import C10D_FILE, MAX_FRAMES, OPERATIONS
 from .group_progress import global_rank

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from phalanx.lint.finding import LintFinding
 from phalanx.lint.model import Model
-from phalanx.lint.rules.collective import divergent
+from phalanx.lint.rules.collectives.collective import divergent
 
 NAME = "rank-group"
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import phases
+from .. import phases
 
 MAX_BYTES = 64 * 1024  # bytes per rank
 _MAX_BYTES_ALL_RANKS = 8 * 1024 * 1024  # bytes of all ranks: they are sent together

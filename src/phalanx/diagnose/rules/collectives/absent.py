@@ -12,7 +12,7 @@ from phalanx.diagnose.diagnosis import diagnose
 from phalanx.diagnose.evidence import Evidence
 from phalanx.diagnose.rank_state import MEETINGS, PATIENCE, RankState
 from phalanx.diagnose.rules import children
-from phalanx.diagnose.rules.timeouts import Timeout
+from phalanx.diagnose.rules.collectives.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field, survey
 

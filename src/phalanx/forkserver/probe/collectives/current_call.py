@@ -6,8 +6,9 @@ import sys
 from types import FrameType
 from typing import Any
 
-from .. import log
-from . import group_progress, stacks
+from ... import log
+from .. import stacks
+from . import group_progress
 from .recorders import WORLD
 
 MAX_FRAMES = 24  # per call
@@ -44,7 +45,7 @@ def find(frame: FrameType | None) -> dict[str, Any]:
             try:
                 return {"op": frame.f_code.co_name, **_variables(frame)}
             except Exception:  # the thread moves on meanwhile
-                log.swallowed("forkserver.probe.current_call")
+                log.swallowed("forkserver.probe.collectives.current_call")
         frame = frame.f_back
     return {}
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from .. import linux, log, paths
+from ... import linux, log, paths
 
 RECORDERS = ("fr", "nccl", "phalanx")
 WORLD = "torch.distributed.distributed_c10d"
@@ -70,7 +70,7 @@ def read_with_sites(recorder: str) -> dict[str, Any]:
             text = dump(includeCollectives=True, includeStackTraces=True)
         found = _PlainUnpickler(io.BytesIO(text)).load()
     except Exception:  # another version of torch: without call sites
-        log.swallowed("forkserver.probe.recorders")
+        log.swallowed("forkserver.probe.collectives.recorders")
         return read(recorder, collectives=True)
     return found if isinstance(found, dict) else {}
 

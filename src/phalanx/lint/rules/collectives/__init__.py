@@ -1,0 +1,1 @@
+"""Rules about collectives: all ranks have to call the same ones, equally often."""

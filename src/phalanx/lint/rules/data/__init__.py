@@ -1,0 +1,1 @@
+"""Rules about data: how samples are divided among the ranks."""

@@ -1,0 +1,1 @@
+"""Rules about processes: how ranks start, find each other and end."""
