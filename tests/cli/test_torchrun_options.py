@@ -236,6 +236,7 @@ def command_lines(draw: st.DrawFn) -> tuple[list[str], dict[str, str]]:
     return argv, environ
 
 
+@pytest.mark.extended
 @settings(derandomize=True, max_examples=400, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(command_lines())
 def test_what_torchrun_takes_means_the_same(line: tuple[list[str], dict[str, str]]) -> None:

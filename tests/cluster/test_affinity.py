@@ -167,6 +167,7 @@ def by_torch(binding: Any, machine: Machine, mode: str, root: Path) -> list[list
         ]
 
 
+@pytest.mark.extended
 @settings(max_examples=60, deadline=None)
 @given(machine=machines(), mode=st.sampled_from(MODES))
 def test_every_worker_gets_what_torchrun_would_give_it(torch_binding: Any, machine: Machine, mode: str) -> None:

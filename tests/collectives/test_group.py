@@ -39,6 +39,7 @@ def _tried(plain: bool) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in said.splitlines() if ": " in line)
 
 
+@pytest.mark.extended
 @pytest.mark.xdist_group("collectives")
 @pytest.mark.parametrize("use", _USES)
 def test_stands_on_shared_memory(use: str) -> None:

@@ -54,6 +54,7 @@ def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-4000:]
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc")
 def test_deaths(tmp_path: Path) -> None:
     """A rank that dies before and after each thing it does for a message: the other learns it, or has the message."""

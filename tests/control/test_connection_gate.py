@@ -236,6 +236,7 @@ def test_floods_find_no_room(led: Handle) -> None:
     asyncio.run(meet())
 
 
+@pytest.mark.extended
 def test_a_crowd_of_strangers_keeps_no_member_out(led: Handle) -> None:
     port = port_of(led)
     assert f"port {port} files 1024" in led.out

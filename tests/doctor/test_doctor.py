@@ -66,6 +66,7 @@ def test_whole_doctor_runs_two_ranks_and_leaves_no_run() -> None:
     assert phalanx("ps", "--all").out == "no runs yet\n"
 
 
+@pytest.mark.extended
 def test_doctor_that_is_ended_ends_its_test() -> None:
     job = start("doctor")
     # The agent, the fork server and what it forks: the test is under way.
@@ -140,7 +141,8 @@ def test_home_that_is_not_there_yet_is_fine_and_stays_so(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_survey(ranks: int, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = phalanx("run", "-g", str(ranks), "--cpu", "-m", "phalanx.doctor.survey", str(out), "--print", timeout=120)
@@ -159,6 +161,7 @@ def test_survey(ranks: int, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
+@pytest.mark.extended
 def test_survey_that_measures_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = ("run", "-g", "2", "--cpu", "-m", "phalanx.doctor.survey", str(out), "--quick")
@@ -168,6 +171,7 @@ def test_survey_that_measures_nothing(tmp_path: Path) -> None:
     assert "reach" in {finding.check for finding in found.between}
 
 
+@pytest.mark.extended
 def test_survey_in_which_gloo_fails_is_told(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = ("run", "-g", "2", "--cpu", "-m", "phalanx.doctor.survey", str(out))

@@ -280,7 +280,6 @@ def test_every_rank_and_every_kind_has_its_turn_and_no_seed_is_as_another() -> N
     assert isinstance(hundred[0], InjectedFault)
 
 
-@pytest.mark.smoke
 def test_chaos_disturbs_and_tells_what_became_of_it(tmp_path: Path) -> None:
     faults = ("--kill-every", "0.3s", "--seed", "1", "--faults", "kill,segv,store", "--times", "4")
     done = phalanx(

@@ -73,8 +73,7 @@ def written(folder: Path, script: str) -> None:
         (folder / name).write_text(text)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("way", ["cold", pytest.param("warm", marks=pytest.mark.warmed)])
+@pytest.mark.parametrize("way", ["cold", pytest.param("warm", marks=[pytest.mark.warmed, pytest.mark.smoke])])
 def test_a_replacement_runs_what_the_run_began_with(way: str, tmp_path: Path) -> None:
     written(tmp_path, SURVIVE)
     options = ["--no-warm"] if way == "cold" else []

@@ -61,7 +61,6 @@ def here(term: VirtualTerminal) -> None:
     term.until(r"rank 0 is here; input '', a terminal: False")
 
 
-@pytest.mark.smoke
 def test_a_screen_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None:
     with terminal(*words, "-", env=places) as job:
         term = VirtualTerminal(job)

@@ -66,8 +66,9 @@ def test_strangers_in_the_network_and_other_users_of_a_node_do_not_reach_the_sto
 
 
 @as_root
-@pytest.mark.smoke
-@pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["forked", "fresh"])
+@pytest.mark.parametrize(
+    "way", [pytest.param((), id="forked", marks=pytest.mark.smoke), pytest.param(("--fresh",), id="fresh")]
+)
 def test_other_users_of_the_host_do_not_reach_the_store(tmp_path: Path, way: tuple[str, ...]) -> None:
     go = tmp_path / "go"
     ask = (

@@ -49,6 +49,7 @@ def test_namespaces(way: str) -> None:
     assert (found.out, found.code) == (expected.out, expected.code), found.err
 
 
+@pytest.mark.extended
 @pytest.mark.warmed
 @pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="numbers of system calls differ")
 @pytest.mark.parametrize("how", ["syscall", "prctl"])

@@ -88,6 +88,7 @@ phalanx.main(train)
 """
 
 
+@pytest.mark.extended
 def test_a_replacement_gets_the_ports_of_the_dead_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = phalanx(

@@ -79,7 +79,7 @@ def test_the_group_is_made_for_those_who_ask() -> None:
     assert module.spawn(gathered, 2) == [[0, 10]] * 2  # joined without a word
 
 
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_ranks_are_joined_unless_told_otherwise(fresh: bool) -> None:
     assert module.spawn(adopted, 2, fresh=fresh) == [(0, 2, 1.0), (1, 2, 1.0)]
     assert module.spawn(dist.is_initialized, 1, fresh=fresh, join=False) == [False]

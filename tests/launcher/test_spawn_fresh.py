@@ -42,6 +42,7 @@ def forked() -> bool:
 _forked = False
 
 
+@pytest.mark.extended
 def test_where_cuda_is_up_ranks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as it can be seen without a GPU; with one: gpu_spawn.py."""
     monkeypatch.setattr(sys.modules[__name__], "_forked", True)

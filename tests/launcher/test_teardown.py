@@ -39,6 +39,7 @@ torch.nn.functional.kept = {"deep": [Loud("deeper in another")]}
 """
 
 
+@pytest.mark.extended
 def test_operators_of_torch_stay_and_those_of_a_script_do_not(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(SCRIPT)

@@ -78,6 +78,7 @@ def on_a_disk_of_its_own(folder: Path, size: str, *words: str) -> Result:
     return python("-c", MOUNTED, size, str(SCRIPTS / script), str(folder), *rest, timeout=150)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("when", "least"),
     [

@@ -28,6 +28,7 @@ def printed(out: str) -> list[dict[str, Any]]:
     return [json.loads(line[line.index("{") :]) for line in out.splitlines() if '"samples"' in line]
 
 
+@pytest.mark.extended
 def test_the_result_does_not_depend_on_ranks_nor_on_a_death() -> None:
     alone = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True, timeout=600)
     expected = printed(alone.stdout)

@@ -323,6 +323,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.extended
 def test_the_backend_of_a_second_default_group_knows_its_ranks() -> None:
     """torch itself knows them only in the first group of a process, and crashes when a later one is split."""
     result = run((*PYTHON, "-c", SECOND), timeout=60)

@@ -94,6 +94,7 @@ def test_nobody_comes(capfd: pytest.CaptureFixture[str]) -> None:
     assert "that is this host: is rank 0 on another one?" in said
 
 
+@pytest.mark.extended
 def test_a_stranger_and_a_late_rank_0() -> None:
     """In a process of its own, for torch closes nothing of what it has opened for a store that is not one."""
     result = python(str(SCRIPTS / "store.py"))

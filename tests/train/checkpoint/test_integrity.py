@@ -61,6 +61,7 @@ def test_a_chosen_checkpoint_is_loaded(tmp_path: Path) -> None:
         checkpoints.load({"model": model}, checkpoints.latest())
 
 
+@pytest.mark.extended
 def test_reading_while_another_run_saves(tmp_path: Path) -> None:
     """The other run deletes old checkpoints while they are read. The reader then takes a newer one."""
     model = saved(tmp_path, 0)
