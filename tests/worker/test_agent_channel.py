@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -21,7 +21,7 @@ LONG = 60.0  # seconds: a bound for hangs, not for slowness
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[tuple[AgentChannel, socket.socket]]:
+def connected(leave: Callable[[], None] = lambda: None) -> Iterator[tuple[AgentChannel, socket.socket]]:
     """A channel that has its first assignment, and the agent's end of it."""
     name = f"phalanx-test-{os.getpid()}-{os.urandom(4).hex()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -38,7 +38,7 @@ def connected() -> Iterator[tuple[AgentChannel, socket.socket]]:
         assigning.start()
         channel = AgentChannel(
             name,
-            lambda: None,
+            leave,
             lambda: None,
             lambda: messages.Heartbeat(0),
             lambda message: None,
@@ -53,6 +53,26 @@ def connected() -> Iterator[tuple[AgentChannel, socket.socket]]:
         channel.close()
         for thread in set(threading.enumerate()) - threads:
             thread.join(LONG)
+
+
+def test_nothing_of_the_next_group_exists_before_the_old_one_is_cut() -> None:
+    cutting, cut = threading.Event(), threading.Event()
+
+    def leave() -> None:
+        cutting.set()
+        cut.wait(LONG)
+
+    with connected(leave) as (channel, agent):
+        assert not channel.has_moved(FIRST)
+        agent.send(encoding.encode(msgspec.structs.replace(FIRST, generation=1)))
+        assert cutting.wait(LONG)
+        assert channel.generation == 0
+        assert channel.newer(FIRST, 0.1) is None
+        assert channel.has_moved(FIRST), "no step of the old group is committed any more"
+        cut.set()
+        newer = channel.newer(FIRST, LONG)
+        assert newer is not None
+        assert newer.generation == 1
 
 
 def test_a_worker_waits_for_an_assignment_as_long_as_one_may_follow() -> None:
