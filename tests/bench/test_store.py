@@ -11,7 +11,7 @@ from benchmarks.store import benchmark
 from benchmarks.store.benchmark import GateRow, GateSample, rows, target
 from tests.kit.cli import phalanx
 
-GROUP = benchmark._GROUP
+GROUP = benchmark._GATE
 
 
 def test_rounds_are_compared_in_pairs() -> None:
@@ -23,6 +23,15 @@ def test_rounds_are_compared_in_pairs() -> None:
         GateRow("a", "s", 3, 2.0, 2.0, 1.0, 0.5, 1.5),
         GateRow("b", "s", 0, None, None, None, None, None),
     ]
+
+
+def test_what_else_a_token_costs_does_not_count() -> None:
+    values = {(benchmark._GROUP, False): 10.0, (benchmark._GROUP, True): 15.0}
+    values |= {(benchmark._FORMED, False): 1.0, (benchmark._FORMED, True): 1.5}
+    samples = [GateSample(what, "s", gate, round=0, value=value) for (what, gate), value in values.items()]
+    (row,) = rows(benchmark.with_gate_only(samples))
+    assert (row.what, row.without, row.with_gate, row.ratio) == (GROUP, 10.0, 10.5, 1.05)
+    assert benchmark.with_gate_only(samples[1:]) == [], "a round without its pair"
 
 
 @pytest.mark.parametrize(

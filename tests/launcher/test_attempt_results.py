@@ -111,7 +111,7 @@ def test_what_became_of_the_ranks_of_other_nodes_is_added_to_the_first_cause() -
 
 def test_a_rank_that_exited_early_on_another_node_is_to_blame() -> None:
     found, _ = results()
-    found.add(1, AttemptEnded(attempt=0, exited=(messages.CleanExit(rank=1, time=NOW, in_training=True),)))
+    found.add(1, AttemptEnded(attempt=0, exited=(messages.CleanExitReport(rank=1, time=NOW, in_training=True),)))
     lost = replace(own().deaths[0], error=PEER_LOST, code=1, time=NOW + 1)
     result = evaluate(found, AttemptReport(0, [lost], "rank 0 failed: …\n  all of its output: /x"))
     assert result == RunResult(

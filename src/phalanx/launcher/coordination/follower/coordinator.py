@@ -180,7 +180,7 @@ class FollowerCoordinator:
                 kinds=report.kinds,
                 first=_first(report),
                 exited=tuple(
-                    messages.CleanExit(rank=one.rank, time=one.time, in_training=one.in_training)
+                    messages.CleanExitReport(rank=one.rank, time=one.time, in_training=one.in_training)
                     for one in report.exited[:_MOST_EXITS]
                 ),
                 trouble=report.trouble[:_LONGEST],
