@@ -45,13 +45,13 @@ class Failures:
         )
         return death if death.blame else replace(death, blame=failure_report.left_alone(death, self.clean_exits()))
 
-    def clean_exits(self) -> list[root_cause.CleanExit]:
+    def clean_exits(self) -> tuple[root_cause.CleanExit, ...]:
         """Return the workers that have exited without an error, and whether in the middle of their training."""
-        return [
+        return tuple(
             root_cause.CleanExit(one.seat.rank, one.ended, one.connected and not one.finished)
             for one in self._workers.values()
             if one.code == 0 and not one.spare and not one.stopped
-        ]
+        )
 
     def explain(self) -> tuple[list[root_cause.ProcessFailure], str]:
         """Return all failures and the message about the first, without what became of the others."""
