@@ -23,6 +23,7 @@ BENCHMARKS = {
     "launch": Benchmark("launch.benchmark", "from the command to the first all_reduce and the first training step"),
     "exit": Benchmark("launch.exit", "from the last line of the script to the prompt"),
     "join": Benchmark("join.benchmark", "until every node has joined the leader"),
+    "store": Benchmark("store.benchmark", "what it costs that only ranks of the run reach the store"),
     "scale": Benchmark("scale.benchmark", "what thousands of simulated nodes cost a real leader"),
     "comm": Benchmark("comm.benchmark", "latency and bandwidth of every collective and link, for each backend"),
     "step": Benchmark("training.step", "a training step, compared with the same loop in raw PyTorch DDP"),

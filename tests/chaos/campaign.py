@@ -39,7 +39,7 @@ class Played:
 
     faults: int = 0
     recovered: int = 0
-    seconds: list[float] = field(default_factory=list)  # of each fault, to the next step that all ranks committed
+    seconds: list[float] = field(default_factory=list)  # of each fault, to the next committed step
     slow: list[str] = field(default_factory=list)  # what happened in runs with a recovery that took very long
 
 

@@ -120,13 +120,28 @@ def test_a_sample_that_counts_twice_or_never_is_found(tmp_path: Path) -> None:
         oracle.check_samples(oracle.read(tmp_path)[0], 8)
 
 
-def test_a_delay_ends_with_the_first_step_of_all_ranks_in_the_next_group(tmp_path: Path) -> None:
+def test_a_delay_ends_with_the_first_step_of_the_next_group(tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path, rank, (1.0, "0", 1, [0]), (1.1, "0", 1, None), (2.0, "0", 2, [0]))
     write(tmp_path, 0, (2.2, "0", 2, None))  # before it notices
     assert oracle.delay(tmp_path, 2.1, 2) is None
-    write(tmp_path, 0, (4.0, "1", 3, [0]), (4.1, "1", 3, None))
+    for rank in range(2):
+        write(tmp_path, rank, (4.0, "1", 3, [0]))
     assert oracle.delay(tmp_path, 2.1, 2) is None
-    write(tmp_path, 1, (4.0, "1", 3, [0]), (4.6, "1", 3, None))
+    write(tmp_path, 0, (4.6, "1", 3, None))
     assert oracle.delay(tmp_path, 2.1, 2) == pytest.approx(2.5)
+    assert oracle.delay(tmp_path, 2.1, 3) is None, "the group has two ranks"
     assert oracle.delay(tmp_path, 2.1, 1, regroup=False) == pytest.approx(0.1)
+
+
+def test_a_delay_ends_before_the_next_fault(tmp_path: Path) -> None:
+    """Rank 1 dies after the step that ends its recovery is committed, and before it has written that: three times."""
+    for rank in range(2):
+        write(tmp_path, rank, (1.0, "0", 1, [0]), (1.1, "0", 1, None))
+    for group in (1, 2, 3):
+        at, step = 10.0 * group, group + 1
+        for rank in range(2):
+            write(tmp_path, rank, (at, f"{group}", step, [0]))
+        write(tmp_path, 0, (at + 0.1, f"{group}", step, None))
+    faults = [(3.0, True), (10.2, True), (20.2, True)]
+    assert oracle.delays(tmp_path, faults, 2) == pytest.approx([7.1, 9.9, 9.9])

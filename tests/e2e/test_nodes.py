@@ -292,6 +292,17 @@ def test_ranks_that_fail_because_a_peer_elsewhere_is_gone_are_not_the_cause(lab:
     all_gone(lab)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_exits_early_is_to_blame_and_not_the_only_one_of_another_node(lab: Lab, rank: int) -> None:
+    jobs = together(lab, "--cpu", script("peer_gone.py"), str(rank), "leaves", ranks=(1, 1))
+    assert codes(jobs) == [1, 1], texts(jobs)
+    for job in jobs:
+        lines = block(job).splitlines()
+        assert lines[0] == f"phalanx: rank {rank} exited, with exit code 0, while rank {1 - rank} still needed it"
+        assert lines[2].startswith(f"  rank {1 - rank} lost the peer: "), texts(jobs)
+    all_gone(lab)
+
+
 def test_a_restart_is_one_of_all_nodes(lab: Lab) -> None:
     jobs = together(lab, "--cpu", "--max-restarts", "1", script("second_try.py"), "2")
     assert codes(jobs) == [0, 0], texts(jobs)

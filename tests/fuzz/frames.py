@@ -49,6 +49,7 @@ VALID: tuple[messages.Message, ...] = (
     messages.Stop(signal=15, reason="x", grace=1.0),
     messages.NodeWorkerFailed(rank=1, reason="x", time=1.0, step=3),
     messages.Log(rank=1, stream=2, data=b"x" * 40),
+    messages.AttemptEnded(attempt=1, exited=(messages.CleanExitReport(rank=1, time=1.0, in_training=True),)),
     messages.AttemptEnded(attempt=1, first=messages.FailureReport(rank=1, code=-9, time=1.0, stderr=("a", "b"))),
     messages.RpcFrame(kind="why", number=3, content=b"{}"),
     messages.Leaving(code=1, text="x"),

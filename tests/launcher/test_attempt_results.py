@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from phalanx.control import messages
 from phalanx.control.leader.members import Members
 from phalanx.control.leader.roster import Roster
 from phalanx.control.messages import AttemptEnded, FailedRanks, FailureReport
 from phalanx.launcher.coordination.coordinator import AgentProxy, AttemptReport, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults, Restart
 from phalanx.launcher.coordination.recoveries import Recoveries
-from phalanx.launcher.runs.root_cause import ProcessFailure
+from phalanx.launcher.runs.root_cause import CleanExit, ProcessFailure
 from phalanx.recover.decision import RestartPolicy
 
 NOW = time.time()
@@ -106,6 +107,32 @@ def test_what_became_of_the_ranks_of_other_nodes_is_added_to_the_first_cause() -
         "  afterwards: ranks 1-3 lost the peer",
         "  all of its output: /x",
     ]
+
+
+def test_a_rank_that_exited_early_on_another_node_is_to_blame() -> None:
+    found, _ = results()
+    found.add(1, AttemptEnded(attempt=0, exited=(messages.CleanExitReport(rank=1, time=NOW, in_training=True),)))
+    lost = replace(own().deaths[0], error=PEER_LOST, code=1, time=NOW + 1)
+    result = evaluate(found, AttemptReport(0, [lost], "rank 0 failed: …\n  all of its output: /x"))
+    assert result == RunResult(
+        1,
+        "rank 1 exited in the middle of the training, with exit code 0, while rank 0 still needed it\n"
+        "  uneven data, an early return, or sys.exit() on some ranks only?\n"
+        "  rank 0 lost the peer: RuntimeError: Connection closed by peer\n"
+        "  all of its output: /x",
+    )
+
+
+@pytest.mark.parametrize("at", [NOW, NOW + 60])
+def test_a_rank_of_the_leader_that_exited_early_is_to_blame(at: float) -> None:
+    found, _ = results()
+    first = FailureReport(rank=1, code=1, time=NOW + 1, error=PEER_LOST, block="rank 1 failed: …")
+    found.add(1, AttemptEnded(attempt=0, failed=1, first=first))
+    result = evaluate(found, AttemptReport(0, exited=[CleanExit(0, at)]))
+    assert isinstance(result, RunResult)
+    early = at < NOW + 1
+    words = "rank 0 exited, with exit code 0, while rank 1 still needed it" if early else "rank 1 failed: …"
+    assert result.text.splitlines()[0] == words
 
 
 def test_a_restart_prints_the_failure() -> None:

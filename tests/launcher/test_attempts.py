@@ -41,7 +41,7 @@ class Group:
         self.number = number
         workers = [SimpleNamespace(seat=SimpleNamespace(rank=rank), code=rank) for rank in range(2)]
         self.workers = SimpleNamespace(failed=failed, ranks={}, values=lambda: workers)
-        self.failures = SimpleNamespace(explain=lambda: ([], "rank 0 failed"))
+        self.failures = SimpleNamespace(explain=lambda: ([], "rank 0 failed"), clean_exits=tuple)
         self.lost_with_fork_server = False
         self.output = Output()
         self.over = asyncio.Event()

@@ -18,6 +18,7 @@ from phalanx.launcher.runs.failure_report import (
     with_afterwards,
 )
 from phalanx.launcher.runs.root_cause import (
+    CleanExit,
     ProcessFailure,
     count,
     first_cause,
@@ -168,20 +169,21 @@ def test_a_crash_is_told_by_the_dump_of_faulthandler() -> None:
 
 def test_a_rank_that_exited_early_is_to_blame_and_not_the_one_that_lost_it() -> None:
     lost = ProcessFailure(0, 1, 9.9, error=error(LOST, 9.9))
-    blamed = replace(lost, blame=left_alone(lost, {2: True, 3: False}))
+    blamed = replace(lost, blame=left_alone(lost, [CleanExit(2, 9.0, True), CleanExit(3, 9.0)]))
     assert summary(blamed) == "ranks 2, 3 exited, with exit code 0, while rank 0 still needed them"
     text = block(blamed, tail=(), folder="x").splitlines()
     assert text[0] == summary(blamed)
     assert "sys.exit() on some ranks only?" in text[1]
     assert text[2].startswith("  rank 0 lost the peer: ")
-    assert left_alone(lost, {}) == []
-    assert left_alone(ProcessFailure(0, 1, 9.9, error=error("ValueError: x", 9.9)), {2: True}) == []
+    assert left_alone(lost, []) == []
+    assert left_alone(lost, [CleanExit(2, 10.0)]) == [], "it exited later"
+    assert left_alone(ProcessFailure(0, 1, 9.9, error=error("ValueError: x", 9.9)), [CleanExit(2, 9.0, True)]) == []
     named = ProcessFailure(0, 1, 9.9, error=error(OURS.format("rank 1 has"), 9.9))
     alone = "rank 1 exited in the middle of the training, with exit code 0, while rank 0 still needed it"
-    assert left_alone(named, {1: True, 2: False})[0] == alone
-    assert left_alone(named, {2: True}) == []
+    assert left_alone(named, [CleanExit(1, 9.0, True), CleanExit(2, 9.0)])[0] == alone
+    assert left_alone(named, [CleanExit(2, 9.0, True)]) == []
     ended = "PeerLost: rank 1 has ended the training, and the other ranks have not: rank 0 all_reduce, rank 1 barrier"
-    assert left_alone(ProcessFailure(0, 1, 9.9, error=error(ended, 9.9)), {1: True})[0] == alone
+    assert left_alone(ProcessFailure(0, 1, 9.9, error=error(ended, 9.9)), [CleanExit(1, 9.0, True)])[0] == alone
 
 
 OURS = "PeerLost: all_reduce: peer lost, {} ended"

@@ -13,7 +13,7 @@ import pytest
 from phalanx.contract.messages import worker_messages
 from phalanx.launcher.workers.regroup.formation import Formation
 from phalanx.launcher.workers.regroup.heartbeats import HeartbeatWatch
-from phalanx.launcher.workers.regroup.regrouper import ReadinessReporter
+from phalanx.launcher.workers.regroup.regrouper import ReadinessReporter, Regrouper
 from phalanx.launcher.workers.stopper import Stopper, escalation
 from phalanx.launcher.workers.worker import StepProgress, Worker, WorkerState
 from phalanx.launcher.workers.workers import Workers
@@ -141,6 +141,27 @@ def test_readiness_is_reported_when_it_changes() -> None:
     assert observer.reported[-1] == (True, True, True)
     readiness.update([], spare_node=False)  # that the script can regroup stays known
     assert observer.reported[-1] == (True, False, True)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_the_others_wait_for_no_group_without_a_rank_that_left_in_mid_training(finished: bool) -> None:
+    gone = worker(1, *CONNECTED, *([WorkerState.FINISHED] if finished else ()))
+    workers, _ = group(worker(0, *CONNECTED), gone, worker(2, WorkerState.RUNNING), worker(3, *CONNECTED, spare=True))
+    channels, observer = Channels(), Observer()
+    parts: Any = {
+        "formation": SimpleNamespace(plan=SimpleNamespace(group=SimpleNamespace(spare=False))),
+        "context": SimpleNamespace(folder=None, note=None, observer=observer),
+        "workers": workers,
+        "channels": channels,
+        "spawner": None,
+        "stopper": None,
+        "output": None,
+    }
+    regrouper = Regrouper(**parts)
+    gone.exited(0)
+    regrouper.left(gone)
+    assert observer.reported[-1][1], "no regroup any more"
+    assert channels.sent == ([] if finished else [(100, worker_messages.NoRegroup())])
 
 
 def test_on_a_node_of_spares_they_count() -> None:

@@ -321,6 +321,14 @@ class FailedRanks(Message, frozen=True, kw_only=True, tag="failed-ranks"):
     ranks: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()
 
 
+class CleanExitReport(Message, frozen=True, kw_only=True, tag="clean-exit"):
+    """A worker that exited with exit code 0 (launcher/runs/root_cause.py: CleanExit)."""
+
+    rank: Count
+    time: float
+    in_training: bool = False
+
+
 class AttemptEnded(Message, frozen=True, kw_only=True, tag="attempt-ended"):
     """All workers of a member have ended."""
 
@@ -328,6 +336,7 @@ class AttemptEnded(Message, frozen=True, kw_only=True, tag="attempt-ended"):
     failed: Count = 0
     kinds: Annotated[tuple[FailedRanks, ...], Meta(max_length=64)] = ()  # those that were not just stopped
     first: FailureReport | None = None  # the first cause among its own
+    exited: Annotated[tuple[CleanExitReport, ...], Meta(max_length=1 << 12)] = ()  # without an error, and not stopped
     trouble: Text = ""  # it ended for a reason that is no worker's
     left: Text = ""  # processes that its workers left running, and what will be done about them
 

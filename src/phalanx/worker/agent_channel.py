@@ -56,6 +56,7 @@ class AgentChannel:
         self._waiting = self._assignment is None  # a spare, or there are too few workers
         self._leaving = False  # leaving the old group, and the new assignment is not published yet
         self._gone = False
+        self._final = False  # no other assignment follows
         self._pid = os.getpid()
         self._ending, self._end = os.pipe()
 
@@ -86,7 +87,7 @@ class AgentChannel:
     def newer(self, than: messages.Assignment, patience: float) -> messages.Assignment | None:
         """Return the assignment of a later generation as soon as there is one; None: none in `patience` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._later(than), patience)
+            self._changed.wait_for(lambda: self._waiting or self._final or self._later(than), patience)
             if self._waiting:
                 self._changed.wait_for(lambda: self._gone or self._later(than))
             return self._assignment if self._later(than) else None
@@ -141,6 +142,11 @@ class AgentChannel:
             message = messages.from_agent.decode(packet)
             if isinstance(message, messages.Halt | messages.Rescue | messages.EndWorker):
                 self._received(message)
+                continue
+            if isinstance(message, messages.NoRegroup):
+                with self._changed:
+                    self._final = True
+                    self._changed.notify_all()
                 continue
             with self._changed:
                 self._leaving = True

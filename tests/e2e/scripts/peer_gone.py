@@ -1,4 +1,4 @@
-"""peer_gone.py RANK: that rank raises when all are joined; the others fail because it is gone."""
+"""peer_gone.py RANK [leaves]: that rank raises when all are joined, or exits; the others fail because it is gone."""
 
 import sys
 
@@ -7,5 +7,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
 if dist.get_rank() == int(sys.argv[1]):
+    if sys.argv[2:]:
+        sys.exit(0)
     raise ValueError("the reason")
 dist.barrier()

@@ -121,6 +121,10 @@ class Wait(msgspec.Struct, frozen=True, tag="wait"):
     preempt: tuple[int, ...] = ()
 
 
+class NoRegroup(msgspec.Struct, frozen=True, tag="no-regroup"):
+    """A rank has exited without an error in the middle of the training: the group does not form again."""
+
+
 class Halt(msgspec.Struct, frozen=True, tag="halt"):
     """Report the current step, then wait after the next step until `step` is known: how far to go."""
 
@@ -137,7 +141,7 @@ class EndWorker(msgspec.Struct, frozen=True, tag="end"):
     signal: int
 
 
-FromAgent = Assignment | Wait | Halt | Rescue | EndWorker
+FromAgent = Assignment | Wait | NoRegroup | Halt | Rescue | EndWorker
 FromWorker = (
     Hello
     | Heartbeat

@@ -154,10 +154,11 @@ class AttemptLoop:
         if group.lost_with_fork_server:
             how = f"the fork server was lost: {self._fork_server.lost}; its workers ended with it"
             return AttemptReport(group.number, trouble=how)
+        exited = group.failures.clean_exits()
         if not group.workers.failed:
-            return AttemptReport(group.number)
+            return AttemptReport(group.number, exited=exited)
         deaths, block = group.failures.explain()
-        return AttemptReport(group.number, deaths, block)
+        return AttemptReport(group.number, deaths, block, exited=exited)
 
 
 def _succeeded(group: WorkerGroup) -> list[int]:

@@ -36,6 +36,7 @@ class AttemptReport:
     block: str = ""  # the message about the first of them, without what became of the others
     trouble: str = ""  # why it ended, if no worker is the cause
     left: str = ""  # processes that workers left running, and what happens to them
+    exited: Sequence[root_cause.CleanExit] = ()
 
     @property
     def kinds(self) -> tuple[messages.FailedRanks, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from phalanx.control.messages import FailedRanks
 from phalanx.diagnose import words
@@ -14,6 +14,7 @@ from phalanx.launcher.output import tracebacks
 from phalanx.launcher.output.tracebacks import Line, TracebackReport
 from phalanx.launcher.runs.root_cause import (
     USAGE,
+    CleanExit,
     ProcessFailure,
     count,
     differs,
@@ -69,8 +70,7 @@ def block(
     report = report_of(death)
     lines = [summary(death), *(f"  {line}" for line in (*death.blame[1:], *means))]
     if death.blame:
-        what = "timed out" if timeout(death) is not None or not reports_lost_peer(report) else "lost the peer"
-        lines.append(f"  {_who(death)} {what}: {_short(report.exception or in_words(death.code))}")
+        lines.append(f"  {_victim(death)}")
     if report.exception and not brief and not (death.blame and reports_lost_peer(report)):
         lines += _more(death, report)
     said = report.kind == "SystemExit" or (report.in_words and death.code == report.code)
@@ -91,6 +91,12 @@ def block(
         lines.extend(f"    {line}" for line in last)
     lines.append(f"  all of its output: {folder}")
     return "\n".join(lines)
+
+
+def blamed(block: str, death: ProcessFailure) -> str:
+    """Return the block of a failure that was written before it was known who is to blame."""
+    _, *rest = block.split("\n")
+    return "\n".join([summary(death), *(f"  {line}" for line in (*death.blame[1:], _victim(death))), *rest])
 
 
 def failed_ranks(deaths: Sequence[ProcessFailure]) -> tuple[FailedRanks, ...]:
@@ -144,12 +150,9 @@ def with_afterwards(block: str, lines: Sequence[str]) -> str:
     return "\n".join([*shown[:end], *(f"  {line}" for line in lines), *shown[end:]])
 
 
-def left_alone(death: ProcessFailure, gone: Mapping[int, bool]) -> list[str]:
-    """Return lines that blame ranks which exited without an error, if the worker failed because it lost one of them.
-
-    `gone`: all ranks that had exited with exit code 0, and whether they are known to have done so during the training.
-    """
-    named = lost(death)
+def left_alone(death: ProcessFailure, exits: Iterable[CleanExit]) -> list[str]:
+    """Return lines that blame ranks which exited without an error, if the worker failed because it lost one of them."""
+    named, gone = lost(death), {one.rank: one.in_training for one in exits if one.time <= death.time}
     ranks = sorted(gone.keys() & named if named else gone)
     if not ranks or not lost_a_peer(death):
         return []
@@ -258,6 +261,13 @@ def _placed(frames: Sequence[Line]) -> list[str]:
 
 def _who(death: ProcessFailure) -> str:
     return f"rank {death.rank}{f' ({death.device})' if death.device else ''}"
+
+
+def _victim(death: ProcessFailure) -> str:
+    """Return what happened to a rank that another one made fail."""
+    report = report_of(death)
+    what = "timed out" if timeout(death) is not None or not reports_lost_peer(report) else "lost the peer"
+    return f"{_who(death)} {what}: {_short(report.exception or in_words(death.code))}"
 
 
 def _it(ranks: Sequence[int]) -> str:

@@ -66,6 +66,15 @@ class ProcessFailure:
         return 128 - self.code if self.code < 0 else self.code
 
 
+@dataclass(frozen=True)
+class CleanExit:
+    """A worker that exited with exit code 0, and that we had not told to stop."""
+
+    rank: int
+    time: float
+    in_training: bool = False  # it is known that its training had not ended
+
+
 def report_of(death: ProcessFailure) -> TracebackReport:
     """Return what the worker wrote about its failure; a faulthandler dump only if that ended it."""
     found = tracebacks.read_error_file(death.error) if death.error else TracebackReport()

@@ -43,15 +43,15 @@ class Failures:
             stop_sent=worker.exit.stop_sent,
             blame=worker.exit.blame,
         )
-        return death if death.blame else replace(death, blame=failure_report.left_alone(death, self._gone(worker)))
+        return death if death.blame else replace(death, blame=failure_report.left_alone(death, self.clean_exits()))
 
-    def _gone(self, worker: Worker) -> dict[int, bool]:
-        """Return the ranks that had exited without an error before this worker failed, and whether in mid-training."""
-        return {
-            one.seat.rank: one.connected and not one.finished
+    def clean_exits(self) -> tuple[root_cause.CleanExit, ...]:
+        """Return the workers that have exited without an error, and whether in the middle of their training."""
+        return tuple(
+            root_cause.CleanExit(one.seat.rank, one.ended, one.connected and not one.finished)
             for one in self._workers.values()
-            if one.code == 0 and not one.spare and one.ended <= worker.ended
-        }
+            if one.code == 0 and not one.spare and not one.stopped
+        )
 
     def explain(self) -> tuple[list[root_cause.ProcessFailure], str]:
         """Return all failures and the message about the first, without what became of the others."""

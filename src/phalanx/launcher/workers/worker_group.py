@@ -256,7 +256,7 @@ class WorkerGroup:
                 self._context.worker_failed(self.failures.of_worker(worker))
                 return
         elif code == 0:
-            self._regrouper.report_readiness()
+            self._regrouper.left(worker)
         elif not worker.stopped:
             if self.stopping or not self._timeout_victims.take(worker):
                 self._context.worker_failed(self.failures.of_worker(worker))

@@ -26,6 +26,7 @@ from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 
 _LONGEST = 1 << 14  # characters of a text for the leader
+_MOST_EXITS = 1 << 12  # ranks without an error of which the leader hears
 _DRAIN = 10.0  # seconds to forward the rest of the output
 
 
@@ -178,6 +179,10 @@ class FollowerCoordinator:
                 failed=len(report.deaths),
                 kinds=report.kinds,
                 first=_first(report),
+                exited=tuple(
+                    messages.CleanExitReport(rank=one.rank, time=one.time, in_training=one.in_training)
+                    for one in report.exited[:_MOST_EXITS]
+                ),
                 trouble=report.trouble[:_LONGEST],
                 left=report.left[:_LONGEST],
             )

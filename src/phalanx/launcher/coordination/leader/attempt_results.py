@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.control import messages
 from phalanx.control.leader.members import Members
@@ -14,6 +14,8 @@ from phalanx.launcher.coordination.coordinator import AgentProxy, AttemptReport,
 from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
+
+_LATE = 2.0  # seconds by which a node may notice an exit later than another node notices its consequence
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,9 @@ class AttemptResults:
             return RunResult(0, self._recoveries.summary())
         if first is None:
             return RunResult(1)
+        if not first.blame and (blame := failure_report.left_alone(first, self._clean_exits(report))):
+            first = replace(first, blame=blame)  # no rank of its own node has left it alone
+            blocks[first.rank] = failure_report.blamed(blocks[first.rank], first)
         record_failure(self._folder, first, report.attempt)
         if not restarts or self.failure is not None or absent:
             return RunResult(first.exit_code, self._recoveries.final_text(blocks[first.rank]))
@@ -140,6 +145,14 @@ class AttemptResults:
                 first = process_failure(each.first, self._members.skew(member))
                 add(first, each.first.block, f"\n  on {self._members.name(member)}")
         return failures, blocks
+
+    def _clean_exits(self, report: AttemptReport) -> list[root_cause.CleanExit]:
+        """Return the ranks of all nodes that have exited without an error, by this node's clock."""
+        found = list(report.exited)
+        for member, each in self._reports.items():
+            skew = self._members.skew(member)
+            found += [root_cause.CleanExit(one.rank, one.time - skew - _LATE, one.in_training) for one in each.exited]
+        return found
 
 
 def process_failure(report: messages.FailureReport, skew: float) -> root_cause.ProcessFailure:

@@ -136,6 +136,15 @@ class Regrouper:
         for _, worker in self._workers.living:
             self._send_assignment(worker)
 
+    def left(self, gone: Worker) -> None:
+        """Handle a worker that has exited without an error. If its training had not ended, the others do not wait for
+        an assignment: no group can form without it."""
+        self.report_readiness()
+        if gone.connected and not gone.finished and not gone.stopped:
+            for _, worker in self._workers.living:
+                if worker.connected and not worker.spare:
+                    self._channels.send(worker.pid, worker_messages.NoRegroup())
+
     def halt(self, step: int | None) -> None:
         """Have the ranks report their committed step (None), or halt at `step`."""
         self._halt = worker_messages.Halt(step)

@@ -1,0 +1,1 @@
+"""What the gate in front of the store costs: `phalanx bench store`."""
