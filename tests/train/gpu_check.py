@@ -90,7 +90,7 @@ def runs(*, ddp: bool = False) -> Iterator[phalanx.Run]:
 
 def pretend(run: phalanx.Run, world_size: int) -> None:
     """Make a run of one rank say another world size."""
-    placement = msgspec.structs.replace(run.membership.placement, world_size=world_size)
+    placement = replace(run.membership.placement, world_size=world_size)
     run.membership = dataclasses.replace(run.membership, placement=placement)
 
 

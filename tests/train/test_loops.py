@@ -6,11 +6,11 @@ import contextlib
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -257,7 +257,7 @@ def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) ->
     training = Training(run)
     data = run.loader(numbers(), batch_size=4, drop_last=False)
     data.world_size = 2  # as a rank of two would see it
-    run._reader._placement = msgspec.structs.replace(run.membership.placement, world_size=2)
+    run._reader._placement = replace(run.membership.placement, world_size=2)
 
     def epoch() -> None:
         for x, y in run.batches(data):
