@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple
 
-import msgspec
 import pytest
 
 from phalanx.cluster.sources import slurm
@@ -73,7 +73,7 @@ STEPS = [
 def test_steps(name: str, environ: dict[str, str], place: tuple[int, ...], alone: bool) -> None:
     task = slurm.task(environ)
     assert task is not None, name
-    assert msgspec.structs.astuple(task.placement) == place
+    assert astuple(task.placement) == place
     assert (task.source, task.job, task.hosts) == ("Slurm", "slurm-lab-6.0", ("node1", "node2"))
     assert task.one_a_node is alone
     assert task.said.items() <= environ.items()
