@@ -19,7 +19,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -90,7 +89,7 @@ def runs(*, ddp: bool = False) -> Iterator[phalanx.Run]:
 
 def pretend(run: phalanx.Run, world_size: int) -> None:
     """Make a run of one rank say another world size."""
-    placement = replace(run.membership.placement, world_size=world_size)
+    placement = dataclasses.replace(run.membership.placement, world_size=world_size)
     run.membership = dataclasses.replace(run.membership, placement=placement)
 
 

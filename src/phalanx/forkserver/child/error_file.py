@@ -110,7 +110,7 @@ def _replace(path: str, record: dict[str, Any]) -> None:
 def hint(text: str, printed: str) -> str:
     """Return what Python prints after the first line of a message: ". Did you mean: 'rate'?".
 
-    Other threads and finalizers may print, too: their text may stand between the message and its hint.
+    torch may put "[rank0]: " before the message, and what other threads and finalizers print may stand after it.
     """
     _, message, rest = printed.rpartition(text)
     found = _HINT.search(rest) if message and "\n" not in text else None
