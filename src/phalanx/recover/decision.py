@@ -86,12 +86,8 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
         why = "not retrying: the same error in the script or its arguments twice, with no progress"
         return RecoveryDecision(RecoveryAction.STOP, used, why)
     if able and (before := fails_again(past, fault)) is not None:
-        alike = (
-            f"rank {fault.rank} failed twice in the same way"
-            if before.rank == fault.rank
-            else "ranks {} and {} failed in the same way".format(*sorted((before.rank, fault.rank)))
-        )
-        why = f"not retrying: {alike}, before the first step was committed"
+        where = "two ranks" if before.rank != fault.rank else "the second try"
+        why = f"not retrying: the same failure on {where}, before the first step was committed"
         return RecoveryDecision(RecoveryAction.STOP, used, why)
     if repeats(recent) >= REPEATS:
         why = f"not retrying: the same failure {REPEATS} times with no progress"
