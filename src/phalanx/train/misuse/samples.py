@@ -75,7 +75,7 @@ def iterated_data() -> IteratedData | None:
     if len(iterators) != 1:
         return None
     batches = getattr(iterators[0], "_index_sampler", None)
-    if type(batches) is not BatchSampler:
+    if batches is None or type(batches) is not BatchSampler:  # None: torch has renamed it
         return None
     return IteratedData(iterators[0]._dataset, batches.sampler, batches.batch_size)
 
