@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,13 +36,25 @@ def env() -> Iterator[Env]:
 def test_nodes_join_a_rank_is_stuck_and_another_dies(env: Env, tmp_path: Path) -> None:
     port = free_port()
     same = ("run", "-n", "2", "-g", "2,1", "--cpu", "--master", f"localhost:{port}", "--stall-timeout", "2")
-    what = (script("seen.py"), str(tmp_path))
+    copy, commit = committed(script("seen.py"), tmp_path / "code")
+    what = (copy, str(tmp_path))
     with start(*same, "-i", "0", "--page", *what, env=env) as one:
         (link,) = one.wait_for(LINK)
-        asyncio.run(look(link[1], lambda: start(*same, "-i", "1", *what, env=env), tmp_path, one))
+        asyncio.run(look(link[1], lambda: start(*same, "-i", "1", *what, env=env), tmp_path, one, commit))
 
 
-async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle) -> None:
+def committed(file: str, folder: Path) -> tuple[str, str]:
+    """A copy of a script in a repository, and the commit."""
+    folder.mkdir()
+    copy = shutil.copy(file, folder)
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "."), (*author, "commit", "-qm", "one")):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
+    return str(copy), found.stdout.strip()
+
+
+async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle, commit: str) -> None:
     async with browser.launched() as chromium:
         page = await chromium.new_page()
         errors = browser.collect_errors(page)
@@ -48,6 +62,7 @@ async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle)
         await sees(page, "document.querySelector('#rendezvous .missing')?.textContent.includes('node 1')")
         with join() as other:
             await trains(page, one, other, folder)
+            await sees(page, f"document.getElementById('about-line').textContent.includes('commit {commit[:7]} ')")
             (folder / "end").touch()
             await sees(page, "document.getElementById('notice').textContent.startsWith('The run succeeded.')")
             assert [one.wait(60), other.wait(60)] == [0, 0], one.both + other.both

@@ -78,6 +78,7 @@ def test_ranks_that_fail_because_a_peer_is_gone_are_not_the_cause(tmp_path: Path
     ("args", "code", "words"),
     [
         (("code", "7"), 7, "rank 0 failed: sys.exit(7)"),
+        (("builtin", "7"), 7, "rank 0 failed: exit(7)"),
         (("text",), 1, "rank 0 failed: sys.exit: "),
         (("at once", "41"), 41, "exit code 41"),
         (("signal", "SIGSEGV"), 139, "SIGSEGV (Segmentation fault)"),

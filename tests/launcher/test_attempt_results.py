@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.contract.exit_codes import PREEMPTED
 from phalanx.control import messages
 from phalanx.control.leader.members import Members
 from phalanx.control.leader.roster import Roster
@@ -152,7 +152,7 @@ def test_a_signal_ends_the_run_before_anything_else() -> None:
 
 def test_a_preempted_run_can_be_run_again() -> None:
     found, _ = results()
-    assert evaluate(found, own(), preempted="halted") == RunResult(os.EX_TEMPFAIL, "halted")
+    assert evaluate(found, own(), preempted="halted") == RunResult(PREEMPTED, "halted")
 
 
 @pytest.mark.parametrize(("seconds", "code"), [(-100, 3), (100, 1)])

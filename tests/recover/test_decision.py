@@ -140,12 +140,14 @@ def test_a_complete_training_is_not_repeated_because_its_last_checkpoint_is_miss
 
 
 def test_the_same_exception_twice_before_the_first_step_is_not_retried() -> None:
-    raised = Fault("ValueError a.py:3", 10.0, 2.0, None, hope="little")
+    raised = Fault("ValueError a.py:3", 10.0, 2.0, None, hope="little", rank=1)
     again = replace(raised, time=10.1, together=True)  # another rank, or another try
     assert decide([], raised, RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
     stopped = decide([raised], again, RestartPolicy(None), able=True)
     assert stopped.way is RecoveryAction.STOP
-    assert stopped.why == "not retrying: the same error twice, before the first step was committed"
+    assert stopped.why == "not retrying: the same failure on the second try, before the first step was committed"
+    stopped = decide([raised], replace(again, rank=0), RestartPolicy(None), able=True)
+    assert stopped.why == "not retrying: the same failure on two ranks, before the first step was committed"
     for different in (replace(again, place="ValueError a.py:4"), replace(again, step=1), replace(again, hope="some")):
         assert decide([raised], different, RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
     # Ranks that are all new know no step, but the run has committed some.

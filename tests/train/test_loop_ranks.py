@@ -95,6 +95,11 @@ def test_two_models_and_two_optimizers(how: str) -> None:
         ("unwrapped", "ddp = run.wrap(model), and then ddp(x)"),
         ("undivided", "run.loader(dataset, batch_size=4, shuffle=True) in place of the DataLoader"),
         ("undivided, in order, with workers", "run.loader(dataset, batch_size=4) in place of the DataLoader"),
+        ("undivided, without run.batches", "run.batches(data) in the loop"),
+        (
+            "undivided, without run.batches, with workers",
+            "data = run.loader(dataset, batch_size=4) in place of the Data",
+        ),
         ("no backward", "run.backward(loss) before run.step(opt)"),
         ("opt.step", "run.step(opt, loss=loss) in place of opt.step()"),
     ],

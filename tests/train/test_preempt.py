@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from phalanx.contract import events
 from tests.kit import proc
@@ -106,6 +107,11 @@ def test_what_was_trained_is_gone_on_with(tmp_path: Path, play: Play) -> None:
     (event,) = [event for event in told if isinstance(event, events.Preempted)]
     assert event.step == step
     assert not [event for event in told if isinstance(event, events.FaultEvent)]
+    assert told[-1] == replace(told[-1], code=75, preempted=True)
+    name = Path(folder).name
+    (shown,) = [line for line in phalanx("ps", "--all", env=play.env).out.splitlines() if name in line]
+    assert " preempted " in shown
+    assert f"{name}: preempted after" in phalanx("watch", "--plain", name, env=play.env).out
     play.to_its_end(tmp_path, step)
     for rank in range(2):
         assert steps(tmp_path, rank) == list(range(1, STEPS + 1))

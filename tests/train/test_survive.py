@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.contract import events
+from phalanx.launcher.output.console import withheld
 from tests.kit.cli import Result, phalanx, stage
 
 pytestmark = pytest.mark.xdist_group("survive")  # they share an undisturbed run
@@ -77,6 +78,30 @@ def test_a_dead_rank_costs_no_step(tmp_path: Path) -> None:
         assert (one.step - 3 * number, one.redone) in {(4, 0), (3, 0), (3, 1)}
         assert lines[number] == (str(one.step), "1 step done again" if one.redone else "no step lost")
         assert 0 < one.seconds < 60
+
+
+@pytest.mark.extended
+def test_a_failure_is_told_once_however_long_its_replacement_takes(tmp_path: Path) -> None:
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import os, time, torch, phalanx\n"
+        "def train(run):\n"
+        f"    if run.generation: time.sleep({withheld.DELAY} + 2)\n"
+        "    model = torch.nn.Linear(1, 1)\n"
+        "    opt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    run.keep(model, opt)\n"
+        "    net = run.wrap(model)\n"
+        "    while run.steps < 4:\n"
+        "        run.backward(net(torch.ones(1, 1)).sum())\n"
+        "        run.step(opt)\n"
+        "        if run.rank == 1 and run.steps == 2 and not run.generation: raise ValueError('a broken sample')\n"
+        "phalanx.main(train)\n"
+    )
+    done = phalanx("run", "-g", "2", "--cpu", str(late), env=places)
+    assert done.code == 0, done.err
+    assert "rank 1 failed: ValueError: a broken sample; regrouped, and step" in done.err
+    assert done.err.count("a broken sample") == 2  # the message, and the line of the script
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.extended

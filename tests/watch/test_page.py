@@ -348,6 +348,23 @@ def test_a_run_that_is_stopped_and_epochs(stage: Stage) -> None:
     stage.play(act())
 
 
+def test_a_run_that_is_preempted(stage: Stage) -> None:
+    async def act() -> None:
+        made = await begun()
+        await made.seconds(1, 2)
+        now = time.time()
+        async with looked_at(stage.chromium, made) as page:
+            await made.tell(
+                events.Preempted(time=now, step=5, seconds=0.5),
+                events.RunEnded(time=now + 1, code=75, seconds=9.0, preempted=True),
+            )
+            await is_(page, "document.getElementById('state').textContent", "preempted")
+            notice = "The run was preempted. This is its last state."
+            await is_(page, "document.getElementById('notice').textContent", notice)
+
+    stage.play(act())
+
+
 def test_links_and_the_slow_one(stage: Stage) -> None:
     async def act() -> None:
         async with looked_at(stage.chromium, await begun(32)) as page:

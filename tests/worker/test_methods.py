@@ -6,6 +6,7 @@ import pytest
 
 from phalanx.errors import UsageError
 from phalanx.worker.rendezvous.identity import Identity, identify
+from phalanx.worker.rendezvous.membership import describe
 from phalanx.worker.rendezvous.methods import MeetingPoint, RendezvousMethod, choose, parse
 from tests.cluster.test_mpi import mpich, open_mpi4
 from tests.cluster.test_slurm import PAIR
@@ -86,6 +87,13 @@ def test_nowhere(environ: dict[str, str], seen: tuple[str, ...]) -> None:
         assert text in str(caught.value)
     # But somewhere else, if that is said.
     assert choose(identity, parse("tcp://node3:5"), environ).host == "node3"
+
+
+@pytest.mark.parametrize(("local", "shown"), [("2", ""), ("1", ", which no other host can reach")])
+def test_loopback_is_explained_unless_all_ranks_are_on_this_host(local: str, shown: str) -> None:
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000", "RANK": "0", "WORLD_SIZE": "2"}
+    identity = identify({**environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": local})
+    assert describe(MeetingPoint("tcp", "127.0.0.1", 4000), identity) == f"127.0.0.1 port 4000{shown}"
 
 
 def test_env_is_the_default() -> None:

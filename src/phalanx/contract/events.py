@@ -217,6 +217,7 @@ class RunEnded(Event, frozen=True, kw_only=True, tag="run-ended"):
 
     code: int
     seconds: float
+    preempted: bool = False  # a checkpoint is on disk, and the same command resumes it
 
 
 # -- samples and metrics

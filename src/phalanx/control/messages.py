@@ -221,6 +221,7 @@ class EndMessage(Message, frozen=True, kw_only=True, tag="end"):
 
     code: Annotated[int, Meta(ge=0, le=255)]
     text: Text = ""
+    preempted: bool = False
 
 
 class RegroupReady(Message, frozen=True, kw_only=True, tag="regroup-ready"):

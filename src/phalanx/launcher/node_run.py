@@ -209,7 +209,11 @@ def _supervise(
 
         code = asyncio.run(_supervised(plan, folder, console, started, sockets, hook=hook))
     finally:
-        folder.event(events.RunEnded(time=time.time(), code=code, seconds=round(time.time() - now, 3)))
+        folder.event(
+            events.RunEnded(
+                time=time.time(), code=code, seconds=round(time.time() - now, 3), preempted=folder.is_preempted(code)
+            )
+        )
         folder.ended(code)
         console.close()
     return code

@@ -85,8 +85,9 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
     if fault.hope == "none" and any(_same(each, fault) for each in past):
         why = "not retrying: the same error in the script or its arguments twice, with no progress"
         return RecoveryDecision(RecoveryAction.STOP, used, why)
-    if able and fails_again(past, fault):
-        why = "not retrying: the same error twice, before the first step was committed"
+    if able and (before := fails_again(past, fault)) is not None:
+        where = "two ranks" if before.rank != fault.rank else "the second try"
+        why = f"not retrying: the same failure on {where}, before the first step was committed"
         return RecoveryDecision(RecoveryAction.STOP, used, why)
     if repeats(recent) >= REPEATS:
         why = f"not retrying: the same failure {REPEATS} times with no progress"
@@ -107,14 +108,14 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
     return RecoveryDecision(RecoveryAction.REGROUP if able else RecoveryAction.RESTART, used)
 
 
-def fails_again(past: Sequence[Fault], fault: Fault) -> bool:
-    """Return whether the script raised the same exception before, on any rank, and the run never committed a step.
+def fails_again(past: Sequence[Fault], fault: Fault) -> Fault | None:
+    """Return the earlier fault with the same exception, on any rank, if the run never committed a step.
 
     A fault of ranks that are all new knows no step, although the run may have committed some before they started.
     """
     if fault.hope == "some" or not all(each.before_first_step for each in (*past, fault)):
-        return False
-    return any(each.place == fault.place for each in past)
+        return None
+    return next((each for each in past if each.place == fault.place), None)
 
 
 def raises_each_time(faults: Sequence[Fault]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from party import mlp
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Subset, TensorDataset
 
 import phalanx
 from phalanx.errors import UsageError
@@ -241,8 +241,8 @@ class Mine(torch.utils.data.Dataset):
         return DATA[index * HERE.world_size + torch.distributed.get_rank()]
 
 
-def looped(data: Any, wrap: str = "run", how: str = "run") -> list[str]:
-    """What a training with `data` is warned of."""
+def looped(data: Any, wrap: str = "run", how: str = "run", *, direct: bool = False) -> list[str]:
+    """What a training with `data` is warned of. `direct`: its loop does without `run.batches`."""
     with phalanx.init() as run, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         model = mlp()
@@ -255,7 +255,7 @@ def looped(data: Any, wrap: str = "run", how: str = "run") -> list[str]:
         opt = sgd(net)
         if callable(data):
             data = data(run)
-        for batch in run.batches(data):
+        for batch in data if direct else run.batches(data):
             x = batch[0] if isinstance(batch, list | tuple) else batch
             if how == "evaluate":
                 continue
@@ -282,6 +282,10 @@ def misused() -> Any:
         "unwrapped": looped(ours, wrap="no"),
         "undivided": looped(DataLoader(DATA, batch_size=4, shuffle=True)),
         "undivided, in order, with workers": looped(DataLoader(DATA, batch_size=4, num_workers=1)),
+        "undivided, without run.batches": looped(DataLoader(DATA, batch_size=4, shuffle=True), direct=True),
+        "undivided, without run.batches, with workers": looped(
+            DataLoader(DATA, batch_size=4, num_workers=1), direct=True
+        ),
         "no backward": looped(ours, how="no backward"),
         "opt.step": looped(ours, how="opt.step"),
         "right": [
@@ -296,6 +300,12 @@ def misused() -> Any:
             *looped(DataLoader(TensorDataset(half), batch_size=4, shuffle=True)),
             *looped(DataLoader(Subset(DATA, range(HERE.rank, 80, 2)), batch_size=4, shuffle=True)),
             *looped(DataLoader(Mine(), batch_size=4)),
+            *looped(DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, replacement=True))),
+            *looped(ours, direct=True),
+            *looped(DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA)), direct=True),
+            *looped(DataLoader(Subset(DATA, range(HERE.rank, 80, 2)), batch_size=4), direct=True),
+            *looped(DataLoader(Mine(), batch_size=4), direct=True),
+            *looped(X[HERE.rank : 80 : 2].split(4), direct=True),
             *looped(DataLoader(Counting(), batch_size=None)),
         ],
     }

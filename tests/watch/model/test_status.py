@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.contract import events
+from phalanx.watch.screen import lines
 from tests.watch.model.run_events import FAULT, NOW, RESTART, STALL, VERDICT, model_of, sample, started
 
 STATES = {
@@ -59,6 +60,22 @@ STATES = {
 def test_the_state_of_the_run_after_events(name: str) -> None:
     happened, state = STATES[name]
     assert model_of(*happened).run.state == state
+
+
+def test_a_run_that_is_preempted_has_not_failed() -> None:
+    model = model_of(*started(), sample(9, 5, 5), events.Preempted(time=10, step=5, seconds=0.1))
+    model.apply(events.WorkerExited(time=10.1, rank=1, pid=11, code=0))
+    model.apply(events.WorkerExited(time=10.2, rank=0, pid=10, code=1))
+    model.apply(events.RunEnded(time=10.3, code=75, seconds=10, preempted=True))
+    assert [view.health for view in model.ranks.values()] == ["stopped", "done"]
+    assert (model.run.state, model.run.words) == ("stopped", "preempted")
+    assert model.timeline.latest[-1].text == "preempted, after 10 s"
+    assert "preempted after" in lines.ending(model)
+
+
+def test_a_script_that_exits_with_the_code_of_a_preemption_has_failed() -> None:
+    model = model_of(*started(), events.RunEnded(time=10.3, code=75, seconds=10))
+    assert (model.run.state, model.run.words) == ("failed", "failed (exit code 75)")
 
 
 @pytest.mark.parametrize(

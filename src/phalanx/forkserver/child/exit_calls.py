@@ -1,4 +1,4 @@
-"""Remembers where a script called `sys.exit` with an error: an exit code alone does not say which line gave up.
+"""Remembers where a script called `sys.exit`, `exit` or `quit` with an error: the exit code does not say which line.
 
 `raise SystemExit` and `os._exit` cannot be seen.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import os
 import sys
 import threading
@@ -24,15 +25,31 @@ def record(path: str) -> None:
 
     def exit(*status: Any) -> Any:  # noqa: A001
         if os.getpid() == pid and threading.current_thread() is threading.main_thread():
-            _remember(status, sys._getframe(1))
+            _remember("sys.exit", status, sys._getframe(1))
         return plain(*status)
 
     exit.__module__, exit.__qualname__, exit.__doc__ = "sys", "exit", plain.__doc__
     sys.exit = exit
+    _record_builtins(pid)
     atexit.register(_write, path, pid)
 
 
-def _remember(status: tuple[Any, ...], frame: Any) -> None:
+def _record_builtins(pid: int) -> None:
+    """Let the functions `exit` and `quit` of the module `site` remember their caller, too."""
+    if not hasattr(builtins, "exit"):  # python -S
+        return
+    quitter = type(builtins.exit)
+    plain = quitter.__call__
+
+    def call(self: Any, *status: Any, **named: Any) -> Any:
+        if os.getpid() == pid and threading.current_thread() is threading.main_thread():
+            _remember(self.name, status or tuple(named.values()), sys._getframe(1))
+        return plain(self, *status, **named)
+
+    quitter.__call__ = call  # type: ignore[method-assign]
+
+
+def _remember(function: str, status: tuple[Any, ...], frame: Any) -> None:
     global _latest
     value = status[0] if status else None
     if value is None or (isinstance(value, int) and value & 0xFF == 0):
@@ -41,7 +58,7 @@ def _remember(status: tuple[Any, ...], frame: Any) -> None:
     code = value & 0xFF if isinstance(value, int) else 1
     try:
         stack = traceback.extract_stack(frame)
-        message = f"sys.exit({value:d})" if isinstance(value, int) else f"sys.exit: {value}"
+        message = f"{function}({value:d})" if isinstance(value, int) else f"{function}: {value}"
         if frame.f_globals.get("__name__") == "argparse" and isinstance(frame.f_locals.get("message"), str):
             message = f"usage error: {frame.f_locals['message'].strip()}"
         _latest = code, message, stack, time.time()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 from collections.abc import Sequence
 
+from phalanx.contract.exit_codes import PREEMPTED
 from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
 from phalanx.launcher.actions import AcceptLoss, Action, RegroupPlan, StartAttempt, StopWorkers
@@ -83,7 +83,7 @@ class SingleNodeCoordinator:
         """Return a restart if the latest decision was one, else the result of the run."""
         self._preemption.close()
         if self._preemption.halted:
-            return RunResult(os.EX_TEMPFAIL, self._preemption.final_text(self._recoveries.summary()))
+            return RunResult(PREEMPTED, self._preemption.final_text(self._recoveries.summary()))
         if report.trouble and self._restarts:
             return self._restart(report.attempt, report.trouble)
         if report.trouble:

@@ -178,6 +178,15 @@ class OutputCapture:
             return "no"
         return "whole" if any(tail.withheld is None for tail in tails) else "without its traceback"
 
+    def failed(self, rank: int) -> None:
+        """Keep the traceback of a rank that has failed off the console: a message about the failure follows."""
+        for stream in self._of([rank]):
+            for follower in stream.followers:
+                if isinstance(follower, LogTail):
+                    self._console.await_report(follower)
+                elif follower.withheld is not None:
+                    follower.withheld.await_report()
+
     def regrouped(self) -> None:
         """Forget the tracebacks of ranks that were replaced: the message about the recovery says why they failed."""
         self._console.drop_withheld(ended=True)

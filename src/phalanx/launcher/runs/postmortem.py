@@ -128,8 +128,8 @@ def first(data: PostmortemData) -> str:
 
 
 def _first_cause(data: PostmortemData) -> root_cause.ProcessFailure | None:
-    """Return the first failure. None: there is none; what ranks did after Ctrl-C is not one."""
-    return None if stopped_by(data.record.code) else root_cause.first_cause(data.deaths)
+    """Return the first failure. None: there is none; what ranks did after Ctrl-C or a preemption is not one."""
+    return None if data.record.preempted or stopped_by(data.record.code) else root_cause.first_cause(data.deaths)
 
 
 def report(data: PostmortemData) -> str:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO
 
 from phalanx.contract import home as places
-from phalanx.contract.exit_codes import stopped_by
+from phalanx.contract.exit_codes import PREEMPTED, stopped_by
 from phalanx.forkserver import linux
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class RunRecord:
     host: str = ""
     node: int = 0
     name: str = ""  # as given with --name, or the id: several runs may have the same name
+    preempted: bool = False  # it ended after a checkpoint, and the same command resumes it
 
     @property
     def here(self) -> bool:
@@ -72,6 +73,8 @@ class RunRecord:
             return f"on {self.host}"
         if self.code is None:
             return "killed"  # the agent had no chance to write its end
+        if self.preempted:
+            return "preempted"
         if stopper := stopped_by(self.code):
             return f"stopped by {stopper}"
         return "done" if self.code == 0 else f"failed ({self.code})"
@@ -102,6 +105,7 @@ class RunFolder:
         self.note = ""  # why it is not where it should be
         self.stalled = 0.0  # seconds of stalls that ended by themselves
         self._stalls = False  # the run stalls, and no fault has followed from that
+        self._preempted = False  # a checkpoint was written for a preemption
 
     def record(self, record: RunRecord) -> None:
         """Replace run.json atomically. A full disk or a deleted folder does not end the run."""
@@ -142,11 +146,19 @@ class RunFolder:
             with contextlib.suppress(OSError):  # a full disk must not end the run
                 self.record(replace(self._record, world_size=world_size))
 
+    def mark_preempted(self) -> None:
+        """Note that the run ends because of a preemption, with a checkpoint."""
+        self._preempted = True
+
+    def is_preempted(self, code: int) -> bool:
+        """Return whether an end with this exit code is a preemption."""
+        return self._preempted and code == PREEMPTED
+
     def ended(self, code: int) -> str:
         """Record the end of the run. Return its state, as `phalanx ps` shows it."""
         if self._record is None:
             return ""
-        self._record = replace(self._record, ended=time.time(), code=code)
+        self._record = replace(self._record, ended=time.time(), code=code, preempted=self.is_preempted(code))
         self.record(self._record)
         return self._record.state
 
@@ -154,7 +166,7 @@ class RunFolder:
         """Append an event to events.jsonl and publish it."""
         from phalanx.contract import events
 
-        self._count_stall(event)
+        self._fold(event)
         line = events.encode(event)
         with contextlib.suppress(OSError):  # a full disk must not end the run
             self._events.write(line)
@@ -163,7 +175,7 @@ class RunFolder:
         for listener in self.listeners:
             listener(line)
 
-    def _count_stall(self, event: events.Event) -> None:
+    def _fold(self, event: events.Event) -> None:
         from phalanx.contract import events
 
         match event:
@@ -174,6 +186,8 @@ class RunFolder:
             case events.Resumed():
                 self.stalled += event.seconds if self._stalls else 0.0
                 self._stalls = False
+            case events.Preempted():
+                self.mark_preempted()
 
     def sample(self, event: events.Event, *, kept: bool = True) -> int:
         """Publish a sample or metrics and, with `kept`, append them to samples.jsonl. Return the size of the line."""

@@ -82,7 +82,9 @@ def _loss(event: events.MetricsMeasured) -> float | None:
 def _why(record: RunRecord, happened: list[events.AnyEvent]) -> str:
     if record.code is None:
         return "its agent was killed" if record.here else ""
-    if stopped_by(record.code) and not any(isinstance(event, events.WorkerFailed) for event in happened):
+    if (record.preempted or stopped_by(record.code)) and not any(
+        isinstance(event, events.WorkerFailed) for event in happened
+    ):
         return ""  # the state says it
     for event in reversed(happened):
         match event:

@@ -77,7 +77,10 @@ class EventServer:
 
     def end(self, code: int, seconds: float) -> None:
         """Tell all viewers that the run is over, and disconnect them."""
-        self._ended = events.encode(events.RunEnded(time=time.time(), code=code, seconds=round(seconds, 3)))
+        preempted = self._folder.is_preempted(code)
+        self._ended = events.encode(
+            events.RunEnded(time=time.time(), code=code, seconds=round(seconds, 3), preempted=preempted)
+        )
         self._publish(self._ended)
         for viewer in list(self._viewers):
             viewer.close()

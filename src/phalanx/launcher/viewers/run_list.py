@@ -166,8 +166,8 @@ def _state(record: RunRecord) -> tuple[RunKind, str]:
         return "elsewhere", record.state
     if record.code is None:
         return "killed", "killed"
-    if record.code in STOPPED:
-        return "stopped", STOPPED[record.code]
+    if record.preempted or record.code in STOPPED:
+        return "stopped", record.state
     return ("done", "done") if record.code == 0 else ("failed", f"failed (exit code {record.code})")
 
 

@@ -258,6 +258,7 @@ class WorkerGroup:
         elif code == 0:
             self._regrouper.left(worker)
         elif not worker.stopped:
+            self.output.failed(worker.seat.rank)
             if self.stopping or not self._timeout_victims.take(worker):
                 self._context.worker_failed(self.failures.of_worker(worker))
             if not self.stopping:

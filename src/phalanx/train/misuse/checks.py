@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from phalanx.train.kept.kept_objects import KeptObjects
 from phalanx.train.misuse.comparison import RankComparison
+from phalanx.train.misuse.samples import iterated_data
 from phalanx.train.model.wrapped import Wrapped
 from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.worker.rendezvous.membership import Membership
@@ -89,6 +90,8 @@ class MisuseChecks:
                 self._tell("keep", NOT_KEPT)
             if isinstance(data, DataLoader):
                 self._comparison.take_data(data)
+            elif data is None and not self._comparison.done:
+                self._comparison.take_data(iterated_data())
             self._scheduled = self._updates_counted()
         for found in self._comparison.committed(self._commits):
             self._tell(*found)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import RandomSampler
 
-from phalanx.train.misuse.samples import differ, fingerprint, sampled
+from phalanx.train.misuse.samples import IteratedData, differ, fingerprint, sampled
 from phalanx.worker.rendezvous.membership import Membership
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,11 @@ NOT_WRAPPED = (
 NOT_DIVIDED = (
     "every rank reads all samples of the DataLoader in run.batches, so {ranks} ranks do the same work: "
     "run.loader(dataset, batch_size={batch}{shuffle}) in place of the DataLoader"
+)
+NOT_READ_THROUGH = (
+    "every rank reads all samples of the DataLoader, so {ranks} ranks do the same work: "
+    "data = run.loader(dataset, batch_size={batch}{shuffle}) in place of the DataLoader, and run.batches(data) in the "
+    "loop"
 )
 Found = tuple[str, str]  # a subject and a text
 
@@ -51,7 +56,7 @@ class RankComparison:
         self._before, self._parameters = sampled(parameters), list(parameters)
 
     def take_data(self, data: Any) -> None:
-        """Take a DataLoader of the script."""
+        """Take a DataLoader of the script, or what it reads."""
         self._data = data
 
     def committed(self, step: int) -> list[Found]:
@@ -95,8 +100,9 @@ class RankComparison:
             prints = {value["data"] for value in values}
             if len(prints) == 1 and None not in prints:
                 shuffle = ", shuffle=True" * isinstance(self._data.sampler, RandomSampler)
+                text = NOT_READ_THROUGH if isinstance(self._data, IteratedData) else NOT_DIVIDED
                 batch = self._data.batch_size
-                found.append(("undivided", NOT_DIVIDED.format(ranks=self._ranks, batch=batch, shuffle=shuffle)))
+                found.append(("undivided", text.format(ranks=self._ranks, batch=batch, shuffle=shuffle)))
         return found
 
 

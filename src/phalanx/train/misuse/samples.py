@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 logger = logging.getLogger(__name__)
 _PARAMETERS, _ELEMENTS, _DEPTH = 64, 4, 4  # how much is compared
@@ -55,14 +57,40 @@ def differ(before: Sequence[list[float] | None], after: Sequence[list[float] | N
     return False
 
 
+class IteratedData(NamedTuple):
+    """What a DataLoader reads that the script iterates over."""
+
+    dataset: Any
+    sampler: Any
+    batch_size: int
+
+
+def iterated_data() -> IteratedData | None:
+    """Return what the script reads, if it iterates over one DataLoader without `run.batches`.
+
+    Only the interpreter knows the iterator of a `for` loop, so this searches all objects: call it once per training.
+    """
+    kinds = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
+    iterators: list[Any] = [one for one in gc.get_objects() if type(one) in kinds]
+    if len(iterators) != 1:
+        return None
+    batches = getattr(iterators[0], "_index_sampler", None)
+    if batches is None or type(batches) is not BatchSampler:  # None: torch has renamed it
+        return None
+    return IteratedData(iterators[0]._dataset, batches.sampler, batches.batch_size)
+
+
 def fingerprint(data: Any) -> int | None:
-    """Return a checksum of the samples that a DataLoader reads, without reading any. None: it may be a part of them.
+    """Return a checksum of the samples that a DataLoader, or `IteratedData`, reads, without reading any. None: it may
+    be a part of them.
 
     A data set is compared by its attributes, so one that holds a part, or its rank, has another checksum on each rank.
     """
     if data is None or isinstance(data.dataset, IterableDataset) or data.batch_size is None:
         return None
     if type(data.sampler) not in (RandomSampler, SequentialSampler) or _asks_for_rank(data.dataset):
+        return None
+    if getattr(data.sampler, "replacement", False):  # each rank draws samples, and need not divide them
         return None
     try:
         return zlib.crc32(_described(data.dataset, _DEPTH).encode())

@@ -121,7 +121,7 @@ def _section(title: str, *children: str) -> Html:
 
 
 def _head(context: ReportContext, model: RunModel, run: ComparedRun) -> Html:
-    state = "stopped" if context.state.startswith("stopped") else context.state
+    state = "stopped" if _was_stopped(context) else context.state
     how = {"done": "good", "running": "going", "stopped": "calm"}.get(state, "bad")
     shown = model.run.words if state == "stopped" and model.run.state == "stopped" else state
     values = [
@@ -177,9 +177,13 @@ def _ending(context: ReportContext, run: ComparedRun) -> str:
         return f"It succeeded after {lasted}, at step {run.steps}." if run.steps else f"It succeeded after {lasted}."
     if context.state == "killed":
         return f"Its agent was killed after {lasted}."
-    if context.state.startswith("stopped"):
+    if _was_stopped(context):
         return f"It was {context.state} after {lasted}{f', at step {run.steps}' if run.steps else ''}."
     return f"It ended after {lasted}: {context.state}{f', because {context.first}' if context.first else ''}."
+
+
+def _was_stopped(context: ReportContext) -> bool:
+    return context.state == "preempted" or context.state.startswith("stopped")
 
 
 def _where(model: RunModel) -> str:

@@ -121,6 +121,7 @@ def _entry(event: events.AnyEvent) -> TimelineEvent | None:
         case events.NoteEvent():
             return TimelineEvent(event.time, "note", event.text)
         case events.RunEnded():
-            how = STOPPED.get(event.code) or (f"failed with exit code {event.code}" if event.code else "done")
+            known = "preempted" if event.preempted else STOPPED.get(event.code)
+            how = known or (f"failed with exit code {event.code}" if event.code else "done")
             return TimelineEvent(event.time, "end", f"{how}, after {event.seconds:.0f} s", seconds=event.seconds)
     return None

@@ -120,7 +120,7 @@ class RankViews(Mapping[int, RankView]):
                 # A failure stops the others by SIGTERM.
                 self._by_user = isinstance(event, events.Stopping) and event.signal == "SIGINT"
             case events.RunEnded():
-                self._by_user = event.code in STOPPED and not self._failed
+                self._by_user = event.preempted or (event.code in STOPPED and not self._failed)
                 for view in self._views.values():
                     if view.code is None:  # exit codes of other nodes are not known
                         view.end(event.time, 0 if event.code == 0 else None)

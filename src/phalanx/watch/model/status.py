@@ -8,7 +8,7 @@ recovering   after a fault that the run survives, until the first step after it 
              (Restarted)
 stopping     ranks are being stopped
 done
-stopped      by Ctrl-C or `phalanx stop`
+stopped      by Ctrl-C, `phalanx stop` or a preemption
 failed
 """
 
@@ -38,6 +38,7 @@ class RunStatus:
     generation: int = 0
     attempt: int = 0
     rendezvous: events.RendezvousProgress | None = None  # while nodes are missing
+    preempted: bool = False  # the run has ended with a checkpoint, and the same command resumes it
     _failed: bool = False  # a worker has failed in this attempt
 
     @property
@@ -68,18 +69,21 @@ class RunStatus:
             case events.WorkerFailed():
                 self._failed = True
             case events.RunEnded():
+                self.preempted = event.preempted
                 self._set(self._end(event.code))
                 self.ended, self.code, self.rendezvous = event.time, event.code, None
 
     @property
     def words(self) -> str:
-        """The state, and how it ended: `failed (exit code 1)`, `stopped by Ctrl-C`."""
+        """The state, and how it ended: `failed (exit code 1)`, `stopped by Ctrl-C`, `preempted`."""
+        if self.preempted:
+            return "preempted"
         if self.state == "failed" and self.code is not None:
             return f"failed (exit code {self.code})"
         return STOPPED.get(self.code or 0, self.state) if self.state == "stopped" else self.state
 
     def _end(self, code: int) -> State:
-        if code in STOPPED and not self._failed:
+        if self.preempted or (code in STOPPED and not self._failed):
             return "stopped"
         return "failed" if code else "done"
 

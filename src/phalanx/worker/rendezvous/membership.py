@@ -220,12 +220,14 @@ def _meet(
     store = SignedStore(PrefixStore(prefix, bare), prefix)
     devices = environ.get("CUDA_VISIBLE_DEVICES")
     me = roll_call.here(identity, address=_address(place), devices=devices, offer=offer, kind=kind)
-    words = f"{place}{', which no other host can reach' if _confined(place) else ''}"
-    return store, roll_call.call(store, me, timeout, place=words, say=tcp_store.notice)
+    return store, roll_call.call(store, me, timeout, place=describe(place, identity), say=tcp_store.notice)
 
 
-def _confined(place: MeetingPoint) -> bool:
-    return place.kind == "tcp" and (place.host == "localhost" or addresses.is_loopback(place.host))
+def describe(place: MeetingPoint, identity: Identity) -> str:
+    """Return where the ranks meet, and that it is loopback, unless all ranks are known to be on this host."""
+    loopback = place.kind == "tcp" and (place.host == "localhost" or addresses.is_loopback(place.host))
+    on_this_host = identity.placement.local_world_size == identity.world_size
+    return f"{place}, which no other host can reach" if loopback and not on_this_host else f"{place}"
 
 
 def _address(place: MeetingPoint) -> str:

@@ -7,24 +7,31 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from phalanx.launcher.output.console import sink as sink_module
+from phalanx.launcher.output.console import withheld
 from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.output.console.display import Display, FailureText
 from phalanx.launcher.output.console.line_model import LineModel
 from phalanx.launcher.output.console.log_tail import LogTail
 from phalanx.launcher.output.console.shown_stream import ShownStream
 from phalanx.launcher.output.filters import Std
-from tests.launcher.output.console.emulator import Captured
+from tests.launcher.output.console.emulator import Captured, until
 
 TRACED = b'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\nValueError: bad\n'
 
 
 def failing(console: Console, rank: int, folder: Path) -> LogTail:
     """A worker that prints a line and its last traceback, as torch does."""
-    (folder / "traceback.txt").write_bytes(TRACED)
     tail = console.attach(rank, Std.ERR, None, 0, live=False, traceback=str(folder / "traceback.txt"))
-    tail.unkept(b"a warning\n" + b"".join(b"[rank%d]: %b" % (rank, line) for line in TRACED.splitlines(keepends=True)))
+    prints_traceback(tail, rank, folder)
     return tail
+
+
+def prints_traceback(tail: LogTail, rank: int, folder: Path) -> None:
+    (folder / "traceback.txt").write_bytes(TRACED)
+    tail.unkept(b"a warning\n" + b"".join(b"[rank%d]: %b" % (rank, line) for line in TRACED.splitlines(keepends=True)))
 
 
 def test_a_traceback_is_not_shown_once_its_failure_was_reported(tmp_path: Path) -> None:
@@ -35,6 +42,25 @@ def test_a_traceback_is_not_shown_once_its_failure_was_reported(tmp_path: Path) 
         shown.console.drop_withheld()
         shown.console.close()
         assert shown.err == b"[1] a warning\nphalanx: mark 1.\nphalanx: rank 1 failed: ValueError: bad\n"
+
+
+def test_the_traceback_of_a_worker_that_has_failed_waits_for_its_report_however_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replacement may take longer to train than a traceback waits: the report comes after its first step."""
+    monkeypatch.setattr(withheld, "DELAY", 0.0)
+    with Captured(2) as shown:
+        (tmp_path / "hangs").mkdir()
+        tail = shown.console.attach(1, Std.ERR, None, 0, live=False, traceback=str(tmp_path / "traceback.txt"))
+        shown.console.await_report(tail)
+        prints_traceback(tail, 1, tmp_path)
+        tail.end()
+        failing(shown.console, 0, tmp_path / "hangs")
+        until(lambda: b"[0] ValueError: bad" in shown.err, lambda: shown.err)  # it has not exited
+        assert b"[1] ValueError" not in shown.err
+        shown.console.drop_withheld(ended=True)
+        shown.console.close()
+        assert b"[1] ValueError" not in shown.err
 
 
 def test_a_traceback_that_nothing_reports_is_shown_at_the_end_with_one_prefix(tmp_path: Path) -> None:

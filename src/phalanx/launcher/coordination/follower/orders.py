@@ -80,6 +80,8 @@ class LeaderOrders:
         """Wait for the leader to start an attempt or to end the run."""
         order, state = await self._inbox.get(), self._state
         if isinstance(order, messages.EndMessage):
+            if order.preempted:
+                self._context.folder.mark_preempted()
             # If all nodes share a terminal, only node 0 prints the result.
             return RunResult(order.code, order.text if self._context.rendezvous.echo or state.lost else "")
         if state.started and order.attempt > state.attempt:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from phalanx.contract.exit_codes import PREEMPTED
 from phalanx.control import messages
 from phalanx.control.leader.members import Members
 from phalanx.launcher.coordination.coordinator import AgentProxy, AttemptReport, RunResult, record_failure
@@ -87,7 +87,7 @@ class AttemptResults:
         if self.signal is not None:
             return RunResult(128 + self.signal)
         if preempted is not None:
-            return RunResult(os.EX_TEMPFAIL, preempted)
+            return RunResult(PREEMPTED, preempted)
         failures, blocks = self._failures(report)
         first = root_cause.first_cause(failures)
         # The loss of a node makes all other ranks fail. A rank that failed before that is the cause.

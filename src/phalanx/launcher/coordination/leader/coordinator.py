@@ -297,7 +297,8 @@ class LeaderCoordinator:
 
     def announce_result(self, code: int, text: str) -> None:
         """Send the result to all members."""
-        self._members.broadcast(messages.EndMessage(code=code, text=text[:_LONGEST_TEXT]))
+        preempted = self._context.folder.is_preempted(code)
+        self._members.broadcast(messages.EndMessage(code=code, text=text[:_LONGEST_TEXT], preempted=preempted))
 
     async def close(self, code: int, text: str) -> None:
         """Send the result to all members, and close all connections and sockets."""

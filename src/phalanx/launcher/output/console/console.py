@@ -40,6 +40,11 @@ class _Loan:
 
 
 @dataclass(frozen=True)
+class _AwaitReport:
+    tail: LogTail
+
+
+@dataclass(frozen=True)
 class _Drop:
     matches: Callable[[str], bool] | None
     ended: bool
@@ -56,7 +61,7 @@ class _Visibility:
     done: threading.Event
 
 
-_Item = ShownStream | str | bytes | _Loan | _Visibility | _Drop | _Release
+_Item = ShownStream | str | bytes | _Loan | _Visibility | _AwaitReport | _Drop | _Release
 
 
 @dataclass
@@ -176,6 +181,11 @@ class Console:
             for shown in self._display.streams:
                 if shown.tail is tail:
                     shown.rank, shown.prefix = rank, self._prefixes.of(rank, shown.sink)
+
+    def await_report(self, tail: LogTail) -> None:
+        """Keep the traceback in this output back until `drop_withheld`: the worker has failed, which is reported."""
+        with self._lock:
+            self._enqueue(_AwaitReport(tail))
 
     def drop_withheld(self, matches: Callable[[str], bool] | None = None, *, ended: bool = False) -> None:
         """Forget the tracebacks that are kept back, as far as they match: their failures were reported.
@@ -328,6 +338,8 @@ class Console:
             case _Visibility():
                 self._display.hide() if item.on else self._display.unhide()
                 item.done.set()
+            case _AwaitReport():
+                self._display.withheld.await_report(item.tail)
             case _Drop():
                 self._display.withheld.drop(item.matches, besides=self._display.streams if item.ended else ())
             case _Release():

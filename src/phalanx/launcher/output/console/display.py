@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from threading import RLock
 
 from phalanx.contract.visible import visible, visible_line
+from phalanx.launcher.output.console.log_tail import LogTail
 from phalanx.launcher.output.console.shown_stream import ShownStream
 from phalanx.launcher.output.console.sink import Sink
 from phalanx.launcher.output.console.terminal_holder import TerminalHolder
@@ -37,6 +38,12 @@ class WithheldTracebacks:
         """Show what has waited too long."""
         for stream, withheld in self._streams:
             self._show(stream, withheld.overdue(now))
+
+    def await_report(self, tail: LogTail) -> None:
+        """Keep what is kept back of this stream until `drop` or `release`."""
+        for stream, withheld in self._streams:
+            if stream.tail is tail:
+                withheld.await_report()
 
     def drop(self, matches: Callable[[str], bool] | None = None, *, besides: Collection[ShownStream] = ()) -> None:
         """Forget what is kept back, as far as it matches, except that of the streams `besides`: it was reported."""

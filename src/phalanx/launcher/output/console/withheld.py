@@ -5,7 +5,8 @@
 
 A worker writes its last traceback to a file before it prints it, so the text is known exactly: nothing else is kept
 back. It waits until the failure was reported (`drop`), or turns out not to be reported (`release`). After `DELAY`
-seconds it is shown in any case: the process may continue without its main thread, or hang at its exit.
+seconds it is shown in any case, unless a report is certain (`await_report`): the process may continue without its main
+thread, or hang at its exit.
 
 The error of argparse is kept back in the same way, and what torch and NCCL write about a lost peer. They are recognized
 by their form.
@@ -46,6 +47,7 @@ class Withheld:
         self._noise_held: list[bytes] = []
         self._noise_due: float | None = None
         self._over = ""  # "dropped" or "released": what happens to a traceback from now on
+        self._awaits_report = False  # the worker has failed: nothing becomes overdue
 
     @property
     def text(self) -> str:
@@ -55,6 +57,8 @@ class Withheld:
     @property
     def due(self) -> float | None:
         """Return when `overdue` has something to show."""
+        if self._awaits_report:
+            return None
         return min((due for due in (self._due, self._noise_due) if due is not None), default=None)
 
     def feed(self, lines: bytes, now: float) -> bytes:
@@ -65,8 +69,14 @@ class Withheld:
 
     def overdue(self, now: float) -> bytes:
         """Return what has waited too long."""
+        if self._awaits_report:
+            return b""
         noise = self._release_noise() if self._noise_due is not None and now >= self._noise_due else b""
         return noise + (self._release(self._over) if self._due is not None and now >= self._due else b"")
+
+    def await_report(self) -> None:
+        """Wait for `drop` or `release`, however long a recovery takes: the worker has failed, which is reported."""
+        self._awaits_report = True
 
     def release(self) -> bytes:
         """Return what is kept back, to show it."""
