@@ -1,6 +1,7 @@
 """Injects faults into a run, in a sequence that depends only on the seed.
 
-Each fault waits until the run has recovered from the one before, so that a slow machine can keep up.
+The time until the next fault counts from the recovery, so that training progresses also where a recovery takes longer than
+the time between two faults.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _CONNECT_TIMEOUT = 60.0  # seconds for a script that may use phalanx.main to con
 class InjectedFault:
     """One fault of the sequence."""
 
-    delay: float  # seconds after the previous fault
+    delay: float  # seconds after the recovery from the previous fault
     rank: int
     kind: str
 
@@ -95,16 +96,14 @@ class Chaos:
 
     async def _disturb(self, agent: HookedAgent) -> None:
         attempt = await self._until_healthy(agent)
-        last = time.monotonic()
         here = sorted(worker.seat.rank for worker in attempt.workers.values() if not worker.spare)
         ranks = [rank for rank in here if self.ranks is None or rank in self.ranks]
         if not ranks:
             agent.note(f"chaos: rank {min(self.ranks or ())} is not on this node, which has {here}")
             return
         for fault in itertools.islice(faults(self.seed, ranks, self.kinds, self.every), self.times):
-            await asyncio.sleep(max(0.0, last + fault.delay - time.monotonic()))
+            await asyncio.sleep(fault.delay)
             attempt = await self._until_healthy(agent)
-            last = time.monotonic()
             self.recovered += await self._survived(agent, attempt, fault)
         agent.note(f"chaos: no more faults, {self.recovered} of {self.injected.total()} recovered")
         await asyncio.Event().wait()
