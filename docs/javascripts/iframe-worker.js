@@ -8,7 +8,7 @@ function plain(message) {
 
 if (location.protocol === "file:") {
   // Browsers refuse workers on file:// pages, so there the search runs in a hidden frame. mkdocs-material's offline plugin
-  // would fetch a script with this purpose from the network.
+  // would fetch a script for this purpose from the network if this file had another name.
   window.Worker = class extends EventTarget {
     #frame = document.createElement("iframe");
     #loaded;
