@@ -54,7 +54,7 @@ def test_what_does_not_become_true_is_reported_with_the_text_of_the_page() -> No
         asyncio.run(look())
 
 
-def test_it_does_not_outlive_whoever_was_killed() -> None:
+def test_it_does_not_outlive_a_killed_parent() -> None:
     code = """if True:
         import asyncio
         from benchmarks.common import browser

@@ -1,4 +1,4 @@
-"""Who may come in, under which number, and which ranks everybody gets: tables."""
+"""Who may come in, under which number, and which ranks everyone gets: tables."""
 
 from __future__ import annotations
 

@@ -103,8 +103,9 @@ def messages() -> dict[str, str]:
     lines = [line.strip("`") for line in PAGE.splitlines()]
     found = {}
     for sign in signs:
-        place, line = next((at, line.lstrip("# ")) for at, line in enumerate(lines) if re.match(rf"(### )?{sign}", line))
-        found[line] = next(title[4:] for title in reversed(lines[: place + 1]) if title.startswith("### "))
+        place = next(at for at, line in enumerate(lines) if re.match(rf"(### )?{sign}", line))
+        title = next(line for line in reversed(lines[: place + 1]) if line.startswith("### "))
+        found[lines[place].removeprefix("### ")] = title.removeprefix("### ")
     return found
 
 

@@ -270,7 +270,7 @@ def test_digits_that_are_not_there(tmp_path: Path) -> None:
     assert "--data DIR" in result.err
 
 
-def test_digits_go_on_where_they_were(tmp_path: Path) -> None:
+def test_digits_continue_where_they_were(tmp_path: Path) -> None:
     """From a checkpoint at the very end of an epoch, with more ranks."""
     kept = "--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "22"
     script = str(EXAMPLES / "digits.py")
@@ -283,7 +283,7 @@ def test_digits_go_on_where_they_were(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in (tmp_path / "kept" / "metrics.jsonl").open()] == [*range(1, 45)]
 
 
-# Going on after a death
+# Recovery
 
 
 @pytest.mark.smoke
@@ -306,7 +306,7 @@ def test_survive() -> None:
     assert float(percent) > 88
 
 
-# Ranks that wait for ever
+# Hangs
 
 HANGS = {  # what is said first
     "data": "probably: rank 2 is in data loading, hang.py:{} in __getitem__ (waiting for a lock); the other 2 wait",

@@ -24,7 +24,7 @@ class Agent:
         worker = SimpleNamespace(
             seat=SimpleNamespace(rank=0), spare=False, finished=False, pid=os.getpid(), last_heartbeat=1.0
         )
-        # A fork server that has ended long ago: a signal to it finds nobody.
+        # A fork server that has ended: a signal to it has no effect.
         self.fork_server = SimpleNamespace(pid=(1 << 22) + 1)
         self.store = SimpleNamespace(pid=5, answers=True)
         self.attempt: Any = SimpleNamespace(
@@ -75,7 +75,7 @@ def test_a_process_beside_the_ranks(
 
 
 def summary(agent: Any, kind: str) -> str:
-    """Inject one fault, and return what is told about it."""
+    """Inject one fault, and return the summary."""
     found = Chaos(seed=1)
     found.recovered += asyncio.run(found._survived(agent, agent.attempt, InjectedFault(0.0, 0, kind)))
     return found.summary(0)

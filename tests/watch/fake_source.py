@@ -22,7 +22,7 @@ KEY = "k" * 43
 
 
 class Made:
-    """A Source: what is told to it has happened."""
+    """A Source of the events that it is given."""
 
     alive = True
 

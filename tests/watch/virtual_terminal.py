@@ -1,4 +1,4 @@
-"""What somebody who sits at a terminal sees: a command's bytes, as a terminal emulator shows them."""
+"""What someone who sits at a terminal sees: a command's bytes, as a terminal emulator shows them."""
 
 from __future__ import annotations
 

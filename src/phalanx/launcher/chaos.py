@@ -1,7 +1,7 @@
 """Injects faults into a run, in a sequence that depends only on the seed.
 
-The time until the next fault counts from the recovery, so that training progresses also where a recovery takes longer than
-the time between two faults.
+The time until the next fault counts from the recovery, so that training progresses even if a recovery takes longer than
+`every`.
 """
 
 from __future__ import annotations
