@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import phalanx
 from benchmarks.common import browser
 
 if TYPE_CHECKING:
@@ -95,6 +96,15 @@ def test_the_search_has_every_message(site: Path) -> None:
     titles = {html.unescape(entry["title"]) for entry in index["docs"]}
     assert len(TITLES) >= 20
     assert [title for title in TITLES if title not in titles] == []
+
+
+def test_the_reference_has_every_call_of_a_run(site: Path) -> None:
+    """Also those that `Run` inherits; and arguments are lists, not one paragraph."""
+    page = (site / "reference" / "python.html").read_text()
+    named = {name for name in dir(phalanx.Run) if not name.startswith("_")} - {"join", "before_close"}
+    assert {"keep", "log", "barrier", "rank"} <= named
+    assert [name for name in sorted(named) if f'id="phalanx.train.run.Run.{name}"' not in page] == []
+    assert "<li><code>accumulate</code>: micro-batches per step" in page
 
 
 def messages() -> dict[str, str]:
