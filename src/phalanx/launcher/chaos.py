@@ -28,7 +28,7 @@ SIGNALS = {
     "abrt": signal.SIGABRT,
     "bus": signal.SIGBUS,
     "term": signal.SIGTERM,
-    "stop": signal.SIGSTOP,  # for ever: the rank is replaced after --worker-timeout
+    "stop": signal.SIGSTOP,  # without an end: the rank is replaced after --worker-timeout
 }
 OTHERS = {  # processes other than workers
     "store": ("the store", signal.SIGKILL),
@@ -53,7 +53,7 @@ class InjectedFault:
 
 
 def faults(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) -> Iterator[InjectedFault]:
-    """Yield faults for ever, the same for the same seed. Pauses are 0.5 to 1.5 times `every`."""
+    """Yield faults without end, the same for the same seed. Pauses are 0.5 to 1.5 times `every`."""
     chance = random.Random(seed)  # noqa: S311
     while True:
         delay = every * chance.uniform(0.5, 1.5)
