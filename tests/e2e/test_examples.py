@@ -288,8 +288,8 @@ def test_digits_continue_where_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 def test_survive() -> None:
-    """Others were there all the time, and whoever has taken the place of the killed one has what they have. Whether
-    they had come through step 30 as well, by what it had sent before it was killed, is up to the network."""
+    """The survivors stay, and the replacement has their state. Whether they had completed step 30 as well, with what the
+    killed rank had sent before, depends on the network."""
     *words, script = command("survive")
     result = phalanx(*words, "--cpu", script, "--die", "2:30", timeout=150, cwd=str(ROOT), env=places)
     assert result.code == 0, result.out + result.err
