@@ -1,4 +1,4 @@
-"""Chromium under Playwright: what it is for is tested with the page; here, that nothing of it stays."""
+"""Chromium under Playwright: no process or file of it is left. The page tests use it."""
 
 from __future__ import annotations
 

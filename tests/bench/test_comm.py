@@ -1,4 +1,4 @@
-"""`phalanx bench comm`: what it makes of times, and one small real run of all of it."""
+"""`phalanx bench comm`: how it evaluates times, and one small real run of all of it."""
 
 from __future__ import annotations
 

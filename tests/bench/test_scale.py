@@ -1,4 +1,4 @@
-"""`phalanx bench scale`: what it makes of measurements, and one small real run."""
+"""`phalanx bench scale`: how it evaluates measurements, and one small real run."""
 
 from __future__ import annotations
 

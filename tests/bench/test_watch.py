@@ -1,4 +1,4 @@
-"""`phalanx bench watch`: what it makes of times."""
+"""`phalanx bench watch`: how it evaluates times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our groups under all that torch builds on groups, and their names in every script."""
+"""phalanx's groups under everything that torch builds on groups, and their names in every script."""
 
 from __future__ import annotations
 

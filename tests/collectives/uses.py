@@ -1,4 +1,4 @@
-"""What stands on process groups in torch, on one of ours: each use is tried in forked ranks.
+"""What torch builds on process groups, on a phalanx group: each use runs in forked ranks.
 
 python -m tests.collectives.uses --ranks 2 [--plain] [ddp fsdp ...]
 """

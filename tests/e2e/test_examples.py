@@ -288,7 +288,7 @@ def test_digits_continue_where_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 def test_survive() -> None:
-    """The survivors stay, and the replacement has their state. Whether they had completed step 30 as well, with what the
+    """The survivors stay, and the replacement has their state. Whether they had completed step 30 as well, by what the
     killed rank had sent before, depends on the network."""
     *words, script = command("survive")
     result = phalanx(*words, "--cpu", script, "--die", "2:30", timeout=150, cwd=str(ROOT), env=places)

@@ -1,4 +1,4 @@
-"""From what is known of the dead to the first cause and its words: a table, without a process."""
+"""From failures of processes to the first cause and its report: a table, without a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that an agent holds and workers borrow: over a real socket, from a thread that stands for a worker."""
+"""Memory that an agent holds and workers borrow: over a real socket, from a thread in place of a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is slow, from what the pages say: only what counts, and only what is certain."""
+"""Which ranks are slow, from status slots: only if it matters, and only if it is certain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream that letters carry: bytes both ways, the end of one direction, the end of both, whichever end goes."""
+"""A stream over RPC frames: bytes both ways, the end of one direction, the end of both, and lost ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who hands what to whom, and how it gets there."""
+"""Which rank hands over which state, and how it is transferred."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are made to harm: refused before anything is allocated or opened, and the one before is used."""
+"""Malicious checkpoints: refused before anything is allocated or opened, and the one before is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""phalanx.main: what it returns, how it ends, and what a launcher hears of it."""
+"""phalanx.main: what it returns, how it ends, and what is reported to the launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that a test makes up as it goes, on the real server of the page."""
+"""A run that a test simulates, on the real server of the page."""
 
 from __future__ import annotations
 

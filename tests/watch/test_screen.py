@@ -1,4 +1,4 @@
-"""The screen under a real pseudo-terminal, of a run that is made up."""
+"""The terminal view under a real pseudo-terminal, of a simulated run."""
 
 from __future__ import annotations
 
