@@ -28,7 +28,7 @@ def get_parameters() -> list[rpc.RRef]:
 
 
 def train(rank: int, world: int, trainers: dist.ProcessGroup) -> None:
-    # The dense part is here, and kept alike by DDP.
+    # The dense part is on these ranks, and DDP keeps it the same on all.
     remote = rpc.remote(HOLDER, get_table)
     dense = DistributedDataParallel(nn.Linear(8, 2), process_group=trainers)
     parameters = rpc.rpc_sync(HOLDER, get_parameters) + [rpc.RRef(p) for p in dense.parameters()]
@@ -56,7 +56,7 @@ if __name__ == "__main__":
     before = table.weight.detach().clone()
     if not holds:
         train(rank, world, trainers)
-    rpc.shutdown()  # waits until nobody needs anybody
+    rpc.shutdown()  # waits until all ranks are done
     if holds:
         trained = (table.weight != before).any(1).sum().item()
         print(f"rank {rank} of {world}: holder, {trained} of {WORDS} rows of the table were trained")

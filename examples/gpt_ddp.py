@@ -51,7 +51,7 @@ def surprise(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 
 
 def write(model: nn.Module, text: torch.Tensor, letters: int) -> torch.Tensor:
-    """Go on from `text`, one letter after the other."""
+    """Continue `text`, one letter at a time."""
     chance = torch.Generator(text.device).manual_seed(0)
     for _ in range(letters):
         chances = model(text[None, -LENGTH:])[0, -1].softmax(0)

@@ -87,7 +87,7 @@ def message() -> None:
 
 
 def stopped() -> None:
-    """Somebody has stopped rank 2: kill -STOP, or Ctrl-Z."""
+    """Rank 2 is stopped: kill -STOP, or Ctrl-Z."""
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
     train([torch.ones(4, 16)])

@@ -33,7 +33,7 @@ def main() -> None:
     doubled, where = rpc.rpc_sync(other, double, (torch.tensor(float(rank)),))
     assert (doubled.item(), where.item()) == (2.0 * rank, (rank + 1) % world)
 
-    # Go on, and wait later.
+    # Continue, and wait later.
     futures = [rpc.rpc_async(other, double, (torch.tensor(float(n)),)) for n in range(10)]
     assert [future.wait()[0].item() for future in futures] == [2.0 * n for n in range(10)]
 
@@ -50,4 +50,4 @@ def main() -> None:
 if __name__ == "__main__":
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world)
     main()
-    rpc.shutdown()  # waits until nobody needs anybody
+    rpc.shutdown()  # waits until all ranks are done

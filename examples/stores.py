@@ -15,7 +15,7 @@ def try_out(store: dist.Store, rank: int, world: int) -> int:
     """What every store can do, done by `world` ranks at once."""
     if rank == 0:
         store.set("colour", "red")
-    store.wait(["colour"], timedelta(seconds=30))  # until somebody sets it
+    store.wait(["colour"], timedelta(seconds=30))  # until another rank sets it
     assert store.get("colour") == b"red"  # waits as well
 
     here = store.add("here", 1)  # atomic: each rank gets another number, 1, 2, 3 or 4

@@ -1,9 +1,10 @@
-"""docs/concepts/architecture.md names functions: each of them exists."""
+"""What docs/concepts/architecture.md and CONTRIBUTING.md say about the code: functions, files, packages, layers."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,15 @@ def test_what_the_walks_name_exists() -> None:
     assert len(places) > 10
     there = ROOT / "src/phalanx"
     assert [place for place in places if not (there / place).is_dir() and not (there / f"{place}.py").is_file()] == []
+
+
+def test_the_layers_of_the_page_are_those_that_are_enforced() -> None:
+    page = (ROOT / "docs/concepts/architecture.md").read_text()
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    for name in ("imports point down", "packages of the launcher are layers"):
+        (layers,) = [contract["layers"] for contract in contracts if contract["name"] == name]
+        shown = "\n".join(layers).replace("phalanx.", "")
+        assert f"```\n{shown}\n```" in page
 
 
 def test_phalanx_starts_itself_without_the_current_folder() -> None:

@@ -22,7 +22,7 @@ _SAMPLES = 1 << 16
 
 
 def train(run: phalanx.Run, config: dict[str, Any]) -> None:
-    """Train for ever."""
+    """Train without end."""
     width = config["width"]
     progress = os.open(f"{config['file']}.{run.rank}", os.O_WRONLY | os.O_CREAT, 0o600)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))

@@ -1,6 +1,14 @@
-// Browsers refuse workers on file:// pages, so there the search runs in a hidden frame. mkdocs-material's offline plugin
-// would fetch a script with this purpose from the network.
+// Between the search box and the worker of mkdocs-material that searches. The worker reads a query as lunr does: it refuses
+// "RuntimeError: …" because no field has that name, and takes "-9" for a word that must not occur. People paste messages,
+// so every query is plain text here.
+function plain(message) {
+  if (typeof message.data !== "string") return message; // the index, and no query
+  return { ...message, data: message.data.replace(/[:~^\\]/g, " ").replace(/(^|\s)-+/g, "$1") };
+}
+
 if (location.protocol === "file:") {
+  // Browsers refuse workers on file:// pages, so there the search runs in a hidden frame. mkdocs-material's offline plugin
+  // would fetch a script for this purpose from the network if this file had another name.
   window.Worker = class extends EventTarget {
     #frame = document.createElement("iframe");
     #loaded;
@@ -19,11 +27,17 @@ if (location.protocol === "file:") {
 
     postMessage(data) {
       const inside = this.#frame.contentWindow;
-      this.#loaded.then(() => inside.dispatchEvent(new MessageEvent("message", { data })));
+      this.#loaded.then(() => inside.dispatchEvent(new MessageEvent("message", { data: plain(data) })));
     }
 
     terminate() {
       this.#frame.remove();
+    }
+  };
+} else {
+  window.Worker = class extends window.Worker {
+    postMessage(data) {
+      super.postMessage(plain(data));
     }
   };
 }

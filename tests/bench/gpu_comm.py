@@ -48,7 +48,7 @@ def main() -> int:
         "in every type": {name for _, name, _ in cells} >= {"float32", "bfloat16", "int64"},
         "nothing is wrong": not any(cell["wrong"] or cell["failure"] for cell in one.get("measurements", [])),
         "the device's copy speed was measured": bool(copies) and min(cell["bus"] for cell in copies.values()) > 1e11,
-        "a share of it was told": (gathered.get("share") or 0) > 0.01,
+        "a share of it was reported": (gathered.get("share") or 0) > 0.01,
         "the GPU is named": "cuda" not in " ".join(one["ranks"][0]["devices"]) if one else False,
         "it was compared with itself": second.returncode == 0 and bool(two.get("changes")),
         "gloo, two ranks": shared.returncode == 0 and len(both.get("links", [])) == 2,

@@ -1,4 +1,4 @@
-"""Chromium under Playwright: what it is for is tested with the page; here, that nothing of it stays."""
+"""Chromium under Playwright: no process or file of it is left. The page tests use it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_does_not_become_true_is_reported_with_the_text_of_the_page() -> No
         asyncio.run(look())
 
 
-def test_it_does_not_outlive_whoever_was_killed() -> None:
+def test_it_does_not_outlive_a_killed_parent() -> None:
     code = """if True:
         import asyncio
         from benchmarks.common import browser

@@ -1,4 +1,4 @@
-"""`phalanx bench comm`: what it makes of times, and one small real run of all of it."""
+"""`phalanx bench comm`: how it evaluates times, and one small real run of all of it."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def test_what_is_said() -> None:
     assert "WRONG" not in done.out
 
 
-def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_reported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert main(["--backends", "gloo", "-g", "2"], {}) == 1
     assert "exit code 1" in capfd.readouterr().out

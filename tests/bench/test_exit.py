@@ -1,4 +1,4 @@
-"""`phalanx bench exit`: what it makes of times, and one small real run."""
+"""`phalanx bench exit`: how it evaluates times, and one small real run."""
 
 from __future__ import annotations
 

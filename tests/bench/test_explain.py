@@ -1,4 +1,4 @@
-"""`phalanx bench explain`: what it makes of times."""
+"""`phalanx bench explain`: how it evaluates times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx bench join`: what it makes of times, and one small real run."""
+"""`phalanx bench join`: how it evaluates times, and one small real run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_small_real_run(tmp_path: Path) -> None:
     assert done.err.count("\n") == 1
 
 
-def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_reported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     # No interpreter of ours is there to be found by what is started.
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert main(["--members", "2", "--rounds", "1"], {}) == 1

@@ -1,4 +1,4 @@
-"""`phalanx bench launch`: what it makes of times, and one small real run."""
+"""`phalanx bench launch`: how it evaluates times, and one small real run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_targets(times: dict[str, tuple[float, ...]], missed: list[str]) -> None
     assert None not in [target.met for target in judged]
 
 
-def test_a_target_tells_by_what_it_was_judged() -> None:
+def test_a_target_names_its_measure() -> None:
     first, one_import, *_, warm, _ = targets(made())
     assert first.evidence == "1.55 s / 8.00 s = 0.194"
     assert one_import.evidence == "1.55 s / 1.30 s = 1.192"

@@ -1,4 +1,4 @@
-"""`phalanx bench recover`: what it makes of what ranks tell, and one small real run."""
+"""`phalanx bench recover`: how it evaluates reports of ranks, and one small real run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_steps_that_survivors_had_committed_and_that_were_done_again(begins: int
     assert found.lost == lost
 
 
-def test_a_step_of_the_dead_rank_alone_counts_for_nobody() -> None:
+def test_a_step_of_the_dead_rank_alone_does_not_count() -> None:
     alone = "step 1 11 0 4 99.9 1\nstep 0 10 1 4 101.0 1\nstep 1 12 1 4 101.2 1\n"
     found = recovery_times(parse(BEFORE + alone), KILL, 2)
     assert found is not None

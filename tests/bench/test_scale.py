@@ -1,4 +1,4 @@
-"""`phalanx bench scale`: what it makes of measurements, and one small real run."""
+"""`phalanx bench scale`: how it evaluates measurements, and one small real run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_targets(one: ScaleSample, expected: list[bool | None]) -> None:
     assert met(one) == expected
 
 
-def test_a_starved_simulator_is_told() -> None:
+def test_a_starved_simulator_is_reported() -> None:
     assert remarks(sample(500)) == []
     assert "late" in remarks(sample(500, late=2.5))[0]
     assert "dropped 1" in remarks(sample(500, lost=("node 3: gone",)))[0]

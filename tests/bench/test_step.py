@@ -1,4 +1,4 @@
-"""`phalanx bench step`: what it makes of times, and one small real run."""
+"""`phalanx bench step`: how it evaluates times, and one small real run."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_small_real_run(tmp_path: Path) -> None:
     assert "failed" not in done.out
 
 
-def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_reported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert main(["--cases", "plain", "--contenders", "raw,phalanx"], {}) == 1
     assert "exit code 1" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""`phalanx bench watch`: what it makes of times."""
+"""`phalanx bench watch`: how it evaluates times."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_small_real_one(tmp_path: Path) -> None:
     assert seen["opened"] > 0, result.err
     assert {window["viewer"] for window in seen["windows"]} == {"off", "screen", "page", "again"}, result.err
     assert not any(cost["failure"] for cost in data["costs"]), result.err
-    # Somebody has looked, or it would have failed; in so short a time there may be nothing new to be seen.
+    # A viewer was connected, or it would have failed; in so short a time it may have seen nothing new.
     busy = {cost["viewer"]: cost["viewer_cpu"] for cost in data["costs"]}
     assert busy["off"] == busy["again"] == 0
     page = data["pages"][0]

@@ -28,7 +28,7 @@ SHORT = ("--node-timeout", "4s")
 
 
 @dataclass
-class Crew:
+class NodeGroup:
     """The nodes of a round, and the run on each of them."""
 
     this: Round
@@ -62,8 +62,8 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crew(this: Round, *options: str, **variables: str) -> Iterator[Crew]:
-    """Three nodes on which torch is imported already. Nothing may be left on them in the end."""
+def node_group(this: Round, *options: str, **variables: str) -> Iterator[NodeGroup]:
+    """Three nodes on which torch is imported already. Nothing may be left on them at the end."""
     home, tmp = this.folder / "home", this.folder / "tmp"
     tmp.mkdir()
     env = {"TMPDIR": str(tmp), "PHALANX_HOME": str(home), "OMP_NUM_THREADS": "1", "PAUSE": "0.02", **variables}
@@ -71,7 +71,7 @@ def crew(this: Round, *options: str, **variables: str) -> Iterator[Crew]:
         made = [node.start("warm", "--preload", "phalanx.train.main", env=env) for node in lab]
         for job in made:
             assert job.wait(60) == 0, job.both
-        found = Crew(this, lab, env, options)
+        found = NodeGroup(this, lab, env, options)
         try:
             yield found
             until(lambda: not _left(lab), 5, "no process or shared memory to be left on any node")
@@ -89,28 +89,28 @@ def _left(lab: Lab) -> list[str]:
     return processes + [f"{node.name}: /dev/shm/{name}" for node in lab for name in node.shared_memory()]
 
 
-def kill(crew: Crew, place: int) -> None:
+def kill(nodes: NodeGroup, place: int) -> None:
     """The agent alone, or everything on the node."""
-    if crew.this.chance.random() < 0.5:
-        crew.jobs[place].signal(signal.SIGKILL)
+    if nodes.this.chance.random() < 0.5:
+        nodes.jobs[place].signal(signal.SIGKILL)
     else:
-        crew.lab[place].kill()
+        nodes.lab[place].kill()
 
 
-def cut(crew: Crew, place: int) -> None:
-    crew.lab[place].link(False)
+def cut(nodes: NodeGroup, place: int) -> None:
+    nodes.lab[place].link(False)
 
 
-def stop(crew: Crew, place: int) -> None:
-    crew.jobs[place].signal(signal.SIGSTOP)
+def stop(nodes: NodeGroup, place: int) -> None:
+    nodes.jobs[place].signal(signal.SIGSTOP)
 
 
-def lost(fault: Callable[[Crew, int], None], *, leads: bool) -> Callable[[Round], Played]:
+def lost(fault: Callable[[NodeGroup, int], None], *, leads: bool) -> Callable[[Round], Played]:
     """One of the two nodes that train is lost, the spare takes its place, and the lost one comes back as a spare."""
 
     def play(this: Round) -> Played:
         seconds = []
-        with crew(this, "-n", "2", "--spares", "1") as nodes:
+        with node_group(this, "-n", "2", "--spares", "1") as nodes:
             for place in range(3):
                 nodes.start(place)
             training, spare = [0, 1], 2
@@ -135,7 +135,7 @@ def lost(fault: Callable[[Crew, int], None], *, leads: bool) -> Callable[[Round]
     return play
 
 
-def _leave(nodes: Crew, place: int) -> None:
+def _leave(nodes: NodeGroup, place: int) -> None:
     """Let the lost node run again, if it still can: it finds that the others have left it, and ends."""
     nodes.lab[place].link(True)
     with contextlib.suppress(ProcessLookupError):
@@ -145,7 +145,7 @@ def _leave(nodes: Crew, place: int) -> None:
     nodes.jobs[place].end()
 
 
-def _leader(nodes: Crew, gone: int) -> int:
+def _leader(nodes: NodeGroup, gone: int) -> int:
     (found,) = [place for place, job in nodes.jobs.items() if place != gone and LEADS in job.both]
     return found
 
@@ -154,7 +154,7 @@ def parted(this: Round) -> Played:
     """Two of three nodes cannot reach each other, though node 0 reaches both: one of them is dismissed, and may come
     back. Other numbers of ranks round differently: the parameters are close to those of an undisturbed run."""
     seconds = []
-    with crew(this, "-n", "1:3", "--stall-timeout", "5s", DROPOUT="0") as nodes:
+    with node_group(this, "-n", "1:3", "--stall-timeout", "5s", DROPOUT="0") as nodes:
         for place in range(3):
             nodes.start(place)
         nodes.seconds_after(0.0, 3)

@@ -24,7 +24,7 @@ RECOVERING = ("import", "connect", "join", "handover")
 
 
 def spread(chance: random.Random, ranks: int, count: int, *ways: str) -> list[Fault]:
-    """So many faults, one after the other, with at least two steps between them."""
+    """So many faults, one after another, with at least two steps between them."""
     return [
         [step, chance.randrange(ranks), chance.choice(ways), chance.choice(STEPS)] for step in _steps(chance, count)
     ]
@@ -40,7 +40,7 @@ def in_recovery(chance: random.Random, ranks: int, count: int) -> list[Fault]:
         if len(faults) == count:
             break
         where = chance.choice(RECOVERING)
-        # Only a rank that is new imports; everybody comes to the other places.
+        # Only a rank that is new imports; everyone comes to the other places.
         who = victim if where == "import" else chance.randrange(ranks)
         how = "store" if where == "join" and chance.random() < 0.5 else "kill"
         faults.append([0, who, how, where, first])
@@ -116,7 +116,7 @@ def judged(this: Round, done: Result, ranks: int, epochs: int, *, code: int = 0,
 
 
 def children(this: Round) -> Played:
-    """Each rank has a server in a session of its own, whose port its replacement needs, and a child."""
+    """Each rank has a server in its own session, whose port its replacement needs, and a child."""
     port = free_port()
     faults = spread(this.chance, 2, this.faults, "kill", "segv", "exit 7")
     done, epochs = trained(this, 2, faults, "--linger", "0", env={"PORTS": str(port)})

@@ -96,7 +96,7 @@ def test_by_hand(tmp_path: Path) -> None:
     assert (rendezvous.location.host, rendezvous.location.port, rendezvous.promised) == ("a", 1234, (8, 2))
 
 
-def test_nodes_that_come_and_go_are_led_by_whoever_has_the_address(tmp_path: Path) -> None:
+def test_elastic_nodes_are_led_by_the_node_with_the_address(tmp_path: Path) -> None:
     rendezvous = look("-n 1:4 -i 0 --master a --spares 2 --last-call 9s", {}, tmp_path).rendezvous
     assert rendezvous is not None
     assert (rendezvous.least, rendezvous.expected, rendezvous.spares, rendezvous.timeouts.last_call) == (1, 4, 2, 9.0)
@@ -181,7 +181,7 @@ def test_a_batch_script_waits_for_a_srun(tmp_path: Path) -> None:
         ("", {**BATCH, "SLURM_JOB_NODELIST": "node1", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}),
     ],
 )
-def test_one_node_and_nobody_to_meet(line: str, environ: dict[str, str], tmp_path: Path) -> None:
+def test_a_single_node_needs_no_rendezvous(line: str, environ: dict[str, str], tmp_path: Path) -> None:
     assert look(line, environ, tmp_path) == LaunchContext()
     assert not list(tmp_path.iterdir())  # no token is made where none is needed
 

@@ -113,7 +113,7 @@ TABLE = [
     (Machine((4,), threads=1, complex=2, gpus=(0, 0, 0)), "core-complex", ["0-1", "2-3", "0-1"]),
     # A complex with cores that are not ours comes after a whole one.
     (Machine((4,), threads=1, complex=2, gpus=(0, 0), blocked=frozenset({0})), "core-complex", ["2-3", "1"]),
-    # Nobody said which node the GPU is next to.
+    # The NUMA node of the GPU is unknown.
     (Machine((4,), threads=1, gpus=(-1,)), "node", ["0-3"]),
     (Machine((2, 2), threads=1, gpus=(-1, 1)), "node", ["0-1", "2-3"]),
 ]
@@ -264,7 +264,7 @@ def test_an_unknown_mode() -> None:
         bind([Slot()], "core", CpuTopology(nodes={0: frozenset({0})}, allowed=frozenset({0})))
 
 
-def test_a_kernel_that_tells_nothing_is_one_node(tmp_path: Path) -> None:
+def test_a_kernel_without_numa_information_is_one_node(tmp_path: Path) -> None:
     topology = read(str(tmp_path), allowed=[0, 1, 2])
     assert [spell(slot.cores) for slot in bind([Slot()] * 2, "exclusive", topology)] == ["0-1", "2"]
     for mode in ("node", "socket", "core-complex"):

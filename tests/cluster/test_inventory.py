@@ -181,5 +181,5 @@ def test_hidden_is_what_the_mask_took_away() -> None:
     ("mask", "refused"),
     [(None, False), ("", True), ("-1", True), ("NoDevFiles", True), ("9", False), ("0", False)],
 )
-def test_hiding_every_gpu_on_purpose_is_told_from_a_mistake(mask: str | None, refused: bool) -> None:
+def test_hiding_every_gpu_on_purpose_is_distinguished_from_a_mistake(mask: str | None, refused: bool) -> None:
     assert Inventory(THREE, apply_mask(THREE, mask), mask).refused is refused

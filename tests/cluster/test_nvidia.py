@@ -232,7 +232,7 @@ def test_slices_follow_their_gpu_which_has_no_handle(nvml: Nvml) -> None:
     ]
 
 
-def test_a_lost_gpu_is_told_and_the_others_go_by_uuid(nvml: Nvml) -> None:
+def test_a_lost_gpu_is_reported_and_the_others_go_by_uuid(nvml: Nvml) -> None:
     nvml.cards = [Card(error=pynvml.NVML_ERROR_GPU_IS_LOST), Card("GPU-b")]
     devices, trouble = nvidia.ask(by_bus=True, expected=True)
     assert [(device.index, device.handle) for device in devices] == [(1, "GPU-b")]
@@ -246,7 +246,7 @@ def test_another_jobs_gpu_is_no_trouble(nvml: Nvml) -> None:
     assert ([device.handle for device in devices], trouble) == (["GPU-b"], "")
 
 
-def test_memory_that_is_not_told_is_zero(nvml: Nvml) -> None:
+def test_memory_that_is_not_reported_is_zero(nvml: Nvml) -> None:
     nvml.cards = [Card(name="NVIDIA GB10")]
     devices, _ = nvidia.ask(by_bus=True, expected=True)
     assert devices[0].memory == 0

@@ -1,4 +1,4 @@
-"""Several ranks on one GPU: who shares, and what their processes are told."""
+"""Several ranks on one GPU: which ranks share, and the environment of their processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_between_nodes_the_interface_is_not_loopback() -> None:
 
 
 @pytest.mark.parametrize("devices", [list(GPUS), [None, None], [GPUS[0]]])
-def test_ranks_that_share_nothing_are_told_nothing(devices: list[Device | None]) -> None:
+def test_ranks_that_share_nothing_get_no_variables(devices: list[Device | None]) -> None:
     assert told(devices) == [{}] * len(devices)
     assert sharing.for_all([Slot(device) for device in devices]) == {}
 

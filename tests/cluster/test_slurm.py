@@ -131,7 +131,7 @@ JOBS = [
 
 
 @pytest.mark.parametrize(("change", "job"), JOBS)
-def test_jobs_are_told_apart(change: dict[str, str], job: str) -> None:
+def test_jobs_are_distinguished(change: dict[str, str], job: str) -> None:
     names = {found.job for environ in PAIR if (found := slurm.task(environ | change))}
     assert names == {job}
 

@@ -1,9 +1,9 @@
-"""Groups across machines that are pretended: ranks of this machine to whom others are strangers.
+"""Groups across simulated machines: ranks of this machine that treat others as ranks on another host.
 
     python -m tests.collectives.across results babca
     python -m tests.collectives.across trouble
 
-Each rank's machine is a letter. `trouble` says in JSON what each rank was told.
+Each rank's machine is a letter. `trouble` prints in JSON the error of each rank.
 """
 
 from __future__ import annotations
@@ -138,11 +138,11 @@ def others(engine: HierarchicalEngine) -> None:
     if rank == 0:
         one, come = torch.empty(1, dtype=torch.int64), []
         for _ in range(size - 1):
-            parcel = engine.recv(one, ANY_SOURCE, 7, LIMIT)
-            while not parcel.done():
+            message = engine.recv(one, ANY_SOURCE, 7, LIMIT)
+            while not message.done():
                 time.sleep(0.001)
-            assert one.item() == parcel.source
-            come.append(parcel.source)
+            assert one.item() == message.source
+            come.append(message.source)
         assert sorted(come) == [*range(1, size)]
     else:
         engine.send(torch.tensor([rank]), 0, 7, LIMIT).wait()

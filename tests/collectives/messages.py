@@ -1,4 +1,4 @@
-"""Messages between forked ranks, each scene a group of its own: `python -m tests.collectives.messages`.
+"""Messages between forked ranks, each scene its own group: `python -m tests.collectives.messages`.
 
 A program, because a process that forks should have no threads; one for all scenes, because torch is slow to import. It
 prints what went wrong in each, as JSON.
@@ -52,22 +52,22 @@ class Place:
     def get(self, size: int, source: int, tag: int = 0, timeout: float = PATIENCE) -> bytes:
         return self.recv(size, source, tag, timeout).wait()
 
-    def tell(self, rank: int) -> None:
+    def signal(self, rank: int) -> None:
         os.write(self.signals[rank][1], b"!")
 
     def told(self) -> None:
         ready, _, _ = select.select([self.signals[self.rank][0]], [], [], PATIENCE)
-        assert ready, "nobody told"
+        assert ready, "no signal from another rank"
         os.read(self.signals[self.rank][0], 1)
 
 
 @dataclass(frozen=True)
 class Arriving:
-    parcel: ShmMessage
+    message: ShmMessage
     memory: torch.Tensor
 
     def wait(self) -> bytes:
-        assert self.parcel.wait()
+        assert self.message.wait()
         return self.memory.numpy().tobytes()
 
 
@@ -101,7 +101,7 @@ def raises(error: type[Exception], text: str, action: Callable[[], object]) -> N
 
 @scene(4)
 def plans(place: Place) -> None:
-    """What is sent arrives: once, whole, in the order of sending by source and tag, whoever asks for it and when."""
+    """Each message arrives once, whole, and in the order of sending by source and tag, whenever it is received."""
     for seed in range(8):
         _plan(place, seed)
         place.engine.barrier(PATIENCE)  # or the next plan's messages are anyone's too
@@ -111,7 +111,7 @@ def _plan(place: Place, seed: int) -> None:
     common = random.Random(seed)
     own = random.Random(seed * 100 + place.rank)
     sizes = (0, 1, 16, 100, 8192, 8193, 40_000, LARGE)
-    # Tags from 10 are received from anyone: all of one size, so that whoever comes first fits.
+    # Tags from 10 are received from anyone: all of one size, so that the first to come fits.
     messages = [(common.randrange(4), common.randrange(4), common.choice((0, 1, 2, 10, 11))) for _ in range(60)]
     letters = [
         (source, to, tag, number, 5000 * (tag - 9) if tag >= 10 else common.choice(sizes))
@@ -135,16 +135,16 @@ def _plan(place: Place, seed: int) -> None:
             box = boxes.pop()
             came.append((box, place.recv(by_box[box][taken[box]][4], *box)))
             taken[box] += 1
-            came[-1][1].parcel.done()
+            came[-1][1].message.done()
     got: dict[tuple[int, int], list[bytes]] = {}
     data = {id(arriving): arriving.wait() for _, arriving in own.sample(came, len(came))}
     for box, arriving in came:
         if box[0] != ANY_SOURCE:
-            assert arriving.parcel.source == box[0]
-        got.setdefault((arriving.parcel.source, box[1]), []).append(data[id(arriving)])
-    for parcel in sent:
-        assert parcel.wait()
-        assert parcel.done()
+            assert arriving.message.source == box[0]
+        got.setdefault((arriving.message.source, box[1]), []).append(data[id(arriving)])
+    for message in sent:
+        assert message.wait()
+        assert message.done()
     wanted: dict[tuple[int, int], list[bytes]] = {}
     for source, to, tag, number, size in letters:
         if to == place.rank:
@@ -162,7 +162,7 @@ def last_first(place: Place) -> None:
     """Many large messages, asked for in the reverse order of their tags."""
     if place.rank == 0:
         sent = [place.send(content(tag, 20_000 + tag), 1, tag) for tag in range(200)]
-        assert all(parcel.wait() for parcel in sent)
+        assert all(message.wait() for message in sent)
     else:
         for tag in reversed(range(200)):
             assert place.get(20_000 + tag, 0, tag) == content(tag, 20_000 + tag)
@@ -178,22 +178,22 @@ def both_full(place: Place) -> None:
     assert place.get(LARGE, other, 1) == content(7, LARGE)
     for number in range(200):
         assert place.get(3000, other) == content(number, 3000)
-    assert all(parcel.wait() for parcel in sent)
+    assert all(message.wait() for message in sent)
 
 
 @scene(2)
 def while_computing(place: Place) -> None:
-    """Nobody waits at the receiver, and what was begun there arrives."""
+    """The receiver does not wait, and a message that has begun arrives."""
     for size in (20_000, LARGE, 3_000_000):
         if place.rank == 0:
             arriving = place.recv(size, 1)
-            place.tell(1)
+            place.signal(1)
             place.told()  # the other's send is over, and we have done nothing for it
             assert arriving.wait() == content(size, size)
         else:
             place.told()
             assert place.send(content(size, size), 0).wait()
-            place.tell(0)
+            place.signal(0)
 
 
 @scene(2)
@@ -207,10 +207,10 @@ def long_awaited(place: Place) -> None:
     for _ in range(2):  # seconds; in the first it may still hurry
         before = _woken()
         time.sleep(1)
-    assert _woken() - before < 150, "times a second"  # 50, and some 500 if it went on as it begins
-    place.tell(1)
+    assert _woken() - before < 150, "times a second"  # 50; about 500 if it polled at the initial rate
+    place.signal(1)
     until = time.monotonic() + PATIENCE
-    while not awaited.parcel.done() and time.monotonic() < until:
+    while not awaited.message.done() and time.monotonic() < until:
         time.sleep(0.001)
     assert awaited.wait() == content(4, 100)
 
@@ -246,7 +246,7 @@ def let_go(place: Place) -> None:
             place.send(content(tag, LARGE), 1, tag)
         gc.collect()
         rubbish = [torch.zeros(LARGE, dtype=torch.uint8) for _ in range(8)]
-        place.tell(1)
+        place.signal(1)
         assert place.get(1, 1) == b"!"
         assert place.send(b"?", 1).wait()
         assert not place.engine._dropped
@@ -270,12 +270,12 @@ def sizes_differ(place: Place) -> None:
         else:
             text = f"send of {size} bytes to rank 0: it receives {2 * size} bytes (tag 5)"
             raises(CollectiveMismatch, text, lambda size=size: place.send(bytes(size), 0, 5).wait())  # type: ignore[misc]
-    place.engine.barrier(PATIENCE)  # the group goes on
+    place.engine.barrier(PATIENCE)  # the group continues
 
 
 @scene(3)
 def dead_sender(place: Place) -> None:
-    """What rank 1 has copied arrives, what was to be fetched from it does not, and the others go on."""
+    """What rank 1 has copied arrives, what was to be fetched from it does not, and the others continue."""
     if place.rank == 1:
         place.send(b"last", 0, 1)
         place.send(bytes(LARGE), 0, 2)
@@ -312,15 +312,15 @@ def dead_receiver(place: Place) -> None:
         os._exit(0)
     sent = [place.send(bytes(20_000_000), 1, tag) for tag in range(3)]
     sent += [place.send(bytes(8000), 1) for _ in range(40)]
-    place.tell(1)
-    for parcel in sent[2], sent[1], sent[0], sent[-1]:
+    place.signal(1)
+    for message in sent[2], sent[1], sent[0], sent[-1]:
         begun = time.monotonic()
-        if parcel not in {sent[1], sent[-1]}:  # which may have been through
-            raises(PeerLost, "send: peer lost, rank 1 has ended", parcel.wait)
-            raises(PeerLost, "send: peer lost, rank 1 has ended", parcel.wait)  # and again
+        if message not in {sent[1], sent[-1]}:  # which may have been through
+            raises(PeerLost, "send: peer lost, rank 1 has ended", message.wait)
+            raises(PeerLost, "send: peer lost, rank 1 has ended", message.wait)  # and again
         else:
             with contextlib.suppress(PeerLost):
-                assert parcel.wait()
+                assert message.wait()
         assert time.monotonic() - begun < SOON
 
 
@@ -330,7 +330,7 @@ def killed_while_reading(place: Place) -> None:
     if place.rank == 1:
         for _ in range(3):
             place.send(bytes(64_000_000), 0)
-        place.tell(0)
+        place.signal(0)
         time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     arriving = [place.recv(64_000_000, 1) for _ in range(3)]
@@ -365,7 +365,7 @@ def left(place: Place) -> None:
     if place.rank == 0:
         raises(PeerLost, "rank 1 has ended", lambda: place.get(1, 1, 1))
         assert place.get(6, 1) == b"before"
-        place.tell(1)
+        place.signal(1)
 
 
 @scene(2)
@@ -382,11 +382,11 @@ def too_late(place: Place) -> None:
             lambda: place.get(8, ANY_SOURCE, 3, 0.1),
         )
         arriving = place.recv(8, 1, 4)
-        assert not arriving.parcel.wait(0.05)  # asks for less than it has
-        assert not arriving.parcel.done()
+        assert not arriving.message.wait(0.05)  # asks for less than it has
+        assert not arriving.message.done()
         text = "send timed out: it waited 0.1 s for rank 1 (tag 3)"
         raises(CollectiveTimeout, text, lambda: place.send(content(1, LARGE), 1, 3, 0.1).wait())
-        place.tell(1)
+        place.signal(1)
         assert arriving.wait() == b"in time!"
     else:
         place.told()
@@ -413,7 +413,7 @@ def interrupted(place: Place) -> None:
             pass
         else:
             raise AssertionError("was not interrupted")
-        place.tell(1)
+        place.signal(1)
     else:
         place.told()
     other = 1 - place.rank

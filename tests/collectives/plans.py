@@ -1,4 +1,4 @@
-"""Random plans of calls on a group of ours and on gloo, in the same processes.
+"""Random plans of calls on a phalanx group and on gloo, in the same processes.
 
     python -m tests.collectives.plans --ranks 2 3 4 --engines shared plain --batches 12 --seed 1
 

@@ -1,6 +1,6 @@
 """Ranks that are forked from one process which has imported torch: a group costs no import.
 
-A program of its own, because a process that forks should have no threads: `python -m tests.collectives.<program>`.
+A separate program, because a process that forks should have no threads: `python -m tests.collectives.<program>`.
 """
 
 from __future__ import annotations

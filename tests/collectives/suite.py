@@ -5,7 +5,7 @@
     python -m tests.collectives.suite --backend shm test_all_reduce_sum test_broadcast
     python -m tests.collectives.suite --places aab         rank 2 is, so it says, on another machine
 
-The tests ask whether they are on gloo: they are told yes, and run on the backend that is asked for. Ranks are forked
+The tests ask whether they are on gloo: the answer is yes, and they run on the requested backend. Ranks are forked
 from one process that has imported torch: that is what makes it fast.
 """
 
@@ -76,7 +76,7 @@ def load(backend: str, ranks: int) -> Any:
 
 
 class _Named(str):
-    """Where a test asks whether it is on gloo, it is told yes; where it makes a group, it gets the one to be tested."""
+    """A test that asks whether it is on gloo gets yes; one that makes a group gets the backend under test."""
 
     __slots__ = ()
 

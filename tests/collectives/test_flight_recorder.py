@@ -1,4 +1,4 @@
-"""What was called in our groups, as whoever explains a run reads it."""
+"""The calls of phalanx's groups, as the diagnosis reads them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_collectives_are_numbered_and_messages_are_not(watched: None) -> None:
     assert flight_recorder.status() == {}
 
 
-def test_a_call_is_over_when_what_goes_on_is(watched: None) -> None:
+def test_an_async_call_is_over_when_its_work_is(watched: None) -> None:
     own = flight_recorder.FlightRecorder(lambda: "0")
     under = Under()
     all_reduce(own, torch.ones(3)).pending = under
@@ -85,7 +85,7 @@ def test_no_tensor_is_kept_for_longer_than_it_is_used(watched: None) -> None:
         kept.append(weakref.ref(tensor))
         under = Under(tensor)
         all_reduce(own, tensor).pending = under
-    assert progress(own) == (3, 2)  # what nobody holds any more nobody waits for
+    assert progress(own) == (3, 2)  # work without a reference cannot be waited for
     del tensor, under
     gc.collect()
     assert all(each() is None for each in kept)
@@ -97,7 +97,7 @@ def test_a_site_is_where_the_call_was_made(watched: None) -> None:
     all_reduce(own, torch.ones(1)).done = True
     line = sys._getframe().f_lineno - 1
     sites = [[(each["name"], each["line"]) for each in entry["frames"]] for entry in flight_recorder.entries()]
-    # Not of the group itself: of who has called it.
+    # Frames of the caller, not of the group itself.
     assert sites[0][1] == (test_a_site_is_where_the_call_was_made.__name__, line)
     assert sites[0][0][0] == "all_reduce"
 
@@ -131,7 +131,7 @@ def test_who_waits_in_a_call_shows_all_of_its_stack(watched: None) -> None:
     assert [each["name"] for each in done["frames"]] == ["group", *["deep"] * 4]
 
 
-def test_where_nobody_looks_calls_are_counted_and_no_more() -> None:
+def test_without_a_probe_calls_are_only_counted() -> None:
     own = flight_recorder.FlightRecorder(lambda: "0")
     entry = all_reduce(own, torch.ones(3))
     entry.done = True
@@ -185,7 +185,7 @@ def test_the_probe_asks_it_as_a_recorder(watched: None, monkeypatch: pytest.Monk
     )
 
 
-def test_groups_are_patient_while_somebody_debugs() -> None:
+def test_timeouts_of_groups_are_suspended_during_a_debugger_session() -> None:
     registration.register()
     store = dist.HashStore()
     dist.init_process_group("shm", store=store, rank=0, world_size=1, timeout=timedelta(seconds=7))

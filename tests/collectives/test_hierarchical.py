@@ -52,7 +52,7 @@ def test_every_collective_where_machines_are_uneven_and_ranks_not_in_a_row() -> 
 
 
 @pytest.mark.extended
-def test_whoever_is_lost_late_or_elsewhere_is_named_on_every_machine() -> None:
+def test_a_rank_that_is_lost_or_late_or_calls_something_else_is_named_on_every_machine() -> None:
     told: dict[str, dict[int, str]] = {}
     for line in program("across", "trouble").splitlines():
         name, rank, kind, text, seconds = json.loads(line)

@@ -1,4 +1,4 @@
-"""Messages from rank to rank in shared memory: what is sent arrives, and who dies is named."""
+"""Messages between ranks in shared memory: all arrive, and a rank that dies is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random plans of calls, on a group of ours and on gloo: the same, whatever is called in whatever order."""
+"""Random plans of calls, on a phalanx group and on gloo: the same results, whatever the calls and their order."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _SOME = [
 ]
 
 
-# The engine across machines has ways of its own.
+# The engine across machines has its own paths.
 _ACROSS = [
     "test_all_gather_object_subgroup",
     "test_all_to_all_single_unequal_split_complex",

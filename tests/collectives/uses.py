@@ -1,4 +1,4 @@
-"""What stands on process groups in torch, on one of ours: each use is tried in forked ranks.
+"""What torch builds on process groups, on a phalanx group: each use runs in forked ranks.
 
 python -m tests.collectives.uses --ranks 2 [--plain] [ddp fsdp ...]
 """
@@ -206,7 +206,7 @@ def asked_twice(rank: int, ranks: int) -> None:
 
 
 def left(rank: int, ranks: int) -> None:
-    """What all have called is done, whoever leaves first; what cannot be is known to be over."""
+    """A collective that all ranks called completes, whichever leaves first; others fail with an error."""
     group = dist.new_group(backend="shm")
     works = [dist.all_reduce(tensor := torch.ones(1 << 20), async_op=True, group=group) for _ in range(3)]
     never = dist.irecv(torch.ones(1), src=(rank + 1) % ranks, group=group)
@@ -276,7 +276,7 @@ def numbers(rank: int, ranks: int) -> None:
 
 
 def refused(rank: int, ranks: int) -> None:
-    """Said before anything is moved: the group goes on."""
+    """Said before anything is moved: the group continues."""
     with pytest.raises(CallRefused, match="BAND of float32: unsupported reduction"):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
     with pytest.raises(CallRefused, match="AVG of bool"):

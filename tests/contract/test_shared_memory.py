@@ -54,7 +54,7 @@ def test_what_was_made_for_it_is_opened() -> None:
 
 @as_root
 def test_memory_of_another_user_is_not_opened_even_by_root() -> None:
-    """Whoever can write to the store could otherwise have a rank of root map memory of his own, to write to."""
+    """Otherwise anyone who can write to the store could make a rank of root map and write to foreign memory."""
     with (
         process_of(NOBODY, lambda: shared_memory.create("phalanx", SIZE)) as (pid, fd),
         pytest.raises(ForeignMemoryError, match=f"it belongs to user {NOBODY}, and this process runs as user 0"),
@@ -85,7 +85,7 @@ def test_another_name_size_or_inode_is_refused(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_socket_without_a_file_that_somebody_else_has_taken_is_not_used() -> None:
+def test_an_abstract_socket_of_another_user_is_not_used() -> None:
     name = f"phalanx-test-{os.urandom(8).hex()}"
 
     def listen() -> int:

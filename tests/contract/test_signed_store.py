@@ -35,7 +35,7 @@ def test_values_come_back_with_a_key_and_without(key: bytes, tmp_path: Path) -> 
         assert bare.get("text") == "ü".encode() or key
 
 
-def test_what_somebody_else_has_set_is_not_believed() -> None:
+def test_a_value_without_a_valid_mac_is_refused() -> None:
     bare = HashStore()
     ours = SignedStore(bare, "a group", KEY)
     ours.set("from 0", "100 5")

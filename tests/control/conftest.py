@@ -12,7 +12,7 @@ from tests.kit.cli import Handle
 
 @pytest.fixture
 def led() -> Iterator[Handle]:
-    """A leader in a process of its own."""
+    """A leader in its own process."""
     with actor("leader", "2", "15") as job:
         yield job
         assert job.err == ""

@@ -1,4 +1,4 @@
-"""Somebody on the way between a member and its leader."""
+"""An attacker on the network between a member and its leader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Eavesdropper:
 
     @contextlib.asynccontextmanager
     async def between(self, port: int, own: int = 0) -> AsyncIterator[None]:
-        """Stand before the leader at this port, at a port of its own."""
+        """Listen at another port, and relay to the leader at this port."""
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             there, back = await asyncio.open_connection("127.0.0.1", port)

@@ -1,6 +1,6 @@
-"""Leaders, members and strangers for tests: in this process, or in one of their own.
+"""Leaders, members and unknown clients for tests: in this process, or in another.
 
-python -m tests.control.parties leader EXPECTED LOST_AFTER | member PORT ID | strangers PORT COUNT
+python -m tests.control.parties leader EXPECTED LOST_AFTER | member PORT ID | clients PORT COUNT
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Speaker:
 
     ws: aiohttp.ClientWebSocketResponse
 
-    def knock(self, member: int | None = 1, *, words: bytes | None = None) -> bytes:
+    def join_request(self, member: int | None = 1, *, words: bytes | None = None) -> bytes:
         words = messages.encode(arrival(member)) if words is None else words
         return messages.encode(JoinRequest(protocol=messages.PROTOCOL, info=words))
 
@@ -150,7 +150,7 @@ class Speaker:
         return messages.answer.decode(await self.ws.receive_bytes(timeout=5))
 
     async def enter(self, member: int | None = 1) -> None:
-        await self.ws.send_bytes(self.knock(member))
+        await self.ws.send_bytes(self.join_request(member))
         assert isinstance(await self.answered(), Welcome)
 
     async def send(self, message: messages.Message) -> None:
@@ -177,7 +177,7 @@ async def speaking(port: int) -> AsyncIterator[Speaker]:
         yield Speaker(ws)
 
 
-# -- in a process of its own
+# -- in its own process
 
 
 def actor(*words: str) -> Handle:
@@ -248,9 +248,9 @@ async def _crowd(port: str, count: str) -> None:
 
 if __name__ == "__main__":
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = hard if sys.argv[1] == "strangers" else 1024
+    soft = hard if sys.argv[1] == "clients" else 1024
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    asyncio.run({"leader": _lead, "member": _follow, "strangers": _crowd}[sys.argv[1]](*sys.argv[2:]))
+    asyncio.run({"leader": _lead, "member": _follow, "clients": _crowd}[sys.argv[1]](*sys.argv[2:]))
 
 
 def port_of(job: Handle) -> int:

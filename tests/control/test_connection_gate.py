@@ -1,4 +1,4 @@
-"""All kinds of strangers at a real leader's door: garbage, floods, crowds. Members come in all the same."""
+"""Unknown clients at a real leader: garbage, floods, thousands of connections. Members join all the same."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def client_hello() -> bytes:
 
 HELLO = client_hello()
 
-STRANGERS = {
+UNKNOWN_CLIENTS = {
     "silence": (),
     "garbage": (bytes(range(256)) * 4,),
     "half a request": (REQUEST[:40],),
-    "no knock": (REQUEST,),
+    "no join request": (REQUEST,),
     "half a frame": (REQUEST, b"\x82\xfe\xff"),
     "a long header": (b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000,),
     "an unmasked frame of text": (REQUEST, b"\x81\x05hello"),
@@ -111,11 +111,11 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_strangers_are_turned_away(kind: str) -> None:
+@pytest.mark.parametrize("kind", UNKNOWN_CLIENTS)
+def test_unknown_clients_are_disconnected(kind: str) -> None:
     async def meet() -> None:
         async with leading(timing=FAST) as led:
-            _, seconds = await conversation(led.port, *STRANGERS[kind])
+            _, seconds = await conversation(led.port, *UNKNOWN_CLIENTS[kind])
             assert seconds < 3 * FAST.patience * SLOWEST
             async with joined(led.port):
                 await led.leader.wait_for_members(60)
@@ -125,7 +125,7 @@ def test_strangers_are_turned_away(kind: str) -> None:
 
 
 @pytest.mark.parametrize("words", [REQUEST, HELLO], ids=["request", "handshake"])
-def test_a_slow_stranger_is_turned_away(words: bytes) -> None:
+def test_a_slow_unknown_client_is_disconnected(words: bytes) -> None:
     async def meet() -> None:
         async with leading(timing=FAST) as led:
             parts = [words[place : place + 1] for place in range(len(words))]
@@ -135,13 +135,13 @@ def test_a_slow_stranger_is_turned_away(words: bytes) -> None:
     asyncio.run(meet())
 
 
-def test_a_member_outstays_the_patience_with_strangers() -> None:
+def test_the_time_limit_of_unknown_clients_does_not_apply_to_members() -> None:
     async def meet() -> None:
         async with leading(timing=FAST) as led, joined(led.port) as (one, ears):
             await led.leader.wait_for_members(60)
             await asyncio.sleep(3 * FAST.patience)
             one.send(NoteMessage(text="x" * 60_000))
-            one.send(NoteMessage(text="y" * 60_000))  # more than a stranger may say
+            one.send(NoteMessage(text="y" * 60_000))  # more than an unknown client may send
             await until(lambda: len(led.ears.said) == 2)
             assert led.ears.gone == ears.gone == []
 
@@ -151,18 +151,18 @@ def test_a_member_outstays_the_patience_with_strangers() -> None:
 def test_mutated_handshakes_leave_no_trace() -> None:
     chance = random.Random(20)  # the same on every machine
 
-    async def knock(led: Led) -> None:
-        # Turned away in mid-handshake, if a busy machine needs longer than the leader's patience.
+    async def lie(led: Led) -> None:
+        # Disconnected in mid-handshake, if a busy machine needs longer than the leader's patience.
         with contextlib.suppress(aiohttp.ClientError):
             await speak(led)
 
     async def speak(led: Led) -> None:
         async with speaking(led.port) as speaker:
-            content = mutated(speaker.knock(), chance)
+            content = mutated(speaker.join_request(), chance)
             if chance.randrange(2):
                 await speaker.ws.send_bytes(content)
-            else:  # a lie of somebody with the token
-                await speaker.ws.send_bytes(speaker.knock(words=mutated(messages.encode(arrival(1)), chance)))
+            else:  # invalid content from a holder of the token
+                await speaker.ws.send_bytes(speaker.join_request(words=mutated(messages.encode(arrival(1)), chance)))
             await speaker.ws.receive(60)
 
     async def call(led: Led) -> None:
@@ -173,7 +173,7 @@ def test_mutated_handshakes_leave_no_trace() -> None:
         async with leading(1000, timing=FAST) as led:
             for _ in range(8):
                 async with asyncio.timeout(120):
-                    await asyncio.gather(*(knock(led) for _ in range(20)), *(call(led) for _ in range(20)))
+                    await asyncio.gather(*(lie(led) for _ in range(20)), *(call(led) for _ in range(20)))
             await until(lambda: not led.ids)
             async with joined(led.port, 999):
                 assert led.ids == {999}
@@ -181,7 +181,7 @@ def test_mutated_handshakes_leave_no_trace() -> None:
     asyncio.run(meet())
 
 
-# -- a leader in a process of its own
+# -- a leader in its own process
 
 
 def resident(pid: int, name: str = "VmRSS") -> int:
@@ -237,7 +237,7 @@ def test_floods_find_no_room(led: Handle) -> None:
 
 
 @pytest.mark.extended
-def test_a_crowd_of_strangers_keeps_no_member_out(led: Handle) -> None:
+def test_thousands_of_unknown_clients_keep_no_member_out(led: Handle) -> None:
     port = port_of(led)
     assert f"port {port} files 1024" in led.out
 
@@ -245,13 +245,13 @@ def test_a_crowd_of_strangers_keeps_no_member_out(led: Handle) -> None:
         return len(os.listdir(f"/proc/{led.pid}/fd"))
 
     async def meet() -> None:
-        with actor("strangers", str(port), "2000") as crowd:
+        with actor("clients", str(port), "2000") as crowd:
             await asyncio.to_thread(crowd.wait_for, "called")
             assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
             began = time.monotonic()
             async with joined(port) as (_, ears):
                 assert time.monotonic() - began < 20  # on a busy machine; without the gate it would be minutes
-                with actor("strangers", str(port), "2000") as more:
+                with actor("clients", str(port), "2000") as more:
                     await asyncio.to_thread(more.wait_for, "called")
                     assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
                 assert ears.gone == []
@@ -262,7 +262,7 @@ def test_a_crowd_of_strangers_keeps_no_member_out(led: Handle) -> None:
     assert led.err == ""
 
 
-def test_whoever_floods_the_door_closes_it_for_himself() -> None:
+def test_a_client_that_opens_many_connections_blocks_only_itself() -> None:
     async def meet() -> None:
         async with leading(timing=Timing(patience=5)) as led:
             early = await asyncio.open_connection("127.0.0.1", led.port)

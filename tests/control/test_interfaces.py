@@ -1,4 +1,4 @@
-"""The addresses of this machine: who has them, which are any use to others, which way leads where."""
+"""The addresses of this machine: their interfaces, which ones others can use, and routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The meeting place: what is written is read, and nothing else is believed."""
+"""The leader file: what is written is read, and invalid content is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_new_leader_replaces_a_dead_one(tmp_path: Path) -> None:
     assert alive.read() == PLACE
 
 
-def test_old_files_count_unless_told_otherwise(tmp_path: Path) -> None:
+def test_old_files_count_by_default(tmp_path: Path) -> None:
     meeting = LeaderFile(str(tmp_path), "job")
     start = time.time()
     meeting.announce(PLACE)
@@ -62,7 +62,7 @@ def test_old_files_count_unless_told_otherwise(tmp_path: Path) -> None:
     assert meeting.read() == PLACE
 
 
-def test_the_file_tells_people_who_wrote_it(tmp_path: Path) -> None:
+def test_the_file_names_its_writer(tmp_path: Path) -> None:
     LeaderFile(str(tmp_path), "job").announce(PLACE)
     fields = json.loads((tmp_path / "job.json").read_text())
     assert (fields["host"], fields["pid"]) == (os.uname().nodename, os.getpid())
@@ -150,7 +150,7 @@ def test_names_that_schedulers_give(tmp_path: Path, job: str) -> None:
 @pytest.mark.parametrize(
     "place", [LeaderFilePath((), 1), LeaderFilePath(("gpu-a",), 1), LeaderFilePath(("192.0.2.2",), 0)]
 )
-def test_a_place_that_nobody_would_believe_is_not_announced(tmp_path: Path, place: LeaderFilePath) -> None:
+def test_an_address_that_would_be_refused_is_not_announced(tmp_path: Path, place: LeaderFilePath) -> None:
     meeting = LeaderFile(str(tmp_path), "job")
     with pytest.raises(ValueError):  # noqa: PT011
         meeting.announce(place)

@@ -223,7 +223,7 @@ def test_every_pid_that_there_may_be() -> None:
         assert messages.node_info.decode(messages.encode(arrival)).pid == pid
 
 
-def test_what_is_no_text_is_told_as_well_as_it_can_be() -> None:
+def test_bytes_that_are_not_text_are_shown_escaped() -> None:
     # Python's way to keep the bytes of a file's name that are no text.
     odd = b"caf\xe9".decode(errors="surrogateescape")
     over = AttemptEnded(attempt=0, failed=1, first=msgspec.structs.replace(DEATH, stderr=(odd, "fine"), block=odd))

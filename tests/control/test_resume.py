@@ -129,7 +129,7 @@ def test_every_message_arrives_once_and_in_order_whatever_breaks() -> None:
     asyncio.run(meet())
 
 
-def test_whoever_has_the_token_cannot_take_the_place_of_another() -> None:
+def test_another_holder_of_the_token_cannot_resume_a_connection() -> None:
     async def meet() -> None:
         async with leading() as led, joined(led.port, 1) as (one, ears):
             await led.leader.wait_for_members(60)

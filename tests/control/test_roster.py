@@ -1,4 +1,4 @@
-"""Who may come in, under which number, and which ranks everybody gets: tables."""
+"""Which nodes may join, under which number, and which ranks each gets: tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encrypted connections between nodes: who may take part, and what somebody on the way can read or change."""
+"""Encrypted connections between nodes: who may take part, and what an attacker on the network can read or change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLObject:
     return sides[0]
 
 
-def test_whoever_has_the_token_is_let_in() -> None:
+def test_a_holder_of_the_token_is_admitted() -> None:
     for token in (TOKEN, OPEN):
         side = shake(tls.server_context(token), tls.client_context(token))
         assert side.version() == "TLSv1.3"
@@ -42,7 +42,7 @@ def test_whoever_has_the_token_is_let_in() -> None:
 
 
 @pytest.mark.parametrize(("server", "client"), [(TOKEN, OTHER), (OTHER, TOKEN), (OPEN, TOKEN), (TOKEN, OPEN)])
-def test_whoever_has_another_token_is_not(server: Token, client: Token) -> None:
+def test_a_holder_of_another_token_is_not(server: Token, client: Token) -> None:
     with pytest.raises(ssl.SSLCertVerificationError):
         shake(tls.server_context(server), tls.client_context(client))
     trusting = tls.client_context(client)
@@ -51,7 +51,7 @@ def test_whoever_has_another_token_is_not(server: Token, client: Token) -> None:
         shake(tls.server_context(server), trusting)
 
 
-def test_a_stranger_without_a_certificate_is_not_let_in() -> None:
+def test_a_client_without_a_certificate_is_not_admitted() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with pytest.raises(ssl.SSLError, match="PEER_DID_NOT_RETURN_A_CERTIFICATE"):

@@ -45,7 +45,7 @@ def test_the_first_source_counts(
 
 def test_the_own_token_is_made_once_and_is_private(tmp_path: Path) -> None:
     home = tmp_path / "state" / "phalanx"
-    old = os.umask(0o077 ^ 0o777)  # takes away what the owner needs, and gives the rest to everybody
+    old = os.umask(0o077 ^ 0o777)  # takes away what the owner needs, and gives the rest to everyone
     try:
         first = tokens.find({}, file=None, home=str(home))
     finally:
@@ -121,7 +121,7 @@ def test_a_file_that_is_refused(tmp_path: Path, text: str, mode: int, seen: str)
     if mode != 0o600:
         assert error.value.fix == f"chmod 600 '{path}'"
     else:
-        assert path not in error.value.fix  # named by mistake, it may be dear to somebody
+        assert path not in error.value.fix  # named by mistake, it may be dear to someone
         assert "--token-file NEW" in error.value.fix
     for part in ("hunter2", "a1a1", "\N{SNOWMAN}"):
         assert part not in str(error.value)
@@ -176,7 +176,7 @@ def test_a_file_of_another_user(tmp_path: Path) -> None:
 
 @as_root
 def test_a_file_that_may_not_be_read() -> None:
-    # In a process of its own, for a process that was root may read everything again.
+    # In its own process, for a process that was root may read everything again.
     script = (
         "import os\nfrom phalanx.control import tokens\nos.setuid(65534)\ntokens.find({}, file='/etc/shadow', home='/')"
     )
@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert "PHALANX_HOME" in error.value.fix
 
 
-def test_a_spoilt_own_file_is_told_and_kept(tmp_path: Path) -> None:
+def test_a_spoilt_own_file_is_reported_and_kept(tmp_path: Path) -> None:
     keep(tmp_path / "token", "x" * 64)
     with pytest.raises(TokenError, match="is not one") as error:
         tokens.find({}, file=None, home=str(tmp_path))
@@ -220,7 +220,7 @@ def test_half_a_file_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found[0].key.hex() == A
 
 
-def test_an_empty_file_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_file_is_not_waited_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(tmp_path / "token", "")
     monkeypatch.setattr(tokens, "PATIENCE", 0.05)
     with pytest.raises(TokenError, match="is not one"):

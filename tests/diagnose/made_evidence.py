@@ -1,4 +1,4 @@
-"""Evidence of a run that stands still, in a few words: each rank's main thread, collectives, process."""
+"""Evidence of a run that is stalled, in a few words: each rank's main thread, collectives, process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the evidence: no exception, and nobody is named who is not there."""
+"""Any evidence: no exception, and no verdict names a rank that does not exist."""
 
 from __future__ import annotations
 

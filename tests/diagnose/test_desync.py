@@ -131,8 +131,8 @@ DESYNC: dict[str, Case] = {
         (3,),
         ["shapes differ in all_reduce #3 at train.py:52: rank 3 has [10], the other 3 have [12]"],
     ),
-    # Who has gone on to the next one does not tell its reduction any more.
-    "shapes, and gone on": (
+    # A rank in the next collective does not report the reduction of this one any more.
+    "shapes, and continued": (
         evidence(
             *(
                 rank(

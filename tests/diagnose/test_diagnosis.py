@@ -29,7 +29,7 @@ from tests.diagnose.made_evidence import (
 
 COMPILER = [frame(LIB + "torch/_dynamo/convert_frame.py", 62, "compile_inner"), frame("train.py", 40, "step")]
 HEALTHY = {
-    "everything goes on": evidence(waiting(0, since=0.1), behind(1, loading(ITEM), since=0.1), waited=0.1),
+    "everything progresses": evidence(waiting(0, since=0.1), behind(1, loading(ITEM), since=0.1), waited=0.1),
     "a slow step among slow steps": evidence(
         waiting(0, since=8.0, usual=6.0), behind(1, [HERE], since=8.0, usual=6.0), waited=8.0
     ),

@@ -1,4 +1,4 @@
-"""What lies between ranks: circles, messages, the network, joining. As a table."""
+"""Faults between ranks: deadlocks, messages, the network, joining. As a table."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ KEPT: dict[str, Case] = {
         (),
         ["all 4 ranks wait in the same collective, all_reduce #41"],
     ),
-    "nobody knows who has started it": (
+    "it is unknown which rank has started it": (
         evidence(*(waits(number) for number in range(4))),
         "network",
         (),
@@ -172,7 +172,7 @@ def test_an_idle_gpu_is_evidence_of_what_the_cpu_does() -> None:
 
 
 def test_who_cannot_know_says_what_would_tell() -> None:
-    (untimed,) = diagnose(KEPT["nobody knows who has started it"][0])
+    (untimed,) = diagnose(KEPT["it is unknown which rank has started it"][0])
     assert any("TORCH_NCCL_ENABLE_TIMING=1" in line for line in untimed.details)
     (timed,) = diagnose(KEPT["all have started it"][0])
     assert not any("TORCH_NCCL_ENABLE_TIMING" in line for line in timed.details)
@@ -247,7 +247,7 @@ def test_the_driver_supports_the_verdict_of_its_rank(case: str) -> None:
     assert [line for line in verdict.details if line.startswith("rank ")] == lines
 
 
-def test_a_fault_is_told_wherever_the_verdict_points() -> None:
+def test_a_fault_is_reported_wherever_the_verdict_points() -> None:
     """A verdict about what lies between all ranks has the lines of all; one about another rank has only faults."""
     bad = replace(FULL, ecc=1, throttled="thermal")
     seen = evidence(*(replace(waits(number), gpu=bad if number == 1 else FULL) for number in range(4)))

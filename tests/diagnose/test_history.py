@@ -196,7 +196,7 @@ def test_no_difference_is_made_up(case: str) -> None:
 
 
 def test_groups_are_compared_within_themselves() -> None:
-    """Two groups of one name, as DeviceMesh makes them, and two backends with one name and numbers of their own."""
+    """Two groups of one name, as DeviceMesh makes them, and two backends with one name and separate numbers."""
     a, b = [entry("all_reduce", 1, 4, group="9")], [entry("broadcast", 1, 5, group="9")]
     ranks = {0: a, 1: a, 2: b, 3: b}
     seen = stalled(ranks)
@@ -251,7 +251,7 @@ def test_another_shape_is_no_further_collective() -> None:
     assert "rank 1 has [5], the other 3 have [10]" in found.text
 
 
-def test_what_comes_after_tells_one_less_from_one_more() -> None:
+def test_later_calls_distinguish_a_skipped_from_an_additional_one() -> None:
     less = renumbered([*STEP[:20], *STEP[21:]])
     found = verdict({0: STEP, 1: less, 2: STEP})
     assert (found.kind, found.ranks) == ("skipped collective", (1,))

@@ -28,7 +28,7 @@ def going(number: int, second: int, until: int = 10**6, **more: Any) -> Reading:
 
 
 def stuck_at(after: int, *, culprit: dict[str, Any], size: int = 4, **everybody: Any) -> Script:
-    """All go on until then; rank 2 does what is said, the others wait."""
+    """All progress until then; rank 2 does what `culprit` says, the others wait."""
 
     def script(second: int) -> list[Reading]:
         if second <= after:
@@ -47,7 +47,7 @@ def first_step(**more: Any) -> Script:
 
 
 HEALTHY: dict[str, tuple[Script, int]] = {
-    "goes on": (lambda second: [going(number, second) for number in range(4)], 400),
+    "progresses": (lambda second: [going(number, second) for number in range(4)], 400),
     "nobody is there": (lambda second: [], 400),
     "slow steps": (
         lambda second: [
@@ -172,7 +172,7 @@ STALLS: dict[str, tuple[Script, int, tuple[int, ...], bool]] = {
         True,
     ),
     "all wait": (stuck_at(10, culprit={"waiting": True}), 40, (0, 1, 2, 3), True),
-    "one whose node does not tell any more": (
+    "one whose node does not report any more": (
         lambda second: [
             going(0, second, 10, waiting=second > 10),
             going(1, min(second, 12), 10, waiting=second > 10),
@@ -214,7 +214,7 @@ STALLS: dict[str, tuple[Script, int, tuple[int, ...], bool]] = {
         (0, 1),
         False,
     ),
-    "two that wait for each other while the rest goes on": (
+    "two that wait for each other while the rest progresses": (
         lambda second: [
             *(going(number, second, 10, waiting=second > 10) for number in (0, 1)),
             *(going(number, second) for number in (2, 3)),
@@ -239,7 +239,7 @@ def test_limit_is_the_users() -> None:
     assert [second for second, _ in alarms(script, 60, stall_timeout=5.0)] == [15]
 
 
-def test_told_again_after_ten_minutes_and_when_it_ends() -> None:
+def test_reported_again_after_ten_minutes_and_when_it_ends() -> None:
     end = 10 + 30 + 2 * int(AGAIN) + 100
 
     def script(second: int) -> list[Reading]:
@@ -288,7 +288,7 @@ def test_a_look_by_a_debugger_does_not_end_a_stall() -> None:
     assert [(second, alarm.what) for second, alarm in alarms(script, 200)] == [(40, "stall")]
 
 
-def test_who_was_kept_goes_on_while_another_rests_for_ever() -> None:
+def test_a_blocked_rank_continues_while_another_stays_idle() -> None:
     def script(second: int) -> list[Reading]:
         server = Reading(2, float(second))
         busy = going(0, second, 10 if second < 400 else 10**6, busy=10 < second < 400, state="R")

@@ -32,7 +32,7 @@ def test_text() -> None:
     ]
 
 
-def test_fix_and_certainty_are_told() -> None:
+def test_fix_and_certainty_are_reported() -> None:
     seen = beside(behind(1, [frame("train.py", 9)], proc=process("T")))
     lines = report.text(seen, diagnose(seen), more="").splitlines()
     assert lines[0].startswith("rank 1 is stopped (SIGSTOP) at train.py:9")

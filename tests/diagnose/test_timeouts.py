@@ -1,4 +1,4 @@
-"""Who made a rank time out: tables of messages, and of evidence in which the victim waits where it gave up."""
+"""Which rank caused a timeout: tables of messages, and of evidence in which the victim waits where it gave up."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ NEEDS = {
     "a cluster": r"\$SLURM|\b(srun|sbatch|salloc|scontrol|mpirun|ssh|kubectl|docker)\b",
     "GPUs": r"--share-gpu|--devices|--precision|make gpu-test",
     "a terminal or a browser": r"--screen|\bphalanx (watch|attach|ui)\b",
-    "a live run": r"\bphalanx stop\b|--pid\b|\bkill\b|\blogs .*-f\b",
+    "a live run": r"\bphalanx stop\b|--pid\b|(^|[;&|] *)kill\b|\blogs .*-f\b",
     "a network": r"\bpip install\b|pre-commit",
     "a checkout; it takes minutes": r"^make\b|^\.ci/|-m tests\.|-m pytest|\bphalanx (demo|tour|bench)\b",
     "programs that CI does not install": r"\bjq\b|tensorboard",

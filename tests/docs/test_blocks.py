@@ -178,6 +178,8 @@ def test_every_script_of_the_tutorials_is_shown() -> None:
 
 def test_what_a_line_needs() -> None:
     assert blocks.needs("phalanx run -g 4 train.py  # as srun does") == ""
+    assert blocks.needs("phalanx chaos -g 2 --kill-every 2s train.py  # kill ranks") == ""
+    assert blocks.needs("sleep 1; kill -9 PID") == "a live run"
     assert blocks.needs("srun -N 2 phalanx run train.py") == "a cluster"
     assert blocks.needs("phalanx run -n 2 -i 0 --master a train.py") == "several hosts"
 

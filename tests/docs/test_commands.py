@@ -197,7 +197,7 @@ def alternatives(text: str) -> list[str]:
 
 
 def test_pods_find_each_other(folder: Path) -> None:
-    """docs/how-to/containers.md: two processes with the variables of its Job, each with a home of its own."""
+    """docs/how-to/containers.md: two processes with the variables of its Job, each with its own home."""
     texts = [block.text for block in blocks.blocks("docs/how-to/containers.md") if block.language == "yaml"]
     _, job = yaml.safe_load_all(next(text for text in texts if "kind: Job" in text))
     (container,) = job["spec"]["template"]["spec"]["containers"]

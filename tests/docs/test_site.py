@@ -1,20 +1,35 @@
-"""The site of `make docs`, opened from disk in a real browser: pages, pictures and search, without a network."""
+"""The site of `make docs` in a real browser: pages, pictures and search, from disk and without a network."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import html
+import http.server
+import json
 import os
+import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+import phalanx
 from benchmarks.common import browser
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
 
 pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("browser")]
 ROOT = Path(__file__).parents[2]
 
+PAGE = html.unescape((ROOT / "docs" / "troubleshooting.md").read_text())
+TITLES = re.findall(r"^### (.+)$", PAGE, re.M)
 BROKEN = "[...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
 
 
@@ -45,11 +60,74 @@ async def _look(site: Path) -> None:
             assert await page.evaluate(BROKEN) == [], path
             assert await page.evaluate("document.querySelector('h1') !== null"), path
         await page.goto((site / "index.html").as_uri())
-        await page.keyboard.press("s")
-        await browser.wait_for(page, "document.activeElement.name === 'query'")
-        await page.keyboard.type("stall-timeout")
-        await browser.wait_for(page, "document.querySelectorAll('.md-search-result__item').length > 0")
-        found = await page.evaluate("document.querySelector('.md-search-result__list').innerText")
-        assert "Hangs and verdicts" in found
+        await _search(page, "stall-timeout", "Hangs and verdicts")
+        for message, title in messages().items():
+            await _search(page, message, title)
         assert [url for url in requested if not url.startswith(("file://", "data:", "blob:"))] == []
         assert errors == []
+
+
+def test_the_search_finds_a_message_on_a_server(site: Path) -> None:
+    """There the search is a worker, and no frame."""
+    asyncio.run(_ask_server(site))
+
+
+async def _ask_server(site: Path) -> None:
+    with _served(site) as address:
+        async with browser.launched() as chromium:
+            page = await chromium.new_page()
+            await page.goto(f"{address}/index.html")
+            await _search(page, *next(iter(messages().items())))
+
+
+@contextmanager
+def _served(folder: Path) -> Iterator[str]:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_search_has_every_message(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    titles = {html.unescape(entry["title"]) for entry in index["docs"]}
+    assert len(TITLES) >= 20
+    assert [title for title in TITLES if title not in titles] == []
+
+
+def test_the_reference_has_every_call_of_a_run(site: Path) -> None:
+    """Also those that `Run` inherits; and arguments are lists, not one paragraph."""
+    page = (site / "reference" / "python.html").read_text()
+    named = {name for name in dir(phalanx.Run) if not name.startswith("_")} - {"join", "before_close"}
+    assert {"keep", "log", "barrier", "rank"} <= named
+    assert [name for name in sorted(named) if f'id="phalanx.train.run.Run.{name}"' not in page] == []
+    assert "<li><code>accumulate</code>: micro-batches per step" in page
+
+
+def messages() -> dict[str, str]:
+    """Messages as people paste them, with what a query of lunr would not accept; and the title that explains each."""
+    signs = (r"\w+: Expected to have", r".*: --local-rank", r"Exit code -9")
+    lines = [line.strip("`") for line in PAGE.splitlines()]
+    found = {}
+    for sign in signs:
+        place = next(at for at, line in enumerate(lines) if re.match(rf"(### )?{sign}", line))
+        title = next(line for line in reversed(lines[: place + 1]) if line.startswith("### "))
+        found[lines[place].removeprefix("### ")] = title.removeprefix("### ")
+    return found
+
+
+async def _search(page: Page, text: str, expected: str) -> None:
+    """Paste it into the search, and wait until the first result has that title."""
+    await page.keyboard.press("s")
+    await browser.wait_for(page, "document.activeElement.name === 'query'")
+    await page.evaluate(
+        "document.activeElement.value = ''; document.querySelector('.md-search-result__list').replaceChildren()"
+    )
+    await page.keyboard.insert_text(text)
+    await page.keyboard.press("End")  # the search starts when a key is released
+    titles = "[...document.querySelector('.md-search-result__item').querySelectorAll('h1, h2')].slice(0, 2)"
+    await browser.wait_for(page, f"{titles}.some(title => title.innerText.trim() === {json.dumps(expected)})")
+    await page.keyboard.press("Escape")

@@ -98,7 +98,7 @@ def test_hosts_that_cannot_be_read(arguments: tuple[str, ...], words: str) -> No
 
 
 def in_mount(options: str, then: str = "true") -> dict[str, Any]:
-    """The doctor's words about a home on a mount of its own, in a namespace that ends with it."""
+    """Findings about a home on a separate mount, in a namespace that ends with it."""
     home = os.environ["PHALANX_HOME"]
     os.makedirs(home)
     command = shlex.join([*PHALANX, "doctor", "--quick", "--json"])
@@ -172,7 +172,7 @@ def test_survey_that_measures_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_survey_in_which_gloo_fails_is_told(tmp_path: Path) -> None:
+def test_survey_in_which_gloo_fails_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = ("run", "-g", "2", "--cpu", "-m", "phalanx.doctor.survey", str(out))
     done = phalanx(*words, timeout=120, env={"GLOO_SOCKET_IFNAME": "no-such-if"})
@@ -234,7 +234,7 @@ def test_names_that_lead_nowhere_or_somewhere() -> None:
 
 
 def _listener() -> socket.socket:
-    """On a port that the kernel gives to nobody by itself: another test's connection might have it a moment later."""
+    """On a port that the kernel does not assign by itself: another test's connection might get it."""
     for port in range(21000, 29000, 7):
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1", port))
@@ -250,7 +250,7 @@ def test_port_in_use_names_its_holder() -> None:
     assert ports.read(port).free
 
 
-def test_echo_tells_the_time_and_who_it_is() -> None:
+def test_echo_answers_with_its_time_and_identity() -> None:
     echo = Echo()
     try:
         trouble, samples = reach.ask("127.0.0.1", echo.port, echo.nonce, times=4)

@@ -18,7 +18,7 @@ from phalanx.doctor.result import Result
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 9, 10, 31])
-def test_every_pair_meets_once_and_nobody_is_in_two_places(count: int) -> None:
+def test_every_pair_meets_once_and_no_node_is_in_two_pairs(count: int) -> None:
     plan = pairs.rounds(count)
     assert sorted(itertools.chain(*plan)) == list(itertools.combinations(range(count), 2))
     for at_once in plan:

@@ -22,7 +22,7 @@ READ, LOSS = r"([\d.]+)% of \d+ new \w+ are \w+ right", r"loss ([\d.]+) on new t
 FAST = ("--precision", "bf16", "--compile")
 
 # What an example says of its device at the end, without a line in it that would be there for this test alone.
-WITNESS = """
+PROBE = """
 import runpy, sys, phalanx, torch
 real = phalanx.main
 def main(train):
@@ -76,7 +76,7 @@ def phalanx(*args: str) -> tuple[int, str, float]:
 
 def try_out(case: Case, where: tuple[str, ...]) -> str:
     """A row, or in its last word what is wrong."""
-    (WORK / "probe.py").write_text(WITNESS)
+    (WORK / "probe.py").write_text(PROBE)
     example, *options = case.words
     code, text, took = phalanx("run", "-g", "1", *where, str(WORK / "probe.py"), str(EXAMPLES / example), *options)
     found = re.findall(case.result, text)

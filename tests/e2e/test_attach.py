@@ -35,7 +35,7 @@ def words(mode: str, folder: Path) -> tuple[str, ...]:
 
 
 def typed(job: Terminal, *commands: str, before: int = 0) -> None:
-    """Each at a prompt of its own."""
+    """Each at its own prompt."""
     for count, command in enumerate(commands, before + 1):
         job.wait_for(PROMPT, count)
         job.send(command.encode())
@@ -71,7 +71,7 @@ def test_one_after_the_other_and_ctrl_d_as_pdb_has_it(env: Env, tmp_path: Path) 
     typed(job, "p rank\n", "c\n", "p rank\n", "\x04")
     assert job.wait() == 1
     assert sorted(re.findall(r"p rank\r?\n(\d)", job.out)) == ["0", "1"]
-    assert len(re.findall(r"goes on \d", job.out)) == 1
+    assert len(re.findall(r"continues \d", job.out)) == 1
     assert "BdbQuit" in job.out
 
 
@@ -84,7 +84,7 @@ def test_without_a_terminal_it_waits_for_one(env: Env, tmp_path: Path) -> None:
         lost.wait_for(PROMPT)
         lost.signal(signal.SIGKILL)
         lost.wait()
-    job.wait_for("waits at a breakpoint", count=2)  # whoever was there has gone
+    job.wait_for("waits at a breakpoint", count=2)  # the first debugger has left
     assert phalanx(*ask, "-c", "p secret", "-c", "c", env=env).out.splitlines()[-1] == "42"
     job.wait_for("waits at a breakpoint", count=3)
     with terminal(*ask, env=env) as job_of_its_own:
@@ -96,7 +96,7 @@ def test_without_a_terminal_it_waits_for_one(env: Env, tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 @staged
-def test_a_running_rank_is_looked_at_and_goes_on(env: Env, tmp_path: Path) -> None:
+def test_a_running_rank_is_looked_at_and_continues(env: Env, tmp_path: Path) -> None:
     job = start(*words("busy", tmp_path), env=env)
     name = Path(job.wait_for(re.compile(r"output in (\S+)"))[0][1]).name
     job.wait_for("begun", 2)

@@ -1,4 +1,4 @@
-"""A real run of two nodes, as somebody sees it who has opened its link in a browser."""
+"""A real run of two nodes, seen in a browser."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:
     await sees(page, f"{healths}.every(health => !['starting', 'dead', 'stuck'].includes(health))")
     await sees(page, "Number(document.querySelector('#rank-2 .step').textContent.replace(/\\D/g, '')) > 5")
     await sees(page, "document.querySelector('#charts [data-curve=loss]')")
-    # One is stuck: it is named, with all stacks; and goes on.
+    # One is stuck: it is named, with all stacks; and continues.
     (folder / "stuck").touch()
     await sees(page, "/rank 1\\b/.test(document.getElementById('verdicts').textContent)")
     await sees(page, "document.querySelector('#rank-1')?.dataset.health === 'stuck'")

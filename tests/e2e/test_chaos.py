@@ -81,7 +81,7 @@ def replaced(err: str) -> list[str]:
 
 
 def recovered_from(err: str, *expected: tuple[str, ...]) -> None:
-    """From these faults, one after the other, and from no others than those who could not leave the group."""
+    """From these faults, one after another, and from no others than those who could not leave the group."""
     found = recoveries(err)
     assert len(found) == len(expected), found
     more = [Counter(ours) - Counter(theirs) for ours, theirs in zip(found, expected, strict=True)]
@@ -114,7 +114,7 @@ def test_a_silent_rank_is_named_and_gone_before_it_is_replaced(tmp_path: Path) -
     assert lives[stopped + 1][1]  # the next one starts after it
 
 
-def test_at_the_beginning_and_at_the_end_nobody_can_regroup(tmp_path: Path) -> None:
+def test_no_regroup_at_the_beginning_and_at_the_end(tmp_path: Path) -> None:
     """Before a rank has called, and after its training has ended, a death is that of any script: a clear end, or where
     restarts are allowed a new start, the second from the last checkpoint."""
     faults = [[0, 0, "pause", "import", -1], [0, 1, "kill", "import", -1], [5, 1, "late"]]
@@ -134,7 +134,7 @@ def test_at_the_beginning_and_at_the_end_nobody_can_regroup(tmp_path: Path) -> N
 
 def test_the_store_and_the_fork_server_are_killed(tmp_path: Path) -> None:
     """The store in mid-training, which nobody notices; when the next group has need of it; while that group forms. The
-    fork server, and with it every rank: the run goes on from the disk, and not from a save that was cut short."""
+    fork server, and with it every rank: the run continues from the disk, and not from a save that was cut short."""
     faults = [
         [3, 1, "store"],
         [6, 1, "kill"],
@@ -198,8 +198,8 @@ if "PHALANX_AGENT" in os.environ or "CLOCK" in os.environ:
 """
 
 
-def test_whoever_sets_the_clock_changes_nothing(tmp_path: Path) -> None:
-    """A day forth and back, again and again: no budget is filled up by it, and nobody is taken for silent or slow."""
+def test_setting_the_clock_changes_nothing(tmp_path: Path) -> None:
+    """A day forward and back, repeatedly: no restart budget is used up, and no rank counts as silent or slow."""
     (tmp_path / "sitecustomize.py").write_text(JUMPY)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     faults = [[3, 1, "kill"], [6, 0, "kill"], [9, 1, "kill"]]
@@ -280,7 +280,7 @@ def test_every_rank_and_every_kind_has_its_turn_and_no_seed_is_as_another() -> N
     assert isinstance(hundred[0], InjectedFault)
 
 
-def test_chaos_disturbs_and_tells_what_became_of_it(tmp_path: Path) -> None:
+def test_chaos_injects_faults_and_reports_the_recoveries(tmp_path: Path) -> None:
     faults = ("--kill-every", "0.3s", "--seed", "1", "--faults", "kill,segv,store", "--times", "4")
     done = phalanx(
         "chaos", *faults, *words(tmp_path)[1:], timeout=LONG, env={**places, "PAUSE": "0.2", "EPOCHS": str(EPOCHS)}
@@ -292,7 +292,7 @@ def test_chaos_disturbs_and_tells_what_became_of_it(tmp_path: Path) -> None:
     assert re.search(said + "; the run ended with exit code 0", done.err)
 
 
-def test_chaos_tells_what_helps_a_plain_script(tmp_path: Path) -> None:
+def test_chaos_says_what_a_plain_script_needs(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain.py", PLAIN + "time.sleep(600)\n")
     faults = ("--kill-every", "0.5s", "--victims", "1")
     done = phalanx("chaos", "-g", "2", "--cpu", plain, *faults, timeout=LONG, env=places)
@@ -321,7 +321,7 @@ def test_words_that_chaos_does_not_understand() -> None:
 
 @pytest.mark.timeout(3600)
 def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
-    """Rank 0 survives them all, unless gloo does not let it go once: it, the fork server and the agent have in the end
+    """Rank 0 survives them all, unless gloo does not let it go once: it, the fork server and the agent have at the end
     what they had in the beginning."""
     count = int(os.environ.get("CHAOS_FAULTS", "16"))
     options = ("--kill-every", "0.2s", "--seed", "1", "--victims", "1", "--times", str(count))
@@ -336,7 +336,7 @@ def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
         job.wait_for("chaos: fault 4,", timeout=3600)
         first = measured()
         job.wait_for(f"chaos: fault {count},", timeout=3600)
-        # While a rank is born, the fork server has a few more for a moment.
+        # While it forks a rank, the fork server has a few more.
         last = until(
             lambda: (now := measured()) and not grown(first, now, count) and now, 20, "what had grown to shrink"
         )

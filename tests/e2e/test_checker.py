@@ -1,4 +1,4 @@
-"""--check-collectives: ranks that differ are stopped at once, and told with both places; healthy ones go on."""
+"""--check-collectives: ranks that differ are stopped at once, with both call sites; healthy runs continue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.crew import codes, texts, together
+from tests.e2e.jobs import codes, texts, together
 from tests.e2e.places import script
 from tests.kit.cli import phalanx, stage
 from tests.kit.lab import Lab
@@ -64,7 +64,7 @@ def warm() -> Iterator[dict[str, str | None]]:
         yield dict(env)
 
 
-def test_a_mismatch_is_told_at_once_with_both_places(warm: dict[str, str | None]) -> None:
+def test_a_mismatch_is_reported_at_once_with_both_places(warm: dict[str, str | None]) -> None:
     times = ("--max-restarts", str(len(FOUND) - 1))
     kinds = ",".join(kind for kind, _ in FOUND)
     done = phalanx("run", "-g", "3", *CHECK, *times, script("differ.py"), kinds, "gloo,shm", env=warm, timeout=120)
@@ -108,7 +108,7 @@ def test_healthy_ranks_get_the_same_from_every_collective(warm: dict[str, str | 
     assert all(len(one) > 40 for one in found[0])
 
 
-def test_a_group_that_forms_anew_counts_anew(warm: dict[str, str | None], tmp_path: Path) -> None:
+def test_a_group_that_forms_again_counts_again(warm: dict[str, str | None], tmp_path: Path) -> None:
     words = ("-g", "2", *CHECK, SURVIVE, str(tmp_path), json.dumps([[5, 1, "kill"]]))
     done = phalanx("run", *words, env=warm)
     assert done.code == 0, done.err
@@ -118,7 +118,7 @@ def test_a_group_that_forms_anew_counts_anew(warm: dict[str, str | None], tmp_pa
 def test_on_two_nodes_they_are_compared_through_the_store(lab: Lab, tmp_path: Path) -> None:
     jobs = together(lab, *CHECK, script("differ.py"), "shape", ranks=(2, 1))
     assert codes(jobs) == [1, 1], texts(jobs)
-    # Whoever comes later sees it.
+    # A rank that comes later sees it.
     first = re.search(r"^phalanx: rank \d .*failed: CollectiveMismatch.*\n(?:  .*\n)+", jobs[0].err, re.MULTILINE)
     assert first, texts(jobs)
     assert "rank 2 called all_reduce(float32 [12], SUM) where rank" in first[0]

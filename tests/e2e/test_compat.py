@@ -1,4 +1,4 @@
-"""A worker cannot tell whether torchrun, phalanx or plain python started it.
+"""A worker cannot detect whether torchrun, phalanx or plain python started it.
 
 torchrun is run once for each case, and its report compared with those of every way in which phalanx starts workers.
 """
@@ -132,7 +132,8 @@ CASES = [
         "no python, optimized",
         (*TWO, "--no-python"),
         script=(sys.executable, "report.py"),
-        # Here, because it has torch compiled anew where that is imported; and what is written then, spoils all warmth.
+        # Here, because it compiles torch again wherever that is imported, and such files would invalidate the warm
+        # fork server.
         env={"PYTHONOPTIMIZE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         ranks=2,
         torch=False,

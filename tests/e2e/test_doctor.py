@@ -80,7 +80,7 @@ def test_names_that_lead_to_loopback_are_yellow_and_fit_the_screen(lab: Lab, ssh
         assert any(line.startswith(start) for line in lines)
     assert any(line.startswith("green   all_reduce    gloo, 3 ranks: 16 MiB in") for line in lines), lines
     assert max(map(len, lines)) <= 80
-    # What does not fit goes on below where it began.
+    # What does not fit continues below where it began.
     cause = next(place for place, line in enumerate(lines) if line.startswith("          cause: /etc/hosts says so"))
     assert re.match(r" {17}\S", lines[cause + 1])
     table = next(place for place, line in enumerate(lines) if line.split() == ["from", "\\", "to", *NAMES])
@@ -125,7 +125,7 @@ def test_a_first_node_that_cannot_be_reached(lab: Lab, ssh: Sshd) -> None:
         open_(lab, 0)
     (red,) = of(found, "red")
     assert red["check"] == "start"
-    # Whoever speaks first: node 0, which waits, or one that cannot get there.
+    # Either may report first: node 0, which waits, or one that cannot reach it.
     assert re.search(r"node 1 \(node2\), node 2 \(node3\) of 3 have not joined|could not be reached", red["fact"])
     assert "a firewall drop" in red["cause"] + red["fix"]
     assert "firewall" in {finding["check"] for finding in of(found, "yellow")}  # what is wrong here may be why

@@ -1,4 +1,4 @@
-"""Nodes that come and go: the world shrinks and grows around a training that goes on. Hosts of a lab, real links."""
+"""Nodes join and leave while a training continues. Hosts of a lab, real links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.contract import events
 from phalanx.launcher.coordination.leader.readmission import FIRST_DELAY
-from tests.e2e.crew import all_gone, codes, texts
+from tests.e2e.jobs import all_gone, codes, texts
 from tests.e2e.places import script
 from tests.kit.cli import Env, phalanx, stage, until
 from tests.kit.handle import Handle
@@ -176,12 +176,12 @@ def test_a_node_with_another_model_is_dismissed(lab: Lab, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("fault", ["node", "link", "rank"])
 def test_machines_of_several_ranks(lab: Lab, tmp_path: Path, fault: str) -> None:
-    """They have memory within and gloo between them: whatever is lost, the others go on."""
+    """Shared memory within a node, gloo between nodes: whatever is lost, the others continue."""
     jobs = [node(lab, place, tmp_path, *SHORT, ranks=2) for place in range(3)]
     entered(jobs[0], 0, "6 by shm")
     if fault == "rank":
-        (born,) = jobs[2].wait_for(re.compile(r"generation 0: rank 4 of 6 by shm, pid (\d+)"))
-        os.kill(inside(lab[2], int(born[1])), signal.SIGKILL)
+        (started,) = jobs[2].wait_for(re.compile(r"generation 0: rank 4 of 6 by shm, pid (\d+)"))
+        os.kill(inside(lab[2], int(started[1])), signal.SIGKILL)
         entered(jobs[0], "[12]", "6 by shm")
     else:
         jobs[2].process.kill() if fault == "node" else lab[2].link(False)
@@ -211,7 +211,7 @@ def test_node_0_is_not_sacred(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path) -> None:
-    """Node 0 is alone on its side, so that it ends; the other two go on."""
+    """Node 0 is alone on its side, so that it ends; the other two continue."""
     jobs = [node(lab, place, tmp_path, *SHORT) for place in range(3)]
     entered(jobs[1], 0, 3)
     lab[0].link(False)
@@ -274,7 +274,7 @@ def test_of_two_nodes_that_do_not_reach_each_other_one_is_dismissed(lab: Lab, tm
     all_gone(lab, besides=fork_servers)
 
 
-def test_a_leader_that_was_stopped_does_not_go_on_beside_those_who_left_it(lab: Lab, tmp_path: Path) -> None:
+def test_a_leader_that_was_stopped_does_not_continue_beside_those_who_left_it(lab: Lab, tmp_path: Path) -> None:
     jobs = [node(lab, place, tmp_path, *SHORT) for place in range(3)]
     entered(jobs[1], 0, 3)
     jobs[0].signal(signal.SIGSTOP)
@@ -288,7 +288,7 @@ def test_a_leader_that_was_stopped_does_not_go_on_beside_those_who_left_it(lab: 
     all_gone(lab, besides=fork_servers)
 
 
-def test_a_group_that_forms_anew_while_a_node_still_imports(lab: Lab, tmp_path: Path) -> None:
+def test_a_group_that_forms_again_while_a_node_still_imports(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import os, time\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.05)\n")
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), "GO": str(tmp_path / "go")}
     jobs = [node(lab, place, tmp_path) for place in range(2)]
@@ -296,7 +296,7 @@ def test_a_group_that_forms_anew_while_a_node_still_imports(lab: Lab, tmp_path: 
     jobs[0].wait_for("comes to main", count=2)
     jobs[1].process.kill()
     told = Path(re.findall(r"output in (\S+)", jobs[0].err)[0], "events.jsonl")
-    until(lambda: "node 1 (node2) is lost" in told.read_text(), 20, "the loss to be told")
+    until(lambda: "node 1 (node2) is lost" in told.read_text(), 20, "the loss to be reported")
     (tmp_path / "go").touch()
     entered(jobs[2], "[01]", 2)
     (tmp_path / "end").touch()
@@ -329,7 +329,7 @@ def test_a_spare_node_stands_by(lab: Lab, tmp_path: Path) -> None:
     learnt(tmp_path)
 
 
-def test_a_plain_script_is_started_again_with_whoever_is_there(lab: Lab, tmp_path: Path) -> None:
+def test_a_plain_script_is_started_again_with_the_remaining_nodes(lab: Lab, tmp_path: Path) -> None:
     where = ("-n", "1:2", "-g", "1", "--cpu", "--fresh", "--master", lab[0].name)
     words = (script("until_file.py"), str(tmp_path / "end"))
     jobs = [lab[place].start("run", *where, "-i", str(place), *words) for place in range(2)]
@@ -342,7 +342,7 @@ def test_a_plain_script_is_started_again_with_whoever_is_there(lab: Lab, tmp_pat
     all_gone(lab, besides=fork_servers)
 
 
-def test_of_two_nodes_the_one_with_the_leader_goes_on(lab: Lab, tmp_path: Path) -> None:
+def test_of_two_nodes_the_one_with_the_leader_continues(lab: Lab, tmp_path: Path) -> None:
     """Neither can know whether the other still runs, so that one of them has to end."""
     jobs = [node(lab, place, tmp_path, *SHORT, nodes="1:2") for place in range(2)]
     entered(jobs[0], 0, 2)

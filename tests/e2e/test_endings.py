@@ -65,7 +65,7 @@ def test_a_signal_to_the_agent_ends_the_run(number: signal.Signals) -> None:
     assert not any(map(alive, found))
 
 
-def test_a_worker_with_children_of_its_own(options: tuple[str, ...]) -> None:
+def test_a_worker_with_children(options: tuple[str, ...]) -> None:
     job, found = sleepers(options, "--children")
     assert len(found) == 8
     job.signal(signal.SIGTERM)

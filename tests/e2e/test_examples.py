@@ -270,7 +270,7 @@ def test_digits_that_are_not_there(tmp_path: Path) -> None:
     assert "--data DIR" in result.err
 
 
-def test_digits_go_on_where_they_were(tmp_path: Path) -> None:
+def test_digits_continue_where_they_were(tmp_path: Path) -> None:
     """From a checkpoint at the very end of an epoch, with more ranks."""
     kept = "--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "22"
     script = str(EXAMPLES / "digits.py")
@@ -283,13 +283,13 @@ def test_digits_go_on_where_they_were(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in (tmp_path / "kept" / "metrics.jsonl").open()] == [*range(1, 45)]
 
 
-# Going on after a death
+# Recovery
 
 
 @pytest.mark.smoke
 def test_survive() -> None:
-    """Others were there all the time, and whoever has taken the place of the killed one has what they have. Whether
-    they had come through step 30 as well, by what it had sent before it was killed, is up to the network."""
+    """The survivors stay, and the replacement has their state. Whether they had completed step 30 as well, by what the
+    killed rank had sent before, depends on the network."""
     *words, script = command("survive")
     result = phalanx(*words, "--cpu", script, "--die", "2:30", timeout=150, cwd=str(ROOT), env=places)
     assert result.code == 0, result.out + result.err
@@ -306,7 +306,7 @@ def test_survive() -> None:
     assert float(percent) > 88
 
 
-# Ranks that wait for ever
+# Hangs
 
 HANGS = {  # what is said first
     "data": "probably: rank 2 is in data loading, hang.py:{} in __getitem__ (waiting for a lock); the other 2 wait",

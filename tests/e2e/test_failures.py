@@ -94,7 +94,7 @@ def test_the_exit_code_is_the_workers(args: tuple[str, ...], code: int, words: s
     assert "a line without its end" in result.out
 
 
-def test_a_worker_killed_for_memory_is_told_so(tmp_path: Path) -> None:
+def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
     greedy = write(
         tmp_path / "greedy.py",
         "import os, time\n"
@@ -175,7 +175,7 @@ def test_a_signal_is_not_a_reason_to_start_again() -> None:
 
 
 @pytest.mark.warmed
-def test_what_an_exception_was_raised_because_of_is_told_and_every_rank_that_raised_is_counted(tmp_path: Path) -> None:
+def test_the_cause_of_an_exception_is_reported_and_every_rank_that_raised_is_counted(tmp_path: Path) -> None:
     chain = write(
         tmp_path / "chain.py",
         "def inner(): import no_such_module\n"
@@ -204,7 +204,7 @@ def test_a_crash_shows_the_line_that_faulthandler_has_written(tmp_path: Path) ->
 
 
 @pytest.mark.warmed
-def test_a_typo_is_told_once_and_not_retried_and_the_logs_have_it_whole(tmp_path: Path) -> None:
+def test_a_typo_is_reported_once_and_not_retried_and_the_logs_have_it_whole(tmp_path: Path) -> None:
     typo = write(
         tmp_path / "typo.py",
         "import phalanx\ndef train(run):\n    learning_rate = 0.1\n    print(learning_rat)\nphalanx.main(train)\n",
@@ -221,7 +221,7 @@ def test_a_typo_is_told_once_and_not_retried_and_the_logs_have_it_whole(tmp_path
 
 
 @pytest.mark.warmed
-def test_an_innocent_rank_is_told_in_one_line_and_verbose_shows_everything(tmp_path: Path) -> None:
+def test_an_innocent_rank_is_reported_in_one_line_and_verbose_shows_everything(tmp_path: Path) -> None:
     bad = write(
         tmp_path / "bad.py",
         "import sys, torch, torch.distributed as dist\n"
@@ -251,7 +251,7 @@ def test_an_innocent_rank_is_told_in_one_line_and_verbose_shows_everything(tmp_p
 
 
 @pytest.mark.warmed
-def test_a_usage_error_is_told_once(tmp_path: Path) -> None:
+def test_a_usage_error_is_reported_once(tmp_path: Path) -> None:
     usage = write(
         tmp_path / "usage.py",
         "import argparse\n"

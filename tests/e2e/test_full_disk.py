@@ -76,7 +76,7 @@ print("restarted", os.environ["RANK"])
 
 
 def mounted(options: str, disk: Path, *words: str, then: str = "true", home: str = "") -> Result:
-    """Run the command with a file system of its own at `disk`."""
+    """Run the command with a separate file system at `disk`."""
     disk.mkdir(exist_ok=True)
     mount = f"mount -t tmpfs -o {options} none {shlex.quote(str(disk))}"
     command = f"{mount} && {{ {then}; }} && exec {shlex.join([*PHALANX, *words])}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.crew import PLAIN, together
+from tests.e2e.jobs import PLAIN, together
 from tests.e2e.places import READY, pids, script
 from tests.kit.cli import phalanx, start, terminal, until
 from tests.kit.handle import Handle
@@ -93,7 +93,7 @@ def test_it_may_be_left_alone(way: tuple[str, ...], tmp_path: Path) -> None:
     go(tmp_path)
     until(lambda: not alive(pid), 10, "its end")
     assert (tmp_path / "finished").exists()
-    log = Path(folder[1]) / "attempt_0" / "1" / "stdout.log"  # what it prints has somebody who reads it
+    log = Path(folder[1]) / "attempt_0" / "1" / "stdout.log"  # what it prints has someone who reads it
     until(lambda: "finished" in log.read_text(), 10, "its output")
 
 

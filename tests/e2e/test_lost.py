@@ -19,7 +19,7 @@ import pytest
 
 from phalanx.control.leader.liveness import Timing
 from tests.control.eavesdropper import Eavesdropper
-from tests.e2e.crew import PLAIN, TOKEN, alive, all_gone, codes, texts, together
+from tests.e2e.jobs import PLAIN, TOKEN, alive, all_gone, codes, texts, together
 from tests.e2e.places import READY, script
 from tests.kit.cli import PYTHON, start, until
 from tests.kit.handle import Handle
@@ -48,11 +48,11 @@ def workers(node: Node) -> list[str]:
 
 
 def _down_for(seconds: float) -> None:
-    """A time that has to pass by itself: nobody tells when a link has been down for long enough."""
+    """A time that has to pass: no event says that a link has been down for long enough."""
     time.sleep(seconds)
 
 
-def test_a_link_that_is_down_for_five_seconds_is_only_told(lab: Lab, tmp_path: Path) -> None:
+def test_a_link_that_is_down_for_five_seconds_is_only_noted(lab: Lab, tmp_path: Path) -> None:
     jobs = together(lab, *PLAIN, script("until_file.py"), str(tmp_path / "end"))
     jobs[0].wait_for(READY, 3)
     lab[1].link(False)
@@ -84,7 +84,7 @@ def test_a_link_that_stays_down_ends_the_job_everywhere(lab: Lab) -> None:
     lab[1].link(False)
     down = time.monotonic()
     assert jobs[0].wait(LOST_AFTER + 5) == 1
-    # The other side of the cut ends its workers in the same time, though nobody can tell it to.
+    # The other side of the cut ends its workers in the same time, without a message from the leader.
     until(lambda: not workers(lab[1]), LOST_AFTER + 4 - (time.monotonic() - down), "the worker beyond the cut to end")
     assert jobs[1].wait(10) == 1
     said = r"node 1 \(node2\) is lost: no message from it for [4-6] s \(--node-timeout\): link or machine is down"
@@ -93,7 +93,7 @@ def test_a_link_that_stays_down_ends_the_job_everywhere(lab: Lab) -> None:
     all_gone(lab)
 
 
-def test_a_member_that_was_stopped_for_too_long_ends_when_it_goes_on(lab: Lab) -> None:
+def test_a_member_that_was_stopped_for_too_long_ends_when_it_is_resumed(lab: Lab) -> None:
     jobs = sleepers(lab, *SHORT)
     jobs[1].signal(signal.SIGSTOP)
     assert jobs[0].wait(LOST_AFTER + 5) == 1
@@ -160,7 +160,7 @@ def test_a_node_that_is_lost_ends_all_the_others(lab: Lab) -> None:
     all_gone(lab)
 
 
-# -- strangers
+# -- unknown clients
 
 NUISANCE = f"""
 import os, socket, time
@@ -193,12 +193,12 @@ time.sleep(600)
 """
 
 
-def test_strangers_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
+def test_unknown_clients_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
     """Garbage, two thousand connections that are held open, and a node with another token, while a run is on."""
     jobs = together(lab, *PLAIN, script("until_file.py"), str(tmp_path / "end"))
     jobs[0].wait_for(READY, 3)
-    stranger = lab[2].start(words=("sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", *PYTHON, "-c", NUISANCE))
-    stranger.wait_for("done", timeout=30)
+    intruder = lab[2].start(words=("sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", *PYTHON, "-c", NUISANCE))
+    intruder.wait_for("done", timeout=30)
     words = ("-n", "2", "-g", "2,1", "-i", "1", "--master", "node1", "--join-timeout", "5", script("hello.py"))
     late = lab[2].start("run", *PLAIN, *words, home="own")
     assert late.wait(20) == 1
@@ -208,8 +208,8 @@ def test_strangers_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
     for job in jobs:
         assert "Traceback" not in job.both, texts(jobs)
         assert "has not answered" not in job.err, texts(jobs)
-    assert jobs[0].err.count("\n") <= 5, texts(jobs)  # nobody wants to read what strangers send
-    stranger.end()
+    assert jobs[0].err.count("\n") <= 5, texts(jobs)  # not one line per unknown client
+    intruder.end()
     assert not alive(lab)
 
 
@@ -245,7 +245,7 @@ def test_the_store_is_there_until_the_last_rank_of_all_nodes_has_ended(lab: Lab,
 
 @contextlib.contextmanager
 def eavesdropping(port: int) -> Iterator[tuple[Eavesdropper, Callable[[Callable[[], None]], object]]]:
-    """Somebody on the way to the leader at this port, in a thread, and what has a function called there."""
+    """An attacker on the way to the leader at this port, in a thread, and a way to call a function there."""
     ear, loop = Eavesdropper(), asyncio.new_event_loop()
     ready, end = threading.Event(), asyncio.Event()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.crew import PLAIN, all_gone, codes, texts, together
+from tests.e2e.jobs import PLAIN, all_gone, codes, texts, together
 from tests.e2e.places import READY, script
 from tests.kit import proc
 from tests.kit.cli import TORCHRUN, until
@@ -41,7 +41,7 @@ def output(job: Handle) -> Path:
 
 
 def block(job: Handle) -> str:
-    """What phalanx tells about the first cause."""
+    """What phalanx prints about the first cause."""
     return job.err[job.err.rindex("phalanx: rank") :]
 
 
@@ -68,7 +68,7 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-# -- what ranks are told
+# -- the environment of ranks
 
 
 def test_every_rank_of_uneven_nodes_knows_its_place(lab: Lab, tmp_path: Path) -> None:
@@ -166,13 +166,13 @@ def test_flags_of_torchrun_for_nodes_that_are_not_numbered(lab: Lab, tmp_path: P
         assert env["TORCHELASTIC_RUN_ID"] == "job7"
         assert (env["WORLD_SIZE"], env["GROUP_WORLD_SIZE"], env["MASTER_ADDR"]) == ("3", "3", "10.77.0.1")
     assert [found[rank]["GROUP_RANK"] for rank in range(3)] == ["0", "1", "2"]
-    assert "meeting at 10.77.0.1:29400" in jobs[1].err  # whoever has the address leads
+    assert "meeting at 10.77.0.1:29400" in jobs[1].err  # the node with the address leads
 
 
 # -- names and networks
 
 
-def test_a_host_that_calls_itself_127_0_1_1_is_no_obstacle(lab: Lab, tmp_path: Path) -> None:
+def test_a_host_whose_name_resolves_to_127_0_1_1(lab: Lab, tmp_path: Path) -> None:
     """Debian's hosts file, on every node. Beside it, what torchrun makes of the same."""
     for node in lab:
         node.hosts("bad")
@@ -211,7 +211,7 @@ def test_ipv6_alone(lab: Lab, tmp_path: Path) -> None:
         assert report["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def test_nobody_listens_on_more_than_the_address_that_is_needed(lab: Lab) -> None:
+def test_ports_listen_only_on_the_address_that_is_needed(lab: Lab) -> None:
     """And `phalanx ps` shows the run on each of its nodes, and Ctrl-C at node 0 ends it on both."""
     for place, node in enumerate(lab, 1):
         node.add_interface("ib0", f"10.88.0.{place}/24")
@@ -272,7 +272,7 @@ def test_a_rank_that_exits_ends_all_nodes_with_its_code(lab: Lab, rank: int, pla
     all_gone(lab)
 
 
-def test_an_exception_on_another_node_is_told_at_node_0(lab: Lab) -> None:
+def test_an_exception_on_another_node_is_reported_at_node_0(lab: Lab) -> None:
     jobs = together(lab, *PLAIN, script("boom.py"), "2", home="own")
     assert codes(jobs, 10) == [1, 1], texts(jobs)
     for job in jobs:
@@ -381,7 +381,7 @@ def test_ranks_that_failed_are_counted_on_all_nodes(lab: Lab, tmp_path: Path, wa
         "if rank < 3:\n"
         "    open(f'{folder}/{rank}', 'w').close()\n"
         "    while len(os.listdir(folder)) < 4: time.sleep(0.01)\n"
-        "    # All raise before the first of them has ended: who is told to stop first has not failed by itself.\n"
+        "    # All raise before the first of them has ended: one that is stopped first has not failed by itself.\n"
         "    atexit.register(time.sleep, 2)\n"
         "    raise ValueError(rank)\n"
         "time.sleep(1000)\n"

@@ -1,4 +1,4 @@
-"""Everybody is called before anything starts: who cannot come is told why, there and at node 0, and what to type."""
+"""All nodes join before anything starts: a node that cannot gets the reason and the fix, there and at node 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.crew import PLAIN, codes, texts, together
+from tests.e2e.jobs import PLAIN, codes, texts, together
 from tests.e2e.places import script
 from tests.kit.cli import PYTHON, Env
 from tests.kit.handle import Handle
@@ -37,7 +37,7 @@ def call(
 
 
 def refused(leader: Handle, member: Handle, *, told: str, heard: str) -> None:
-    """The member ends with its reason at once; node 0 tells why it was rejected, and waits on, until Ctrl-C."""
+    """The member ends with its reason at once; node 0 prints why it was rejected, and waits until Ctrl-C."""
     assert member.wait(10) == 1
     leader.wait_for("was rejected: ", timeout=5)
     leader.signal(signal.SIGINT)
@@ -68,7 +68,7 @@ def test_why_the_leader_was_not_reached(lab: Lab) -> None:
         "refused": call(two, 1, master="leader:7002", patience=3),
         "no route": call(two, 1, master="10.99.0.1", patience=3),
         "filtered": call(two, 1, master="leader:7003", patience=3),
-        "stranger": call(two, 1, master="leader:7004", patience=3),
+        "foreign": call(two, 1, master="leader:7004", patience=3),
         "silent": call(two, 1, master="leader:7005", patience=3),
     }
     told = {
@@ -99,7 +99,7 @@ def test_why_the_leader_was_not_reached(lab: Lab) -> None:
             r"  10\.77\.0\.1 port 7003: no answer in 3 s, tried from 10\.77\.0\.2 \(eth0\)\n"
             r"  fix: a firewall drops it, or the machine is down: let TCP port 7003 through to node 0"
         ),
-        "stranger": (
+        "foreign": (
             r"what listens on leader \(10\.77\.0\.1\) port 7004 is not phalanx\n"
             r'  10\.77\.0\.1 port 7004: answered "HTTP/1\.0 404 .*\n'
             r"  fix: choose another port for all nodes: --master-port PORT"
@@ -121,7 +121,7 @@ def test_why_the_leader_was_not_reached(lab: Lab) -> None:
     ), leader.err
 
 
-def test_a_port_that_something_else_holds_is_told_at_node_0_with_its_holder(lab: Lab) -> None:
+def test_a_port_that_something_else_holds_is_reported_at_node_0_with_its_holder(lab: Lab) -> None:
     lab[0].start(words=(*PYTHON, "-m", "http.server", str(PORT))).wait_for("Serving")
     leader = call(lab[0], 0)
     assert leader.wait() == 2
@@ -153,11 +153,11 @@ def test_another_token(lab: Lab) -> None:
     assert mine
     assert theirs
     assert "PHALANX_TOKEN" in member.err
-    # Whoever stands at node 0 can compare, too, and knows what to type.
+    # Node 0 shows the same to compare, and what to type.
     assert theirs[1] != mine[2]
     assert theirs[1] in leader.err
     assert "PHALANX_TOKEN" in leader.err
-    # What is a secret is nowhere to be read.
+    # The token itself is never printed.
     for job in (leader, member):
         assert not re.search("[0-9a-f]{64}", job.both)
 
@@ -227,7 +227,7 @@ def test_another_major_version_is_refused(lab: Lab, tmp_path: Path) -> None:
     refused(leader, member, told=told, heard=r"it has torch 3\.0\.0, node 0 has torch 2\.")
 
 
-def test_another_minor_version_and_other_arguments_are_only_told(lab: Lab, tmp_path: Path) -> None:
+def test_another_minor_version_and_other_arguments_are_only_noted(lab: Lab, tmp_path: Path) -> None:
     env = _with_torch(tmp_path, "2.99.0")
     same = ("-n", "2", "-g", "1", "--master", "node1", script("hello.py"))
     jobs = [
@@ -250,7 +250,7 @@ def test_a_number_that_is_taken(lab: Lab) -> None:
     assert first.wait() == 130  # by the Ctrl-C at node 0
 
 
-def test_a_node_without_the_devices_it_was_to_use_is_told_at_node_0_too(lab: Lab) -> None:
+def test_a_node_without_the_devices_it_was_to_use_is_reported_at_node_0_too(lab: Lab) -> None:
     leader = call(lab[0], 0)
     leader.wait_for("meeting at")
     words = ("-n", "2", "-i", "1", "--master", "node1", "--devices", "0", script("hello.py"))

@@ -26,7 +26,7 @@ def wait(name):
 
 print(f"rank {rank} is here; input {sys.stdin.read()!r}, a terminal: {sys.stdout.isatty()}", flush=True)
 wait("go")
-print(f"rank {rank} goes on", flush=True)
+print(f"rank {rank} continues", flush=True)
 if then == "break" and rank == 1:
     breakpoint()
     raise ValueError("no good")
@@ -74,7 +74,7 @@ def test_a_screen_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None
         assert term.cursor
         assert attributes(term) == before
         (tmp_path / "go").touch()
-        job.wait_for("rank 1 goes on")
+        job.wait_for("rank 1 continues")
         (tmp_path / "end").touch()
         assert job.wait() == 0
         assert "is here" not in term.afterwards  # that was before, and is in the logs
@@ -113,8 +113,8 @@ def test_who_leaves_and_who_stops_it_from_elsewhere(words: tuple[str, ...], tmp_
             here(there)
             assert attributes(term) == before
             (tmp_path / "go").touch()
-            job.wait_for("rank 1 goes on")
-            there.until("rank 0 goes on")
+            job.wait_for("rank 1 continues")
+            there.until("rank 0 continues")
             there.type("x")
             there.until("stop the run")
             assert job.process.poll() is None
@@ -143,7 +143,7 @@ def test_ctrl_z_and_a_run_that_is_killed(words: tuple[str, ...], tmp_path: Path)
         term.type("fg\r")
         until(lambda: term.aside, 30)
         here(term)
-        os.kill(run, signal.SIGSTOP)  # the screen goes on, but does not draw over the shell
+        os.kill(run, signal.SIGSTOP)  # the screen continues, but does not draw over the shell
         job.wait_for("Stopped", count=2)
         until(lambda: not term.aside, 30)
         term.type("fg\r")
@@ -165,7 +165,7 @@ def test_without_a_terminal(words: tuple[str, ...], tmp_path: Path) -> None:
     with start(*words, "-", env=places) as job:
         assert job.wait() == 0
         assert "--screen ignored: it needs a terminal" in job.err
-        assert "[1] rank 1 goes on" in job.out
+        assert "[1] rank 1 continues" in job.out
     with terminal("watch", env={**places, "TERM": "dumb"}) as job:
         assert job.wait() == 0
         assert "succeeded" in job.out
@@ -173,6 +173,6 @@ def test_without_a_terminal(words: tuple[str, ...], tmp_path: Path) -> None:
     with terminal("watch", env=places) as job:
         term = VirtualTerminal(job)
         term.until("the run has ended, exit code 0; q leaves")
-        term.until("rank 0 goes on")
+        term.until("rank 0 continues")
         term.type("q")
         assert job.wait() == 0

@@ -1,4 +1,4 @@
-"""Signals among several nodes: whoever gets one, all end alike, and nobody waits for one who has gone."""
+"""Signals on several nodes: whichever node gets one, all end the same way, and none waits for a node that has left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import signal
 import time
 
-from tests.e2e.crew import PLAIN, all_gone, codes, texts, together
+from tests.e2e.jobs import PLAIN, all_gone, codes, texts, together
 from tests.e2e.places import READY, script
 from tests.kit.lab import Lab
 

@@ -57,7 +57,7 @@ def test_rank_0_need_not_be_on_the_first_node(lab: Lab, slurm: Slurm, tmp_path: 
 
 
 def test_batch_script_with_uneven_tasks(lab: Lab, slurm: Slurm, tmp_path: Path) -> None:
-    """`phalanx run` in the script starts a srun of its own; -N2 -n3 is 2 tasks and 1, so 2 ranks and 1."""
+    """`phalanx run` in the script starts its own srun; -N2 -n3 is 2 tasks and 1, so 2 ranks and 1."""
     out = batch(lab, slurm, tmp_path, "-N2", "-n3", command=[*RUN, "--fresh", PLACE])
     assert places(out) == [
         "rank 0 of 3, local 0 of 2, node 0 of 2, on node1",
@@ -128,7 +128,7 @@ def test_usr1_is_handed_to_the_workers_once(lab: Lab, slurm: Slurm) -> None:
 
 
 def test_a_job_that_is_preempted_says_that_it_wants_to_be_run_again(lab: Lab, slurm: Slurm, tmp_path: Path) -> None:
-    """Slurm tells every process of the step: agents, fork servers and workers."""
+    """Slurm signals every process of the step: agents, fork servers and workers."""
     script, out = tmp_path / "job.sh", tmp_path / "job.out"
     options = ("--cpu", "-g", "1", "--checkpoints", f"{tmp_path}/kept")
     command = " ".join([*RUN, *options, PREEMPT, str(tmp_path)])

@@ -102,7 +102,7 @@ def test_every_host_that_fails_is_named_with_its_own_reason(lab: Lab, ssh: Sshd,
     for node, path in hidden.items():
         assert lab[node].run(words=("mount", "-t", "tmpfs", "none", str(path))).code == 0
     try:
-        hosts = f"node1:1,node2:1,node3:1,node9:1,stranger@{lab[1].address}:1"
+        hosts = f"node1:1,node2:1,node3:1,node9:1,unknown@{lab[1].address}:1"
         result = lab[0].run("run", "--cpu", "--hosts", hosts, "src/x.py", cwd=str(folder), env=ssh.env)
     finally:
         for node, path in hidden.items():
@@ -115,7 +115,7 @@ def test_every_host_that_fails_is_named_with_its_own_reason(lab: Lab, ssh: Sshd,
     assert "node9: ssh cannot connect" in result.err
     assert "Could not resolve hostname node9" in result.err
     assert "Permission denied" in result.err
-    assert f"ssh-copy-id stranger@{lab[1].address}" in result.err
+    assert f"ssh-copy-id unknown@{lab[1].address}" in result.err
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_node_says_what_is_wrong_with_it(tmp_path: Path, change: dict[str, Any
 
 
 @pytest.mark.parametrize("text", ["", "half an order", "no order\n"])
-def test_a_node_that_is_told_nothing_ends(text: str) -> None:
+def test_a_node_that_receives_nothing_ends(text: str) -> None:
     assert phalanx("node", input=text).code == 1
 
 

@@ -15,7 +15,7 @@ from phalanx.contract import events
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.control_messages import WhyQuery, WhyReply
 from phalanx.launcher.runs.run_folder import RunRecord
-from tests.e2e.crew import codes, together
+from tests.e2e.jobs import codes, together
 from tests.e2e.places import script
 from tests.kit.cli import PYTHON, phalanx, stage, start
 from tests.kit.lab import Lab
@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
     "fifo": ("input", (2,)),
     "absent": ("join", (2,)),
 }
-# With a group of ours, where the others have gloo. Ranks that differ it tells at once: test_checker.py.
+# With backend shm, where the others use gloo. It reports ranks that differ at once: test_checker.py.
 SHM = ("data", "sleeps", "order", "send", "both", "stopped", "backtrack", "asks", "waits", "fifo", "absent", "once")
 SMOKE = {"uneven", "skipped", "shape", "stopped"}  # one who waits, two whose calls differ, one who cannot run
 GROUPS = [pytest.mark.xdist_group(f"explain-{number}") for number in range(2)]  # each has a warm fork server
@@ -105,8 +105,8 @@ def test_what_hangs_is_named(tmp_path: Path, kind: str) -> None:
     if kind != "absent":
         assert f"hang.py:{marked(kind)}" in first["text"], f"{done.err}\n{evidence}"
         assert first["place"]["file"] == SCRIPT
-        assert first["place"]["line"] == marked(kind) or kind == "skipped"  # who has skipped it is elsewhere
-    # It is told at once, and as the reason of the end.
+        assert first["place"]["line"] == marked(kind) or kind == "skipped"  # the rank that skipped it is elsewhere
+    # It is reported at once, and as the reason of the end.
     assert done.code == 1
     assert done.err.count(first["text"]) == (3 if kind == "loop" else 2)  # again, when it has lasted long enough
     verdicts = [event for event in told(folder) if isinstance(event, events.VerdictEvent)]
@@ -117,7 +117,7 @@ def test_what_hangs_is_named(tmp_path: Path, kind: str) -> None:
         assert f'hang.py", line {marked(kind)} in ' in (stall / "stacks.txt").read_text()
 
 
-# gloo sums ten integers with ten floats, and goes on; what stands still later is something else.
+# gloo sums ten integers with ten floats, and continues; what is stalled later is something else.
 PASSED = """
 import sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -152,7 +152,7 @@ def test_what_is_only_slow_is_not_blamed(tmp_path: Path) -> None:
 
 
 @GROUPS[1]
-def test_what_goes_on_by_itself_is_told_too(tmp_path: Path) -> None:
+def test_a_stall_that_ends_by_itself_is_reported_too(tmp_path: Path) -> None:
     done = phalanx(*words("goes_on", tmp_path), env=places)
     assert done.code == 0, done.err
     assert "rank 2 is sleeping" in done.err
@@ -163,7 +163,7 @@ def test_what_goes_on_by_itself_is_told_too(tmp_path: Path) -> None:
 
 
 @GROUPS[0]
-def test_whoever_asks_is_answered_and_the_end_says_it_again(tmp_path: Path) -> None:
+def test_phalanx_why_during_the_stall_and_after_the_end(tmp_path: Path) -> None:
     with start(*words("sleeps", tmp_path), env=places) as job:
         job.wait_for("rank 2 is sleeping", timeout=60)
         record = RunRecord(**json.loads((folder_of(job.err) / "run.json").read_text()))
@@ -200,7 +200,7 @@ print("why", [(rank.rank, rank.node, bool(rank.threads)) for rank in answer.evid
 
 
 def test_a_link_that_is_down_is_named(lab: Lab, tmp_path: Path) -> None:
-    """Before that the nodes tell each other what they know, whomever one asks."""
+    """The nodes exchange their evidence first, whichever one is asked."""
     jobs = together(lab, "--cpu", "--stall-timeout", "4", SCRIPT, "cut", str(tmp_path), ranks=(1, 1))
     jobs[0].wait_for("steps are done")
     home = folder_of(jobs[1].err).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.crew import PLAIN, all_gone, codes, texts, together
+from tests.e2e.jobs import PLAIN, all_gone, codes, texts, together
 from tests.e2e.places import script
 from tests.kit.cli import start
 from tests.kit.lab import Lab, Node
@@ -46,7 +46,7 @@ def called(node: Node, where: tuple[str, str], sent: bytes, *, count: int = 1, u
     return done.out
 
 
-def test_strangers_in_the_network_and_other_users_of_a_node_do_not_reach_the_store(lab: Lab, tmp_path: Path) -> None:
+def test_other_hosts_and_other_users_of_a_node_do_not_reach_the_store(lab: Lab, tmp_path: Path) -> None:
     go = tmp_path / "go"
     jobs = together(lab, *PLAIN, script("ping_store.py"), str(go), ranks=(1, 1))
     (found, _) = jobs[0].wait_for(STORE, 2)

@@ -74,7 +74,7 @@ def test_who_did_not_come_is_named_and_not_its_victim(tmp_path: Path, backend: s
     assert said in why.out
 
 
-def test_a_script_that_sets_its_own_port_is_told_where_each_rank_waits(tmp_path: Path) -> None:
+def test_a_script_that_sets_its_own_port_is_reported_where_each_rank_waits(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(
         "import os, torch.distributed as dist\n"
@@ -92,7 +92,7 @@ def test_a_script_that_sets_its_own_port_is_told_where_each_rank_waits(tmp_path:
     assert "fix: do not set MASTER_PORT in the script" in told
 
 
-def test_a_stall_that_ends_by_a_timeout_is_told_once_and_not_taken_for_progress(tmp_path: Path) -> None:
+def test_a_stall_that_ends_by_a_timeout_is_reported_once_and_not_taken_for_progress(tmp_path: Path) -> None:
     path = tmp_path / "child.py"
     path.write_text(
         HEAD.format(backend="gloo").replace("seconds=2", "seconds=6")
@@ -107,7 +107,7 @@ def test_a_stall_that_ends_by_a_timeout_is_told_once_and_not_taken_for_progress(
         "phalanx: rank 1 did not come to all_reduce #2 (4 B) at child.py:14 within 6 s: it was waiting for"
     )
     assert "`sleep 1000`, sleeping" in told
-    assert "the run goes on" not in result.err
+    assert "the run resumed after" not in result.err
 
 
 def test_nccls_watchdog_names_the_collective_and_aborts(tmp_path: Path) -> None:

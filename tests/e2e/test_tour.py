@@ -97,7 +97,7 @@ def test_a_wrong_number_is_found(scene: TourScene, world: int) -> None:
     assert [rank for rank, _ in scenes.faults(scene, before, spoiled)] == [0]
 
 
-def test_a_barrier_that_somebody_left_too_early() -> None:
+def test_a_barrier_that_someone_left_too_early() -> None:
     barrier = next(scene for scene in SCENES if scene.name == "barrier")
     assert scenes.faults(barrier, [[0], [30]], [[31], [30]]) == []
     assert scenes.faults(barrier, [[0], [30]], [[29], [30]]) != []

@@ -1,4 +1,4 @@
-"""`phalanx why`: of a run that goes on, of one that has ended, of a job that phalanx did not start."""
+"""`phalanx why`: of a run that continues, of one that has ended, of a job that phalanx did not start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kit.lab import Lab, Slurm
 SCRIPT = script("outsider.py")
 
 
-def test_of_a_run_that_goes_on_and_of_its_remains(tmp_path: Path) -> None:
+def test_of_a_run_that_continues_and_of_its_remains(tmp_path: Path) -> None:
     env = {"PHALANX_HOME": str(tmp_path)}
     with start("run", "-g", "2", "--fresh", "--cpu", SCRIPT, env=env) as job:
         job.wait_for("here", count=2)
@@ -63,7 +63,7 @@ def test_nothing_to_ask_about(tmp_path: Path) -> None:
         assert (told.code, seen in told.err) == (2, True), told.err
 
 
-def test_of_a_job_that_somebody_else_started() -> None:
+def test_of_a_job_that_someone_else_started() -> None:
     """A launcher and its ranks, of which there is one below another process; what ranks have started is no rank."""
     launcher = (
         "import os, subprocess, sys\n"

@@ -166,7 +166,7 @@ def test_c_streams_are_flushed_though_destructors_are_skipped(tmp_path: Path) ->
     assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "from C"
 
 
-def test_own_modules_are_read_anew_every_time(tmp_path: Path) -> None:
+def test_own_modules_are_read_again_every_time(tmp_path: Path) -> None:
     write(tmp_path, mine="value = 1", main="import mine; print(mine.value)")
     assert phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path)).out == "1\n"
     write(tmp_path, mine="value = 2")
@@ -214,7 +214,7 @@ def test_an_interpreter_that_is_a_shell_script_starts_every_rank(tmp_path: Path)
     assert way(result.err) == "fresh"
 
 
-def test_two_runs_with_one_id_have_names_of_their_own(tmp_path: Path) -> None:
+def test_two_runs_with_one_id_have_different_names(tmp_path: Path) -> None:
     write(tmp_path, main="import os; print(os.environ['TORCHELASTIC_RUN_ID'], os.environ['PHALANX_RUN'])")
     asked = ("run", "-g", "1", "--cpu", "--fresh", "--rdzv-id", "a/b", "--master-port", "0", "main.py")
     names = [phalanx(*asked, cwd=str(tmp_path)).out.split() for _ in range(2)]
@@ -224,7 +224,7 @@ def test_two_runs_with_one_id_have_names_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_a_process_that_the_kernel_refuses_is_told() -> None:
+def test_a_process_that_the_kernel_refuses_is_reported() -> None:
     with cgroup("pids", "pids.max", 8) as enter:
         words = (sys.executable, "-m", "phalanx", "run", "-g", "12", "--cpu", "--no-python", "sleep", "600")
         result = run((*enter, *words))
@@ -293,7 +293,7 @@ def test_what_is_stale_is_noticed_and_not_used(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(tmp_path)}
 
     def used(module: str = "extra", **variables: str) -> tuple[str, bool]:
-        """The way in which it starts, and whether it is told that the warm fork server is not used."""
+        """How it starts, and whether it prints that the warm fork server is not used."""
         words = ("run", "-g", "2", "--cpu", "--preload", module, "main.py")
         result = phalanx(*words, cwd=str(tmp_path), env={**env, **variables})
         return way(result.err), "the warm fork server is not used" in result.err

@@ -63,7 +63,7 @@ class Difference:
 
 
 def differences(theirs: Outcome, ours: Outcome) -> list[Difference]:
-    """What is not the same. A run that did not end is one difference: what it would have left, nobody knows."""
+    """The differences. A run that did not end is a single difference: its results are unknown."""
     left, right = theirs.fields(), ours.fields()
     if None in (theirs.code, ours.code):
         left, right = ({"exit code": one["exit code"]} for one in (left, right))

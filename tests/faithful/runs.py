@@ -119,7 +119,7 @@ class Lane:
             "TMPDIR": self._tmp,
             "PHALANX_HOME": self._homes.get(way, self.root),
             "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_CACHE_DIR": f"{self.root}/inductor",  # or every run would compile anew
+            "TORCHINDUCTOR_CACHE_DIR": f"{self.root}/inductor",  # or every run would compile again
         }
 
     def _outcome(self, kind: Kind, code: int, seconds: float) -> Outcome:
@@ -148,7 +148,7 @@ class Lane:
 
 
 def _console(streams: Mapping[str, str], kind: Kind, out: str, err: str) -> dict[str, str]:
-    """What the console showed of each rank has to be what its log has: where it is not, a stream of its own."""
+    """What the console showed of each rank has to be what its log has; if not, it counts as a separate stream."""
     found = {}
     for rank in range(kind.ranks):
         for stream, text in (("stdout", out), ("stderr", err)):

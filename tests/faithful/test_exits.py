@@ -1,4 +1,4 @@
-"""What counts as an end that is wrong, and what is told about one that never comes."""
+"""What counts as a wrong exit, and what is reported about one that hangs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_outcome_is_counted(code: int | None, hangs: int, wrong: int) -> None
     assert (counted.runs, counted.hangs, counted.wrong, len(counted.notes)) == (1, hangs, wrong, hangs + wrong)
 
 
-def test_a_run_that_does_not_end_is_ended_and_its_stacks_are_told(tmp_path: Path) -> None:
+def test_a_run_that_does_not_end_is_ended_and_its_stacks_are_reported(tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text("import threading\n\ndef waits():\n    threading.Event().wait()\n\nwaits()\n")
     with Lane(limit=4) as lane:
         ours, torchrun = count(End("endless", scripts=str(tmp_path), ranks=1), lane, 1, 0, ("fresh",))

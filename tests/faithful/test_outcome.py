@@ -108,7 +108,7 @@ def test_a_known_difference_covers_its_own_lines_only() -> None:
     assert known.reason("csv_log", "cold", frozen) is None
 
 
-def test_every_kind_has_a_name_of_its_own_and_a_script() -> None:
+def test_every_kind_has_its_own_name_and_a_script() -> None:
     assert len(BY_NAME) == len(KINDS) >= 60
 
 

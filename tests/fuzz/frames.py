@@ -87,7 +87,7 @@ def check(chance: random.Random, note: Callable[[object], None]) -> None:
 
 
 def _admit(content: bytes) -> None:
-    """Whoever has the token may say anything about its node."""
+    """Any holder of the token may send anything about its node."""
     notes: list[str] = []
     admission = Admission(Token(KEY, "fuzz"), Roster(expected=4), notes.append, timeout=1.0)
     join = messages.JoinRequest(protocol=messages.PROTOCOL, info=content)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, with sizes and checksums that are right: whoever changes one can compute them."""
+"""Files of a checkpoint, with sizes and right checksums: anyone who changes a file can compute them."""
 
 from __future__ import annotations
 

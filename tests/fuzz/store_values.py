@@ -1,4 +1,4 @@
-"""Values that phalanx reads from the store, which has no password: whoever reaches it can write to it."""
+"""Values that phalanx reads from the store, which has no password: anyone who reaches it can write to it."""
 
 from __future__ import annotations
 

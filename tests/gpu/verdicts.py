@@ -58,7 +58,7 @@ class Case:
     said: list[str]  # patterns for its text
     details: list[str] = field(default_factory=list)  # patterns, each for one of its details
     environ: dict[str, str] = field(default_factory=dict)
-    alone: bool = False  # needs a GPU for every rank, which tells how busy it is
+    alone: bool = False  # needs a GPU for every rank that reports its utilization
 
 
 CASES: dict[str, Case] = {
@@ -349,7 +349,7 @@ def main(argv: list[str]) -> int:
         began = time.monotonic()
         text, folder = run(case, options)
         if case.alone and untold(folder):
-            print(f"skipped  {name}: the driver does not tell how busy each GPU is", flush=True)
+            print(f"skipped  {name}: the driver does not report the utilization of each GPU", flush=True)
             continue
         wrong = judge(case, folder)
         failed += bool(wrong)

@@ -1,7 +1,7 @@
 """The real commands, run as a user runs them.
 
 result = phalanx("run", "-g", "2", "train.py")
-job = start("run", "sleepy.py")                # goes on beside the test, and is ended with it
+job = start("run", "sleepy.py")                # runs beside the test, and ends with it
 job = terminal("run", "sleepy.py")             # the same in a terminal: job.send(b"\\x03")
 """
 
@@ -98,7 +98,7 @@ def run(words: Sequence[str], *, timeout: float = 60, **options: Unpack[Options]
 
 
 def start(*args: str, words: Sequence[str] = (), **options: Unpack[Options]) -> Handle:
-    """`phalanx ARGS`, or the command `words`, in a session of its own; standard input is empty."""
+    """`phalanx ARGS`, or the command `words`, in its own session; standard input is empty."""
     text = options.get("input")
     out, out_end = os.pipe2(os.O_CLOEXEC)
     err, err_end = os.pipe2(os.O_CLOEXEC)
@@ -134,7 +134,7 @@ def terminal(
     cwd: str | None = None,
     size: tuple[int, int] = (24, 80),
 ) -> Terminal:
-    """The same in a new pseudo-terminal that controls a new session, as in a window of its own."""
+    """The same in a new pseudo-terminal that controls a new session, as in its own window."""
     screen, tty = os.openpty()
     resize(screen, *size)
     try:
@@ -206,7 +206,7 @@ class _Scene:
         self.used = False
         self.fork_server = 0
         self._root = tempfile.mkdtemp(prefix="kit-", dir=_ROOT)
-        # One thread, as the fork server itself has it: several ranks are told so anyway, one is not.
+        # One thread, as in the fork server: OMP_NUM_THREADS is set for several ranks anyway, but not for one.
         self.env: Env = {
             "TMPDIR": f"{self._root}/tmp",
             "PHALANX_HOME": f"{self._root}/home",

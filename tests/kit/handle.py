@@ -51,7 +51,7 @@ class Handle:
         self._open = dict(sources)  # file descriptor -> name of the stream
         self._news = threading.Condition()
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
-        # Read without a pause, for a full pipe would stop a command that nobody is looking at.
+        # Read without a pause: a full pipe would block the command.
         self._reader = threading.Thread(target=self._read, name=f"output of {process.pid}", daemon=True)
         self._reader.start()
         _live.append(self)
@@ -130,7 +130,7 @@ class Handle:
         """Kill the command and all below it, and let go of its output."""
         if self in _live:
             _live.remove(self)
-        # Once it is reaped its pid may be a stranger's; what it left behind is our child then, and found as a leak.
+        # Once it is reaped, its pid may belong to another process; what it left is then our child, and found as a leak.
         family = [self.pid, *proc.descendants(self.pid)] if self.process.poll() is None else []
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
@@ -199,7 +199,7 @@ class Handle:
 
 
 class Terminal(Handle):
-    """A command in a terminal of its own, which it controls: keys can be typed, the window resized."""
+    """A command in its own terminal, which it controls: keys can be typed, the window resized."""
 
     def __init__(self, process: subprocess.Popen[bytes], screen: int) -> None:
         self._keys = os.dup(screen)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # this file is the program of that process, too
 
 
 def start(*words: str, env: Env | None = None, cwd: str | None = None) -> Handle:
-    """`python -u WORDS` in a session of its own; standard input is empty."""
+    """`python -u WORDS` in its own session; standard input is empty."""
     from tests.kit.cli import environment
     from tests.kit.handle import Handle
 
@@ -154,8 +154,8 @@ _shared: list[_Parent] = []
 
 
 def _serve(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Until nobody is there to ask any more. Returns only in a child: its order, and its standard streams."""
-    children: dict[int, int] = {}  # pid -> where to tell its exit code
+    """Serve until there are no more requests. Returns only in a child: its request, and its standard streams."""
+    children: dict[int, int] = {}  # pid -> where to report its exit code
     woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)

@@ -70,7 +70,7 @@ class Before:
         self.descriptors = state.descriptors()
 
     def leaks(self) -> list[Leak]:
-        """What is left, once what is just ending had its time to end."""
+        """What is left after a grace period for what is just ending."""
         began = time.monotonic()
         first = True
         while True:
@@ -86,7 +86,7 @@ class Before:
     def clean(self, found: list[Leak]) -> None:
         """Undo what can be undone, so that one leak fails one test.
 
-        Only what is surely ours: shared memory stays, for a file there may be one that a stranger is just using.
+        Only what is surely ours: shared memory stays, because another process may be using a file there.
         """
         if (helpers := state.Helpers()).pids - {None, *(pid for pid, _ in self.family)}:
             helpers.stop()
@@ -143,7 +143,7 @@ class Before:
     def _places(self, helpers: state.Helpers) -> Iterator[Leak]:
         for name in sorted({*os.listdir(SHM)} - self.shm - self.foreign):
             if name.startswith("kit-leak-") and name != f"kit-leak-{os.getpid()}":
-                continue  # left on purpose by the test of this very check, in a pytest of its own, perhaps beside us
+                continue  # left on purpose by the test of this very check, in another pytest, perhaps beside us
             # All tests of all workers share this place, so a file counts only while no other process has it.
             if state.held_by_others(f"{SHM}/{name}"):
                 self.foreign.add(name)

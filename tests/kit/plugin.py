@@ -1,4 +1,4 @@
-"""The pytest plugin that stands around every test: places of its own before, a search for leaks after.
+"""The pytest plugin around every test: private folders before it, a search for leaks after it.
 
 A test that cannot but leave something says so, kind and name as patterns, and why:
 
@@ -122,7 +122,7 @@ def _fork_server() -> Iterator[cli.Env]:
 @pytest.fixture(autouse=True)
 def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     # One fixture and not one a check, because it is set up first and torn down last, after all others have
-    # tidied up; and a patch of its own, because the shared `monkeypatch` would be undone after the search.
+    # tidied up; and a separate patch, because the shared `monkeypatch` would be undone after the search.
     tmp_path_factory.getbasetemp()  # is made once and for all tests, so not in the TMPDIR of the first
     places: Places = request.config.stash[_places]
     warmth: cli.Env = {}

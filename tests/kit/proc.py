@@ -119,6 +119,6 @@ def until(predicate: Callable[[], Found], timeout: float = 10, what: str = "the 
     end = time.monotonic() + limit
     while not (found := predicate()):
         if time.monotonic() > end:
-            raise AssertionError(f"waited {limit:g} s for {what}, in vain: the last answer was {found!r}")
+            raise AssertionError(f"waited {limit:g} s for {what}; the last answer was {found!r}")
         time.sleep(0.01)
     return found

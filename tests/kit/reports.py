@@ -214,8 +214,8 @@ def _without_warmth(report: Report) -> Report:
     return even
 
 
-def _unwitnessed(report: Report) -> Report:
-    """Without what a worker's probe needs: a thread, two signals, and descriptors out of everybody's way.
+def _without_probe(report: Report) -> Report:
+    """Without what a worker's probe needs: a thread, two signals, and descriptors out of everyone's way.
 
     Those that torch's import leaves open lie there too.
     """
@@ -230,7 +230,7 @@ def _unwitnessed(report: Report) -> Report:
 
 
 def _even(report: Report) -> Report:
-    report = _unwitnessed(report)
+    report = _without_probe(report)
     # Finds what was imported before the fork.
     importers = [kind for kind in report["path of importers"] if kind != "Preloaded"]
     report = report | {"path of importers": importers}

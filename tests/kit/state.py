@@ -1,4 +1,4 @@
-"""What this process has and is, read anew at each call."""
+"""What this process has and is, read again at each call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handles by which tests run commands: nothing is lost, nothing is waited for in vain, nothing is left."""
+"""The handles by which tests run commands: no output is lost, waits end, no process is left."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_command_that_leaves_its_output_open_is_named() -> None:
 
 def test_until_says_what_it_waited_for() -> None:
     assert until(lambda: [1], 1, "a list") == [1]
-    with pytest.raises(AssertionError, match=r"waited 0.2 s for rain, in vain: the last answer was \[\]"):
+    with pytest.raises(AssertionError, match=r"waited 0.2 s for rain; the last answer was \[\]"):
         until(list, 0.05, "rain")
 
 

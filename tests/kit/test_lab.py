@@ -40,7 +40,7 @@ def test_nodes_reach_each_other_by_name_and_by_both_addresses(lab: Lab) -> None:
         assert reaches(lab[0], name)
 
 
-def test_node_is_a_machine_of_its_own(lab: Lab, tmp_path: object) -> None:
+def test_a_node_is_a_separate_machine(lab: Lab, tmp_path: object) -> None:
     assert [say(node, "hostname") for node in lab] == [node.name for node in lab]
     open(f"{lab[0].memory}/mine", "w").close()
     assert [say(node, "ls /dev/shm") for node in lab] == ["mine", "", ""]
@@ -117,12 +117,12 @@ def test_lost_network_and_its_return(lab: Lab) -> None:
 def test_block_is_of_one_port(lab: Lab) -> None:
     serve = "import socket; s = [socket.create_server(('', p)) for p in (7001, 7002)]; print('up'); s[0].accept()"
     lab[0].start(words=(*PYTHON, "-c", serve)).wait_for("up")
-    knock = f"import socket, sys; socket.create_connection(('{lab[0].name}', int(sys.argv[1])), 0.3)"
+    connect = f"import socket, sys; socket.create_connection(('{lab[0].name}', int(sys.argv[1])), 0.3)"
     lab[0].block(7001, True)
-    assert lab[1].run(words=(*PYTHON, "-c", knock, "7002")).code == 0
-    assert "timed out" in lab[1].run(words=(*PYTHON, "-c", knock, "7001")).err
+    assert lab[1].run(words=(*PYTHON, "-c", connect, "7002")).code == 0
+    assert "timed out" in lab[1].run(words=(*PYTHON, "-c", connect, "7001")).err
     lab[0].block(7001, False)
-    assert lab[1].run(words=(*PYTHON, "-c", knock, "7001")).code == 0
+    assert lab[1].run(words=(*PYTHON, "-c", connect, "7001")).code == 0
 
 
 def test_delay(lab: Lab) -> None:

@@ -212,7 +212,7 @@ def test_what_is_tidy_passes(suite: pytest.Pytester) -> None:
 
 @pytest.fixture
 def asked() -> Iterator[Callable[[str], bool]]:
-    """Ask in another process, to which this one is a stranger, whether strangers hold the file."""
+    """Ask another, unrelated process whether foreign processes hold the file."""
 
     def held(path: str) -> bool:
         ask = f"from tests.kit import state; print(state.held_by_others({path!r}))"
@@ -221,7 +221,7 @@ def asked() -> Iterator[Callable[[str], bool]]:
     return held
 
 
-def test_shared_memory_that_a_stranger_has_is_not_ours(asked: Callable[[str], bool]) -> None:
+def test_shared_memory_of_a_foreign_process_is_not_ours(asked: Callable[[str], bool]) -> None:
     path = f"/dev/shm/kit-foreign-{os.getpid()}"
     with open(path, "wb+") as file:
         try:
@@ -235,13 +235,13 @@ def test_shared_memory_that_a_stranger_has_is_not_ours(asked: Callable[[str], bo
             os.unlink(path)
 
 
-def test_semaphore_that_a_stranger_has_is_not_ours(asked: Callable[[str], bool]) -> None:
+def test_a_semaphore_of_a_foreign_process_is_not_ours(asked: Callable[[str], bool]) -> None:
     lock = multiprocessing.get_context("spawn").Lock()
     assert asked(f"/dev/shm/sem.{lock._semlock.name[1:]}")
 
 
 def test_cleaning_removes_nothing_from_shared_memory(tmp_path: Path) -> None:
-    # Whoever made a file there is not to be known for sure, and a running job would lose its semaphores.
+    # It is not certain who made a file there, and a running job would lose its semaphores.
     path = f"/dev/shm/kit-kept-{os.getpid()}"
     before = leaks.Before(str(tmp_path))
     with open(path, "w"):

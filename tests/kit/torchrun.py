@@ -3,7 +3,7 @@
     with Torchrun() as torchrun:
         result = torchrun("--nproc-per-node", "2", "train.py")
 
-It is torchrun's own main function, in a process, a session and an environment of its own; workers are started as ever.
+It is torchrun's own main function, in a separate process, session and environment; workers are started as usual.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _all(fd: int) -> bytes:
 
 
 def _serve(sock: socket.socket) -> dict[str, Any]:
-    """Until nobody asks any more. Returns the order, in a process that is to become torchrun."""
+    """Serve until there are no more requests. Returns the request, in a process that becomes torchrun."""
     while True:
         data, fds, _, _ = socket.recv_fds(sock, 1 << 18, 3)
         if not data:

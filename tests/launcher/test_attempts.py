@@ -163,7 +163,7 @@ def test_the_last_attempt_fails() -> None:
     node = Node([True], [RunResult(3, "rank 0 failed")])
     assert asyncio.run(node.run()) == RunResult(3, "rank 0 failed")
     assert node.calls == ["end"]
-    # The message covers the failed ranks. Nothing else tells of an exception in rank 0, which exited with 0.
+    # The message covers the failed ranks. Nothing else reports an exception in rank 0, which exited with 0.
     assert (node.released, node.dropped) == ([[0]], [None])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ class Agent:
         worker = SimpleNamespace(
             seat=SimpleNamespace(rank=0), spare=False, finished=False, pid=os.getpid(), last_heartbeat=1.0
         )
-        # A fork server that has ended long ago: a signal to it finds nobody.
+        # A fork server that has ended: a signal to it has no effect.
         self.fork_server = SimpleNamespace(pid=(1 << 22) + 1)
         self.store = SimpleNamespace(pid=5, answers=True)
         self.attempt: Any = SimpleNamespace(
@@ -74,7 +75,7 @@ def test_a_process_beside_the_ranks(
 
 
 def summary(agent: Any, kind: str) -> str:
-    """Inject one fault, and return what is told about it."""
+    """Inject one fault, and return the summary."""
     found = Chaos(seed=1)
     found.recovered += asyncio.run(found._survived(agent, agent.attempt, InjectedFault(0.0, 0, kind)))
     return found.summary(0)
@@ -84,3 +85,31 @@ def test_a_store_that_does_not_run_cannot_be_hit() -> None:
     agent = Agent(ignored)
     agent.store.pid = 0
     assert "0 recovered, 1 without any effect" in summary(agent, "store")
+
+
+def test_the_time_until_the_next_fault_counts_from_the_recovery() -> None:
+    """A recovery that takes longer than --kill-every leaves training as much time as a short one."""
+    hit: list[float] = []
+    healthy: list[float] = []
+
+    def react(agent: Agent) -> None:
+        def recover() -> None:
+            agent.attempt.generation += 1
+            healthy.append(time.monotonic())
+
+        hit.append(time.monotonic())
+        asyncio.get_running_loop().call_later(0.4, recover)
+
+    async def disturb() -> None:
+        injected = Chaos(seed=1, every=0.2, times=3)
+        agent: Any = Agent(react)
+        injected.begin(agent)
+        async with asyncio.timeout(60):
+            while not any("no more faults, 3 of 3 recovered" in note for note in agent.notes):
+                await asyncio.sleep(0.01)
+        await injected.end(0)
+
+    asyncio.run(disturb())
+    pauses = [fault - before for before, fault in zip(healthy, hit[1:], strict=False)]
+    assert len(pauses) == 2
+    assert min(pauses) >= 0.1

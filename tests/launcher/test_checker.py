@@ -53,7 +53,7 @@ def at_once(*calls: Callable[[], list[Side]]) -> list[list[Side]]:
     return [found[at] for at in range(len(calls))]
 
 
-def test_ranks_that_agree_go_on_however_many_groups_and_calls_there_are(node: Node) -> None:
+def test_ranks_that_agree_continue_however_many_groups_and_calls_there_are(node: Node) -> None:
     def live(rank: int) -> list[Side]:
         groups = [node.way(rank, mark) for mark in range(1, ledger.LANES + 1)]
         for number in range(1, ledger.DEPTH * 2):
@@ -84,7 +84,7 @@ def test_all_ranks_see_the_same_two_sides(node: Node) -> None:
     ]
 
 
-def test_async_calls_wait_for_nobody_and_whoever_comes_last_sees_it(node: Node) -> None:
+def test_async_calls_do_not_wait_and_the_last_rank_sees_the_mismatch(node: Node) -> None:
     ranks = [node.way(rank) for rank in range(RANKS)]
     for number in range(1, 5):
         assert node.call(ranks[0], number, number, waits=False) == []
@@ -116,7 +116,7 @@ def test_who_does_not_come_is_waited_for_once(node: Node, monkeypatch: pytest.Mo
     assert [side.ranks for side in node.call(late, 1, 6, waits=False)] == [(2,), (0, 1)]
 
 
-def test_nobody_waits_for_the_dead(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_waits_for_a_dead_one(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "WAIT", 3600.0)
     way = node.way(0)
     for rank in (1, 2):
@@ -180,5 +180,5 @@ def test_an_all_to_all_may_have_any_size() -> None:
     ],
     ids=["all_reduce", "barrier", "all_gather", "broadcast"],
 )
-def test_how_a_call_is_told(call: CollectiveCall, text: str) -> None:
+def test_how_a_call_is_reported(call: CollectiveCall, text: str) -> None:
     assert fingerprint.describe(call) == text

@@ -34,7 +34,7 @@ def dashboard(
 @pytest.mark.parametrize(
     ("viewers", "around", "wanted"),
     [
-        (ViewerOptions(), {}, True),  # somebody sits there
+        (ViewerOptions(), {}, True),  # a terminal
         (ViewerOptions(), {"terminal": False}, False),
         (ViewerOptions(), {"quiet": True}, False),
         (ViewerOptions(), {"gathering": SEVERAL}, False),

@@ -35,7 +35,7 @@ from phalanx.watch.source import SearchResult
 
 
 class Network:
-    """Letters between node 0 and the others, delivered one after the other."""
+    """RPC frames between node 0 and the others, delivered one after another."""
 
     def __init__(self) -> None:
         self.nodes: dict[int, Node] = {}
@@ -140,7 +140,7 @@ def test_ctrl_c_from_one_node_to_another_goes_one_way() -> None:
     play(scene)
 
 
-def test_attaching_from_another_node_is_a_right_of_its_own() -> None:
+def test_attaching_from_another_node_needs_permission() -> None:
     async def scene(network: Network) -> None:
         nodes = [Node(network, number, 3, attach_from="leader") for number in range(3)]
         for rank in (0, 2):  # of node 0, and of another member
@@ -160,7 +160,7 @@ def test_attaching_from_another_node_is_a_right_of_its_own() -> None:
     play(scene)
 
 
-def test_without_a_token_nobody_debugs_from_another_node() -> None:
+def test_without_a_token_no_node_debugs_ranks_of_another() -> None:
     async def scene(network: Network) -> None:
         nodes = [Node(network, number, 2, trusted=False) for number in range(2)]
         with pytest.raises(AttachRefused, match="--no-auth"):
@@ -201,7 +201,7 @@ def test_what_another_node_writes_may_be_anything() -> None:
         for message in (DebuggedHere(ranks=[0, 1, 7]), AtBreakpoint(rank=0, place="x.py:1")):
             content = encoding.encode(message)
             lead.rpc.receive(1, RpcFrame(kind=debug_messages.KIND, number=0, content=content))
-        assert lead.attempt.debugged == {1}  # of its own ranks
+        assert lead.attempt.debugged == {1}  # only ranks of this node
         assert not lead.said
         with pytest.raises(LimitExceededError):  # it is dropped
             await flood(lead)
@@ -279,11 +279,11 @@ def test_the_control_socket_answers_who_knows_the_key(tmp_path: Any, monkeypatch
         silent.connect(f"\0{name}")
         why = b'{"query":{"query":"why"},"key":"%s"}'
         for words in (b'{"query":{"query":"why"}}', why % key.encode()[:-1], b"[]", b"[" * 60_000):
-            with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(f"\0{name}")
-                stranger.sendall(len(words).to_bytes(4, "big") + words)
-                stranger.settimeout(10)
-                assert await asyncio.to_thread(wire.receive, stranger) is None
+            with socket.socket(socket.AF_UNIX) as foreign:
+                foreign.connect(f"\0{name}")
+                foreign.sendall(len(words).to_bytes(4, "big") + words)
+                foreign.settimeout(10)
+                assert await asyncio.to_thread(wire.receive, foreign) is None
         with socket.socket(socket.AF_UNIX) as long:
             long.connect(f"\0{name}")
             long.sendall(b"\xff\xff\xff\xff")
@@ -300,7 +300,7 @@ def test_the_control_socket_answers_who_knows_the_key(tmp_path: Any, monkeypatch
 
 def test_a_debugger_that_is_through_is_so_although_a_child_has_its_socket() -> None:
     ours, theirs = socket.socketpair()
-    child = ours.dup()  # a data loader's, forked while somebody stepped
+    child = ours.dup()  # a data loader's, forked while someone stepped
     TerminalStream(ours).close()
     theirs.settimeout(10)
     assert theirs.recv(1) == b""
@@ -324,7 +324,7 @@ def test_a_child_of_a_rank_is_not_debugged_at_the_terminal_of_its_parent() -> No
         sys.settrace(Tracing(stream).trace_dispatch)
         debugger.untrace()
         assert sys.gettrace() is None
-        sys.settrace(lambda *_: None)  # somebody else's
+        sys.settrace(lambda *_: None)  # someone else's
         debugger.untrace()
         assert sys.gettrace() is not None
     finally:

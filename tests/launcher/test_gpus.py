@@ -1,4 +1,4 @@
-"""A driver that does not answer keeps nobody."""
+"""A driver that does not answer blocks nothing."""
 
 from __future__ import annotations
 

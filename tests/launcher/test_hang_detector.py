@@ -1,4 +1,4 @@
-"""What is done about a stall, and what is none."""
+"""The action on a stall, and what does not count as one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ TABLE = [
     ProcessRow(31, LIVING, LIVING),  # a data worker of the living rank
     ProcessRow(32, LIVING, 32),
     ProcessRow(21, FORK_SERVER, DEAD),  # data workers of the dead rank
-    ProcessRow(22, FORK_SERVER, 22),  # with a session of its own
+    ProcessRow(22, FORK_SERVER, 22),  # with its own session
     ProcessRow(23, 22, 22),
     ProcessRow(40, FORK_SERVER, 40),  # an orphan of the living rank
     ProcessRow(50, 1, 50),  # a rank of another agent on this machine
@@ -29,7 +29,7 @@ TABLE = [
     [
         ({22}, [21, 22, 23]),
         (set(), [21]),
-        ({31, 32, 50}, [21]),  # below a living worker, or of somebody else
+        ({31, 32, 50}, [21]),  # below a living worker, or of someone else
         ({LIVING, AGENT, FORK_SERVER}, [21]),
     ],
 )
@@ -65,7 +65,7 @@ server.accept()
 '''
 
 def train(run):
-    if run.rank == 1:  # a server of its own, as a debugger, a monitor or an inference engine is
+    if run.rank == 1:  # its own server, as a debugger, a monitor or an inference engine is
         server = subprocess.Popen(
             [sys.executable, "-c", SERVER, sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True
         )

@@ -103,7 +103,7 @@ def test_a_stopped_fork_server_does_not_delay_the_end() -> None:
 
 
 def test_an_order_that_a_stopped_fork_server_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the agent would wait for ever, and handle no signal."""
+    """Else the agent would wait forever, and handle no signal."""
     monkeypatch.setattr("phalanx.launcher.forking.fork_servers._SEND_TIMEOUT", 0.1)
     connection, process, _ = asyncio.run(_made())
     with connection.client.sock, pytest.raises(TimeoutError):

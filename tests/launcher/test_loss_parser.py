@@ -74,7 +74,7 @@ def test_false_friends(line: str) -> None:
 def test_a_stream_is_read_as_it_grows() -> None:
     gauge = LossParser()
     assert gauge.feed(b"Epoch 2\nlos") is None
-    assert gauge.feed(b"s 0.5") is None  # it may go on
+    assert gauge.feed(b"s 0.5") is None  # the number may be incomplete
     assert gauge.feed(b"1\nnothing\n") == ParsedLoss({"loss": 0.51}, epoch=2)
     bar = "\r".join(f"{n}%|# | {n}/100 [00:01, loss=0.{n}]" for n in (1, 2, 3)).encode()
     assert gauge.feed(b"\x1b[32m" + bar) == ParsedLoss({"loss": 0.2}, epoch=2, bar=2)
@@ -97,7 +97,7 @@ def test_no_line_takes_long(more: bytes) -> None:
     assert time.process_time() - then < 1.0, "20 ms on a machine that does nothing else; it was 10 s"
 
 
-def test_steps_that_begin_anew_with_every_epoch_are_none() -> None:
+def test_steps_that_begin_again_with_every_epoch_are_none() -> None:
     gauge = LossParser()
     assert gauge.feed(b"epoch 0 step 90/100 loss 1\n") == ParsedLoss({"loss": 1.0}, 90, 0, 100)
     assert gauge.feed(b"epoch 1 step 5/100 loss 1\n") == ParsedLoss({"loss": 1.0}, epoch=1)

@@ -1,4 +1,4 @@
-"""What is known of processes from outside: stacks that they write when they are told to, and the kernel's word."""
+"""What is known of processes from outside: stacks that they write on a signal, and states from the kernel."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_stacks_come_while_the_lock_of_python_is_held() -> None:
         try:
             assert process.stdout is not None
             process.stdout.readline()
-            for _ in range(2):  # the file is begun anew each time
+            for _ in range(2):  # the file is begun again each time
                 text = asyncio.run(stacks.written(fd, lambda: stacks.send_signal(process.pid, probe.SIGNAL), 20.0))
                 other, main = stacks.parsed(text)
                 assert (main.main, main.frames[0].function) == (True, "spins")
@@ -57,7 +57,7 @@ def test_stacks_come_while_the_lock_of_python_is_held() -> None:
             os.close(fd)
 
 
-def test_who_has_the_lock_of_python() -> None:
+def test_which_thread_holds_the_gil() -> None:
     """The main thread, or if that waits for it the one that waits for nothing."""
     main = ThreadStack(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
     spins = ThreadStack(name="logger", frames=(Frame("log.py", 5, "write"),))
@@ -71,7 +71,7 @@ def test_who_has_the_lock_of_python() -> None:
         assert [each.name for each in node_evidence.holder(threads, waits=wakes) if each.holds_gil] == names
 
 
-def test_who_has_answered_is_not_silent() -> None:
+def test_a_rank_that_has_answered_is_not_silent() -> None:
     tracker = ProgressTracker((0, 0), 30.0)
     tracker.update(1.0, [RankProgress(rank=0, silent=60.0)])
     main = ThreadStack(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
@@ -90,7 +90,7 @@ def test_answers_of_nodes_that_are_mixed() -> None:
     ]
     mixed = ["a word of the prolog's", *(line for pair in zip(*lines, strict=True) for line in pair)]
     assert foreign_job.decode_lines("\n".join(mixed)) == answers
-    assert foreign_job.decode_lines("\n".join(mixed[:-2])) == []  # what is broken is left out
+    assert foreign_job.decode_lines("\n".join(mixed[:-2])) == []  # invalid lines are left out
 
 
 def test_a_worker_that_is_forgotten_meanwhile_costs_no_other_file_its_contents(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_names_that_are_no_text() -> None:
     assert msgspec.json.encode(told)
 
 
-def test_who_has_no_handler_gets_no_signal() -> None:
+def test_a_process_without_a_handler_gets_no_signal() -> None:
     with subprocess.Popen(["sleep", "1000"]) as process:
         assert not stacks.send_signal(process.pid, probe.SIGNAL)
         assert process.poll() is None
@@ -162,7 +162,7 @@ def test_two_looks_at_once_make_no_rate(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.resident > 1 << 20
 
 
-def test_the_kernel_tells_who_computes_who_is_stopped_and_what_was_started() -> None:
+def test_the_kernel_shows_which_processes_compute_are_stopped_or_have_children() -> None:
     looks = process_stats.ProcessStatsReader()
     command = (
         "import subprocess, sys; child = subprocess.Popen(['sleep', '1000']); print(child.pid, flush=True)\nwhile 1: 1"
@@ -190,7 +190,7 @@ def test_the_kernel_tells_who_computes_who_is_stopped_and_what_was_started() -> 
     assert looks.read(process.pid).state == "X"
 
 
-def test_bytes_that_nobody_takes_are_seen() -> None:
+def test_unread_bytes_of_a_socket_are_seen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         other, _ = listener.accept()
         sock.setblocking(False)
@@ -203,7 +203,7 @@ def test_bytes_that_nobody_takes_are_seen() -> None:
             assert found.unsent > 0
 
 
-def test_what_a_rank_tells_is_read() -> None:
+def test_reports_of_a_rank_are_parsed() -> None:
     frame = ["train.py", 7, "step"]
     told = evidence_reply.read(
         {
@@ -231,7 +231,7 @@ def test_a_stall_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_a_message_in_pieces_waits_for_nobody() -> None:
+def test_a_message_in_parts_does_not_block() -> None:
     messages = [{"is": "answer", "text": "x" * 1000}, {"is": "heard"}]
     left, right = socket.socketpair()
     with left, right:
@@ -241,15 +241,15 @@ def test_a_message_in_pieces_waits_for_nobody() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        parcel = wire.MessageReader()
+        reader = wire.MessageReader()
         found = []
         for byte in whole:
             theirs.send(bytes([byte]))
             with contextlib.suppress(BlockingIOError):
-                found.append(parcel.receive(ours))
+                found.append(reader.receive(ours))
         assert found == [(message, []) for message in messages]
         theirs.close()
-        assert parcel.receive(ours) is None
+        assert reader.receive(ours) is None
 
 
 def test_a_group_of_all_ranks_does_not_list_them() -> None:

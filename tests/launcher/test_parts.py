@@ -59,7 +59,7 @@ def test_bad_scripts(tmp_path: Path) -> None:
     Command("script", str(tmp_path), (), "py").check()
 
 
-# -- lessons
+# -- preload hints
 
 
 @pytest.mark.parametrize(
@@ -76,18 +76,18 @@ def test_a_training_script_is_known_by_its_text(text: str, trains: bool) -> None
     assert bool(preload_hints.guess(text)) == trains
 
 
-def test_a_lesson_holds_only_what_is_safe(tmp_path: Path) -> None:
+def test_hints_contain_only_what_is_safe(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("import torch.optim")
     command = Command("script", str(tmp_path / "t.py"), (), "py")
-    lesson = preload_hints.load(command, str(tmp_path), {})
-    assert lesson.modules == ("torch._dynamo",)
-    Path(lesson.path).write_text(json.dumps(["torch.fx", "mpi4py", "torch._inductor.config", "numpy.fft", 3, "mine"]))
+    hints = preload_hints.load(command, str(tmp_path), {})
+    assert hints.modules == ("torch._dynamo",)
+    Path(hints.path).write_text(json.dumps(["torch.fx", "mpi4py", "torch._inductor.config", "numpy.fft", 3, "mine"]))
     assert preload_hints.load(command, str(tmp_path), {}).modules == ("torch._dynamo", "torch.fx", "numpy.fft")
-    lesson.refuse()
+    hints.refuse()
     assert preload_hints.load(command, str(tmp_path), {}).modules == ()
 
 
-def test_a_lesson_about_variables_holds_for_the_text_that_it_is_of(tmp_path: Path) -> None:
+def test_hints_about_variables_are_valid_for_the_text_of_the_script_only(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text('import os\nos.environ["TORCH_LOGS"] = "a"\nimport torch')
     command = Command("script", str(tmp_path / "t.py"), (), "py")
 
@@ -144,7 +144,7 @@ def test_a_large_message_with_descriptors() -> None:
 # -- run folders
 
 
-def test_a_run_with_the_same_id_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_a_run_with_the_same_id_gets_its_own_folder(tmp_path: Path) -> None:
     made = [run_folder.create("none", base=str(tmp_path), log_dir=None) for _ in range(3)]
     assert len({folder.path for folder in made}) == 3
     for folder in made:
@@ -168,7 +168,7 @@ def test_runs_are_remembered(tmp_path: Path) -> None:
     assert second.folder == str(tmp_path / "logs/b")
 
 
-def test_a_pid_that_was_given_to_somebody_else_is_not_the_run() -> None:
+def test_a_pid_that_was_given_to_someone_else_is_not_the_run() -> None:
     record = RunRecord("a", os.getpid(), 1, [], "/", "", 1, time.time())
     assert record.state == "killed"
 

@@ -1,4 +1,4 @@
-"""What is read from the folder of a run that has ended: who failed in the end, and not who had been replaced."""
+"""What is read from the folder of an ended run: the rank that ended it, and not one that was replaced."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def record(folder: Path, *happened: events.Event, node: int = 0) -> RunRecord:
 
 
 def started(attempt: int, time: float) -> list[events.Event]:
-    born = [events.WorkerStarted(time=time, rank=rank, pid=attempt * 10 + rank, attempt=attempt) for rank in range(2)]
-    return [events.AttemptStarted(time=time, attempt=attempt), *born]
+    workers = [
+        events.WorkerStarted(time=time, rank=rank, pid=attempt * 10 + rank, attempt=attempt) for rank in range(2)
+    ]
+    return [events.AttemptStarted(time=time, attempt=attempt), *workers]
 
 
 def exited(rank: int, code: int, attempt: int, time: float, pid: int | None = None) -> events.WorkerExited:
@@ -80,7 +82,7 @@ def test_of_a_rank_of_another_node(tmp_path: Path) -> None:
     assert f"all of its output: {there}" in told
 
 
-def test_a_stall_that_was_told_again_is_one(tmp_path: Path) -> None:
+def test_a_stall_that_was_reported_again_counts_once(tmp_path: Path) -> None:
     for number in (2, 10, 1):
         folder = tmp_path / f"stall_{number}"
         folder.mkdir()

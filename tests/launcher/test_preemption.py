@@ -1,4 +1,4 @@
-"""A run that is preempted, as the one who decides sees it: what ranks say, who dies meanwhile, and in which order."""
+"""Preemption, as the coordinator sees it: reports of ranks, deaths during it, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what is known of the dead to the first cause and its words: a table, without a process."""
+"""From failures of processes to the first cause and its report: a table, without a process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DEAD = {
     ),
     # Rank 0 noticed that rank 1 was gone before the kernel had told us of rank 1.
     "a lost peer is no cause": ([ProcessFailure(0, 1, 9.9, error=error(LOST, 9.9)), ProcessFailure(1, -9, 10.0)], 1),
-    "nor is one of our own groups": (
+    "nor is one of phalanx's groups": (
         [ProcessFailure(0, 1, 9.9, error=error(OURS, 9.9)), ProcessFailure(1, -9, 10.0)],
         1,
     ),
@@ -132,7 +132,7 @@ def test_the_socket_of_a_dataloader_worker_is_no_lost_peer() -> None:
     assert "a DataLoader worker of this rank died" in block(worker, tail=(), folder="x")
 
 
-def test_a_port_in_use_is_told_with_what_to_do() -> None:
+def test_a_port_in_use_is_reported_with_what_to_do() -> None:
     text = (
         "DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
         "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
@@ -153,7 +153,7 @@ def test_a_message_of_many_lines_is_cut_before_what_cpp_adds() -> None:
     assert lines[1:3] == ["    b", "  /t.py:4 in load"]
 
 
-def test_a_crash_is_told_by_the_dump_of_faulthandler() -> None:
+def test_a_crash_is_reported_by_the_dump_of_faulthandler() -> None:
     dump = ["Fatal Python error: Segmentation fault", "", "Current thread 0x00ff (most recent call first):"]
     frames = ['  File "/w/net.py", line 7 in crash', '  File "/w/train.py", line 9 in <module>']
     text = block(ProcessFailure(0, -11, 1.0, stderr=[*dump, *frames]), tail=(), folder="x").splitlines()
@@ -201,7 +201,7 @@ def test_whom_our_own_groups_have_lost(who: str, ranks: set[int]) -> None:
     assert found.rank == 6
 
 
-def test_ranks_that_differ_are_told_with_their_lines() -> None:
+def test_ranks_that_differ_are_reported_with_their_lines() -> None:
     text = "ranks called different things: rank 0 all_reduce of 4 float32 (SUM), rank 1 barrier"
     trace = [
         "Traceback (most recent call last):",
@@ -222,7 +222,7 @@ def test_sizes_that_do_not_fit() -> None:
     assert "--check-collectives shows where" in block(ProcessFailure(3, -6, 9.9, stderr=[said]), tail=(), folder="x")
 
 
-def test_nobody_failed_by_itself() -> None:
+def test_no_rank_failed_by_itself() -> None:
     assert first_cause([]) is None
     assert first_cause([ProcessFailure(0, -15, 1.0, stopped=True)]) is None
 
@@ -247,7 +247,7 @@ def test_codes_in_words(code: int, words: str, shell: int) -> None:
     assert ProcessFailure(0, code, 0.0).exit_code == shell
 
 
-def test_a_mismatch_of_collectives_is_told_with_both_places_whatever_torch_puts_before_its_lines() -> None:
+def test_a_mismatch_of_collectives_is_reported_with_both_places_whatever_torch_puts_before_its_lines() -> None:
     told = [
         "rank 1 called broadcast where rank 0 called all_reduce (collective 6 of all ranks)",
         "  rank 1: broadcast(float32 [10], root 0) at train.py:8",
@@ -325,7 +325,7 @@ def test_a_recursion_is_not_shown_in_full() -> None:
     assert len(block(deep, tail=(), folder="x").splitlines()) < 30
 
 
-def test_what_became_of_the_others_is_told_in_one_line_per_kind() -> None:
+def test_failures_of_other_ranks_are_reported_in_one_line_per_kind() -> None:
     cause = ProcessFailure(1, 1, 3.0, error=traced("ValueError: x", "/w/a.py"))
     deaths = [
         cause,
@@ -370,7 +370,7 @@ def test_where_a_script_called_exit() -> None:
     assert block(ProcessFailure(0, -11, 3.0, error=called), tail=(), folder="x").startswith("rank 0 failed: SIGSEGV")
 
 
-def test_a_usage_error_is_told_with_the_usage() -> None:
+def test_a_usage_error_is_reported_with_the_usage() -> None:
     library = "/usr/lib/python3.11/argparse.py"
     text = "usage error: a.py: error: the following arguments are required: --lr"
     called = traced(text, "/w/a.py", library, library, exception="SystemExit", code=2)
@@ -406,7 +406,7 @@ def test_whether_another_try_can_succeed(text: str, is_permanent: bool, is_raise
     assert not raised(ProcessFailure(0, 7, 3.0))
 
 
-def test_what_follows_ctrl_c_is_not_told() -> None:
+def test_what_follows_ctrl_c_is_not_reported() -> None:
     assert stopped_by_signal("Traceback (most recent call last):\n  …\nKeyboardInterrupt\n")
     assert stopped_by_signal(f"Traceback (most recent call last):\n  …\n{LOST}\n")
     assert not stopped_by_signal("KeyboardInterrupt\n\nDuring handling …\n\nTraceback …\n  …\nOSError: disk full\n")

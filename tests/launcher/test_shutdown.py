@@ -1,4 +1,4 @@
-"""What signals do to a run: in which phase, how often, and who is told."""
+"""What signals do to a run: in which phase, how often, and which nodes are informed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Run:
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
-def test_a_signal_stops_the_workers_and_tells_the_other_nodes(number: signal.Signals) -> None:
+def test_a_signal_stops_the_workers_and_informs_the_other_nodes(number: signal.Signals) -> None:
     run = Run()
     run.shutdown.signal_received(number)
     assert run.end_request.signal == number

@@ -23,7 +23,7 @@ from phalanx.launcher.remote.ssh_link import AnswerParser, SshLink
 READY = 'phalanx-node {"is": "ready", "host": "b", "pid": 7}'
 
 
-class Heard:
+class Received:
     def __init__(self) -> None:
         self.hosts: list[str] = []
         self.error: JoinError | None = None
@@ -47,9 +47,9 @@ def child(node: int, host: str, script: str) -> SshLink:
     return SshLink(node, host, process, cwd="/work", python="/usr/bin/python3", near=False)
 
 
-def listen(*links: SshLink, patience: float = 20) -> Heard:
-    async def run() -> Heard:
-        heard = Heard()
+def listen(*links: SshLink, patience: float = 20) -> Received:
+    async def run() -> Received:
+        heard = Received()
         starter = SshStarter(links, heard, hosts=len(links), timeout=patience)
         starter.listen()
         await asyncio.wait_for(heard.done.wait(), 20)
@@ -141,7 +141,7 @@ def test_each_host_gets_its_own_share() -> None:
     assert first == mine[0]
 
 
-def test_how_many_workers_a_host_was_told_to_take() -> None:
+def test_the_number_of_workers_per_host() -> None:
     assert [host.workers for host in parse_hosts("a:8,b:0-3,7,c")] == [8, 5, None]
 
 
@@ -203,7 +203,7 @@ def test_endless_noise_is_not_waited_for() -> None:
     assert heard.error.what.startswith("b: it keeps writing")
 
 
-def test_all_that_fail_are_told_at_once() -> None:
+def test_all_that_fail_are_reported_at_once() -> None:
     heard = listen(
         child(0, "a", "sleep 0.3; exit 93"),
         child(1, "b", "echo 'b: Permission denied (publickey).' >&2; exit 255"),

@@ -1,4 +1,4 @@
-"""Who is slow, from what the pages say: only what counts, and only what is certain."""
+"""Which ranks are slow, from status slots: only if it matters, and only if it is certain."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_comes_before_the_first_steps_and_after_the_last_does_not_count() -
     assert total.seconds == pytest.approx(4.0)
 
 
-def test_a_script_without_steps_counts_from_when_it_works_and_anew_once_it_has_some() -> None:
+def test_a_script_without_steps_counts_from_when_it_works_and_again_once_it_has_some() -> None:
     timing = RankTiming()
     for now in (
         reading(0, 10, "join", join=10),
@@ -80,7 +80,7 @@ def looked(dice: random.Random, rank: int, looks: int, computes: float, steps: i
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_ranks_that_are_alike_are_not_told_apart_by_chance(ranks: int) -> None:
+def test_equal_ranks_are_not_distinguished_by_noise(ranks: int) -> None:
     dice = random.Random(ranks)
     for _ in range(100):
         looks = dice.choice([30, 60, 200, 1000])

@@ -135,8 +135,8 @@ for _ in range(50):
 
 
 @as_root
-def test_thousands_of_connections_of_another_user_stop_nobody() -> None:
-    knock = """
+def test_thousands_of_connections_of_another_user_do_not_stop_the_ranks() -> None:
+    connect = """
 held = []
 for _ in range(3000):
     held.append(socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=60))
@@ -146,7 +146,7 @@ for _ in range(3000):
     with gated_server() as gated:
         gated.start()
         client, server = gated.connection()
-        with client, server, of_nobody(knock, *gated.address) as process:
+        with client, server, of_nobody(connect, *gated.address) as process:
             for _ in range(200):
                 client.sendall(b"x")
                 assert server.recv(1) == b"x"
@@ -217,7 +217,7 @@ def test_another_user_reaches_torchs_store_by_none_of_its_ports() -> None:
 
 
 @pytest.mark.extended
-def test_where_the_kernel_does_not_tell_the_agent_hears_that() -> None:
+def test_if_the_kernel_does_not_report_users_the_agent_is_informed() -> None:
     before = (
         "import socket; plain = socket.socket\n"
         "class Refused(plain):\n"

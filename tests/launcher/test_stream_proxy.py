@@ -1,4 +1,4 @@
-"""A stream that letters carry: bytes both ways, the end of one direction, the end of both, whichever end goes."""
+"""A stream over RPC frames: bytes both ways, the end of one direction, the end of both, and lost ends."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_bytes_both_ways_and_one_direction_after_the_other() -> None:
     asyncio.run(play())
 
 
-def test_whoever_is_lost_takes_the_other_end_along() -> None:
+def test_a_lost_end_closes_the_other() -> None:
     async def play() -> None:
         for lost in ("left", "right", "node"):
             pair = Pair()

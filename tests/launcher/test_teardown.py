@@ -1,4 +1,4 @@
-"""What a worker leaves as it is at its end, and what it takes apart as ever."""
+"""What a worker does not destroy at exit, and what it finalizes as usual."""
 
 from __future__ import annotations
 

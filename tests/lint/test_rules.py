@@ -1,4 +1,4 @@
-"""Each rule finds what it is for, on its line, and nothing in the twin that does it right."""
+"""Each rule finds its fault, on its line, and nothing in the correct version of the script."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def batchnorm() -> str:
 
 
 def resumes(how: str, **options: Any) -> Callable[[], str]:
-    """With data from the loader, dropout, a checkpoint every 3 steps; stopped after 7 of 12 steps, and gone on."""
+    """With data from the loader, dropout, a checkpoint every 3 steps; stopped after 7 of 12 steps, and continued."""
 
     def train(folder: str, stop: int | None) -> tuple[int, list[float]]:
         with runs(ddp=how == "ddp") as run:
@@ -215,7 +215,7 @@ def resumes(how: str, **options: Any) -> Callable[[], str]:
 
 
 def times(name: str, *, precision: str | None = None, compile: bool = False) -> None:  # noqa: A002
-    """Raw DDP and Run in turns. Raw twice: by how much it differs from itself is how little can be told."""
+    """Raw DDP and Run in turns. Raw twice: the difference between its two runs is the noise."""
 
     def question() -> str:
         with runs(ddp=True) as run, tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """Run by hand on a machine with an NVIDIA GPU: python tests/train/gpu_checkpoint.py [FOLDER]
 
 One process, one GPU, an NCCL group of one. Saves and loads what is on a GPU (plain and FSDP, fp32 and bf16, a fused
-optimizer, random numbers) while training goes on, compares to the bit, and measures what a save costs beside one copy
+optimizer, random numbers) while training continues, compares to the bit, and measures what a save costs beside one copy
 of the state from the device to pinned memory: the time that the training's thread is held, and the time that steps
 lose in all. Fails where something differs, or where either is over 1.5 copies.
 """
@@ -93,7 +93,7 @@ def there_and_back(folder: str, dtype: torch.dtype, *, sharded: bool) -> None:
     expect(same(second.values(), at_save), f"{name}: loaded as {'plain' if sharded else 'fsdp'}, to the bit")
     second.steps(3)
     close = all(torch.allclose(a, b) for a, b in zip(second.values(), first.values(), strict=True))
-    expect(close, f"{name}: goes on with the same numbers, dropout and all")
+    expect(close, f"{name}: continues with the same numbers, including dropout")
     export(second.model, f"{folder}/model.safetensors")
     expect(Path(folder, "model.safetensors").stat().st_size > 8 * 1024**2 * dtype.itemsize, f"{name}: exported")
 

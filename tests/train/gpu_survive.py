@@ -1,8 +1,8 @@
 """Run by hand on a machine with an NVIDIA GPU: PYTHONPATH=src python tests/train/gpu_survive.py
 
-One rank by NCCL that is killed, and goes on from a snapshot of its GPU's memory; then two ranks that share the GPU (two
-nodes on loopback, by gloo, for NCCL refuses that), one of them killed, and its state handed over by the other. Each
-ends to the bit as an undisturbed run. A line for each, "ok" or "FAILED" in front.
+One NCCL rank is killed, and continues from a snapshot of its GPU's memory; then one of two ranks that share the GPU is
+killed (two nodes on loopback, with gloo, because NCCL refuses that), and gets its state from the other. Each result is
+bit-identical to that of an undisturbed run. A line for each, "ok" or "FAILED" in front.
 """
 
 from __future__ import annotations

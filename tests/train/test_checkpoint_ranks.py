@@ -62,7 +62,7 @@ MOUNTED = """
 import ctypes, os, runpy, subprocess, sys
 CLONE_NEWNS = 0x20000
 size, script, folder = sys.argv[1:4]
-assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0, "no mounts of its own"
+assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0, "no mount namespace"
 subprocess.run(("mount", "--make-rprivate", "/"), check=True)
 subprocess.run(("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder), check=True)
 sys.argv[:] = sys.argv[2:]
@@ -71,7 +71,7 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-def on_a_disk_of_its_own(folder: Path, size: str, *words: str) -> Result:
+def on_a_separate_disk(folder: Path, size: str, *words: str) -> Result:
     """Runs a script with its folder in memory: full when it is, and never slow."""
     assert os.geteuid() == 0, "only root can mount one"
     script, *rest = words
@@ -89,12 +89,12 @@ def on_a_disk_of_its_own(folder: Path, size: str, *words: str) -> Result:
 )
 def test_killed_savers(tmp_path: Path, when: str, least: int) -> None:
     # In memory: what a kill leaves does not depend on the disk, how long hundreds of fsyncs take does.
-    done = on_a_disk_of_its_own(tmp_path, "256m", "checkpoint_killed.py", when)
+    done = on_a_separate_disk(tmp_path, "256m", "checkpoint_killed.py", when)
     assert done.code == 0, done.err
     assert int(done.out.split()[0]) >= least
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    done = on_a_disk_of_its_own(tmp_path, "8m", "checkpoint_full.py")
+    done = on_a_separate_disk(tmp_path, "8m", "checkpoint_full.py")
     assert done.code == 0, done.err
     assert done.out == "as it should be\n"

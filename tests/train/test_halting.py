@@ -1,4 +1,4 @@
-"""Ranks that go on, each at its own pace, halt at one and the same step; none waits for one that has halted."""
+"""Ranks that run at different speeds halt at the same step; none waits for one that has halted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_they_halt_at_one_step(seed: int) -> None:
     assert goal - min(standing) <= 2
 
 
-def test_one_that_waits_to_be_told_hears_of_a_new_group() -> None:
+def test_a_rank_that_waits_to_halt_notices_a_new_group() -> None:
     elsewhere = threading.Event()
     halting = Halting(lambda: 3)
     assert not halting.reached(3, elsewhere.is_set)  # nobody has asked
@@ -75,7 +75,7 @@ def test_one_that_waits_to_be_told_hears_of_a_new_group() -> None:
 
 
 def test_one_that_stands_nowhere_yet_answers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits until there are enough; the thread that would tell it of that must not wait as well."""
+    """It waits until there are enough; the thread that reports that must not wait as well."""
     for variable in nccl.VARIABLES:
         monkeypatch.setenv(variable, "0")
     name = f"phalanx-test-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""Who hands what to whom, and how it gets there."""
+"""Which rank hands over which state, and how it is transferred."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_givers_are_near_where_that_can_be() -> None:
         (["[5,0,[0,2],0,false]", ""], None),
         (["[5,0,[1,2],0,false]", "[5,0,[0,2],0,false]"], {0: 1, 1: 0}),
         (["[5,0,[0,3],0,false]", "[5,0,[1,3],0,false]"], None),
-        (["[5,0,[-1,0],0,false]", "[5,0,[-1,0],0,false]"], None),  # in some way of its own
+        (["[5,0,[-1,0],0,false]", "[5,0,[-1,0],0,false]"], None),  # in an unknown layout
         (["[5,0,null,0,false]", "[5,0,[0,1],0,false]"], {1: 0}),
         # replicas: one of each shard is enough, and the newest step that has them all counts
         (["[5,0,[0,2],0,false]", "[5,0,[1,2],0,false]", "[5,0,[0,2],0,false]", ""], {0: 0, 1: 1, 2: 0}),
@@ -91,7 +91,7 @@ def test_a_shard_comes_from_a_replica_near_by() -> None:
     assert deal.keeps((0, 1) * 4)
     assert deal.givers((0, 1) * 4) == {3: 1, 4: 6, 7: 5}
     assert deal.senders() == (0, 1)
-    # Another number of shards, other places, or nobody knows yet: any rank tells what there is.
+    # Another number of shards, another layout, or not known yet: any rank can describe the state.
     assert not deal.keeps((0, 1, 2, 3) * 2)
     assert not deal.keeps((0, 0, 1, 1) * 2)
     assert not deal.keeps(None)
@@ -129,23 +129,23 @@ def alike(found: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one, found[name]) for name, one in tensors().items())
 
 
-def test_a_parcel_holds_what_was_put_in() -> None:
-    parcel = MemfdTensors(tensors(), {"step": 3})
+def test_an_offer_contains_what_was_put_in() -> None:
+    offer = MemfdTensors(tensors(), {"step": 3})
     found = blank()
-    with OpenedMemfd(parcel.address) as opened:
+    with OpenedMemfd(offer.address) as opened:
         assert opened.label["step"] == 3
         opened.read(found)
         own = {name: opened.tensor(name, one.dtype, tuple(one.shape)) for name, one in tensors().items()}
         opened.read(own)
     assert alike(found)
     assert alike(own)
-    parcel.close()
-    own["large"] += 1  # it lives as long as somebody has it
+    offer.close()
+    own["large"] += 1  # it lives as long as someone has it
     assert torch.equal(own["large"], found["large"] + 1)
     with pytest.raises(LaunchError, match="cannot be read"):
-        OpenedMemfd(parcel.address)
-    with open(os.devnull, "r+b") as stranger, pytest.raises(LaunchError, match="not the state of a training"):
-        OpenedMemfd(f"{os.getpid()} {stranger.fileno()} 0 9")
+        OpenedMemfd(offer.address)
+    with open(os.devnull, "r+b") as foreign, pytest.raises(LaunchError, match="not the state of a training"):
+        OpenedMemfd(f"{os.getpid()} {foreign.fileno()} 0 9")
 
 
 def exchanged(rank: int) -> bool:
@@ -222,7 +222,7 @@ def test_once_and_on_resize_want_functions() -> None:
         run.close()
 
 
-def test_numbers_are_begun_anew_where_steps_draw_them() -> None:
+def test_numbers_are_begun_again_where_steps_draw_them() -> None:
     def steps(fresh: FreshRng, values: list[int]) -> list[float]:
         found = []
         for value in values:
@@ -241,7 +241,7 @@ def test_numbers_are_begun_anew_where_steps_draw_them() -> None:
     assert steps(later, [2, 3]) == whole[1:]
 
 
-def test_a_parcel_that_cannot_be_filled_is_told_to_whoever_waits_for_it() -> None:
+def test_a_state_that_cannot_be_written_is_reported_to_the_rank_that_waits() -> None:
     def fill() -> MemfdTensors:
         raise ValueError("no memory")
 
@@ -251,7 +251,7 @@ def test_a_parcel_that_cannot_be_filled_is_told_to_whoever_waits_for_it() -> Non
     packing.close()
 
 
-def test_a_parcel_that_is_closed_before_it_is_filled_is_closed_then() -> None:
+def test_a_state_that_is_closed_before_it_is_filled_is_closed_then() -> None:
     begun, made = threading.Event(), list[MemfdTensors]()
 
     def fill() -> MemfdTensors:

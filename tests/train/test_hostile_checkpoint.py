@@ -1,4 +1,4 @@
-"""Checkpoints that are made to harm: refused before anything is allocated or opened, and the one before is used."""
+"""Malicious checkpoints: refused before anything is allocated or opened, and the one before is used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sealed(file: Path, kind: Any) -> Any:
 
 
 def rewrite(folder: Path, name: str, body: Any) -> None:
-    """Replace a file, with checksums and sizes that are right: whoever changes it can compute them."""
+    """Replace a file, with right checksums and sizes: anyone who changes it can compute them."""
     replace_file(folder, name, integrity.sealed(body))
 
 

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: by steps, or by rank 0's clock, which is looked at seldom."""
+"""When a checkpoint is due: by steps, or by rank 0's clock, which is read rarely."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_rows_reach_rank_0_once() -> None:
     assert store.values == {}
 
 
-def test_a_post_that_is_late_or_broken_holds_nobody_up() -> None:
+def test_a_late_or_invalid_message_delays_no_rank() -> None:
     store = Store()
     first, second = RankLog(store, 0, 3), RankLog(store, 1, 3)
     store.add("log/posted")  # of a rank that was killed before it could set the value, or will do so
@@ -101,7 +101,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_ranks_that_log_the_same_are_one(tmp_path: Path) -> None:
-    """A rank's value that differs is there with its rank, whoever was first."""
+    """A value that differs between ranks is recorded with its rank, whichever was first."""
     store, counter = Store(), TrainingProgress()
     reporter = RunReporter(counter, None, folder=lambda: str(tmp_path), rank_log=RankLog(store, 0, 2))
     other = RankLog(store, 1, 2)

@@ -1,4 +1,4 @@
-"""phalanx.main: what it returns, how it ends, and what a launcher hears of it."""
+"""phalanx.main: what it returns, how it ends, and what is reported to the launcher."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_train_returns_is_returned() -> None:
 @pytest.mark.parametrize(
     ("error", "code"), [(UsageError, 2), (JoinError, 1), (CheckpointError, 1)], ids=lambda kind: str(kind)
 )
-def test_what_phalanx_refuses_is_told_in_words(
+def test_errors_of_phalanx_are_reported_without_a_traceback(
     error: type[PhalanxError], code: int, report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -73,7 +73,7 @@ def test_before_there_is_a_run(report: Path, capsys: pytest.CaptureFixture[str])
     assert "main() takes a function" in report.read_text()  # the first stays
 
 
-def test_any_other_exception_goes_on_and_is_told_at_once(report: Path) -> None:
+def test_any_other_exception_propagates_and_is_reported_at_once(report: Path) -> None:
     held = []
 
     class Slow:
@@ -160,7 +160,7 @@ def test_what_fails_at_the_end_comes_second(
         assert "phalanx: step 8 is not on the disk" in capsys.readouterr().err
 
 
-def test_an_interrupt_goes_on(report: Path) -> None:
+def test_an_interrupt_propagates(report: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         phalanx.main(raising(KeyboardInterrupt()))
     assert not report.exists()
@@ -203,7 +203,7 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.warmed
-def test_phalanx_run_tells_the_first_cause(script: str) -> None:
+def test_phalanx_run_reports_the_first_cause(script: str) -> None:
     done = command("run", "-g", "2", "--cpu", script, "deep")
     assert done.code == 1
     block = done.err[done.err.index("rank 1 failed: ValueError: a broken sample") :]
@@ -213,7 +213,7 @@ def test_phalanx_run_tells_the_first_cause(script: str) -> None:
 
 
 @pytest.mark.warmed
-def test_phalanx_run_tells_words(script: str) -> None:
+def test_phalanx_run_reports_errors_of_phalanx_without_a_traceback(script: str) -> None:
     done = command("run", "-g", "1", "--cpu", script, "words")
     assert done.code == 2
     assert WORDS in done.err

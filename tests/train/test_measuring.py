@@ -1,4 +1,4 @@
-"""What rank 0 tells its agent: seldom, in numbers, and never in the way of a step."""
+"""What rank 0 reports to its agent: rarely, in numbers, and without delaying a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.train.reporting.measuring import Measuring
 from phalanx.worker.agent_channel import AgentChannel
 
 
-def test_a_few_are_told_in_a_second_and_the_last_one_always() -> None:
+def test_at_most_a_few_steps_per_second_are_reported_and_always_the_last() -> None:
     told: list[words.MeasuredStep] = []
     now = [0.0]
     measuring = Measuring(told.append, 5000, clock=lambda: now[0])
@@ -26,7 +26,7 @@ def test_a_few_are_told_in_a_second_and_the_last_one_always() -> None:
     assert len({one.step for one in told}) == len(told)
 
 
-def test_what_is_logged_is_told_with_the_next_step() -> None:
+def test_what_is_logged_is_reported_with_the_next_step() -> None:
     told: list[words.MeasuredStep] = []
     now = [0.0]
     measuring = Measuring(told.append, None, clock=lambda: now[0])
@@ -44,7 +44,7 @@ def test_what_is_logged_is_told_with_the_next_step() -> None:
     ]
 
 
-def test_a_gpu_is_read_when_somebody_has_waited_for_it_anyway() -> None:
+def test_a_gpu_value_is_read_only_after_a_synchronization() -> None:
     told: list[words.MeasuredStep] = []
     now = [0.0]
     measuring = Measuring(told.append, None, clock=lambda: now[0])
@@ -56,7 +56,7 @@ def test_a_gpu_is_read_when_somebody_has_waited_for_it_anyway() -> None:
     assert told[-1] == words.MeasuredStep(step=900, values={"loss": 900.0})
 
 
-def test_no_packet_is_too_long_to_be_heard() -> None:
+def test_no_packet_exceeds_the_limit() -> None:
     told: list[words.MeasuredStep] = []
     measuring = Measuring(told.append, None)
     measuring.advance(1, 0, {f"{'long' * 1000}{number}": 0.1 for number in range(5000)})
@@ -66,7 +66,7 @@ def test_no_packet_is_too_long_to_be_heard() -> None:
     assert len(told[1].values) == 64
 
 
-def test_a_agent_that_does_not_listen_holds_nobody_up() -> None:
+def test_an_agent_that_does_not_read_delays_no_rank() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = AgentChannel.__new__(AgentChannel)
     channel._sock = ours

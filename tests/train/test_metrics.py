@@ -114,7 +114,7 @@ def test_a_killed_run_may_have_left_half_a_line(tmp_path: Path) -> None:
     assert steps(tmp_path) == list(range(1, 8))
 
 
-def test_a_training_that_begins_anew_keeps_those_before(tmp_path: Path) -> None:
+def test_a_training_that_starts_again_keeps_earlier_metrics(tmp_path: Path) -> None:
     for last in (6, 4, 3):
         write(tmp_path, range(1, last))
     assert steps(tmp_path) == [1, 2]
@@ -202,7 +202,7 @@ def test_tensorboard_forgets_a_training_that_began_here_before(tmp_path: Path) -
 
 
 def test_tensorboard_after_a_kill(tmp_path: Path) -> None:
-    """Half a record at the end of a file is where a reader stops, and goes on with the next file."""
+    """Half a record at the end of a file is where a reader stops, and continues with the next file."""
     with Metrics(str(tmp_path)) as file:
         for step in (1, 2, 3):
             file.write(step, 0, {"loss": 1.0})

@@ -48,7 +48,7 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
-def test_told_once_with_the_last_good_step() -> None:
+def test_reported_once_with_the_last_good_step() -> None:
     watch = NonFiniteWatch()
     assert watch.look(1, {"loss": 0.5, "accuracy": math.nan}) == []
     (line,) = watch.look(2, {"loss": math.nan})
@@ -320,7 +320,7 @@ def test_what_is_not_finite(tmp_path: Path, words: tuple[str, ...], what: str) -
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("_warm")
-def test_stop_with_a_checkpoint_that_rollback_goes_on_from(tmp_path: Path) -> None:
+def test_stop_with_a_checkpoint_that_rollback_continues_from(tmp_path: Path) -> None:
     kept = ("--checkpoints", f"{tmp_path}/kept")
     done = trained(tmp_path, options=("--on-nan", "stop", "--max-restarts", "3", *kept))
     assert done.code == 65, done.err

@@ -1,4 +1,4 @@
-"""Every sample once an epoch, whatever fails and however many ranks go on."""
+"""Every sample once an epoch, whatever fails and however many ranks continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_order_has_every_index_once(length: int, seed: int, epoch: int) -> No
 
 
 def test_the_order_never_changes() -> None:
-    # A checkpoint of today has to go on tomorrow, with another Python on another machine: these numbers are a promise.
+    # A checkpoint has to resume with later versions and on other machines, so these numbers must not change.
     assert list(Order(10, seed=0)) == [7, 8, 9, 6, 3, 4, 0, 5, 1, 2]
     assert list(Order(10, seed=0, epoch=1)) == [2, 7, 1, 6, 0, 5, 3, 9, 8, 4]
     assert Order(10**12)[5] == 651483765839
@@ -92,7 +92,7 @@ def taken(
 def test_exactly_once(
     length: int, lives: list[tuple[tuple[int, ...], int]], tail: Tail, shuffle: bool, epochs: int
 ) -> None:
-    """Each life has ranks with their batches, and ends after so many committed steps; the last goes on to the end."""
+    """Each life has ranks with their batches, and ends after so many committed steps; the last one runs to the end."""
     for epoch in range(epochs):
         position = Position(epoch)
         places: list[int] = []

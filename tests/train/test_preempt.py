@@ -1,4 +1,4 @@
-"""A machine that is taken away, with a warning: a checkpoint, a code that says so, and the same command goes on."""
+"""Preemption: a checkpoint, exit code 75, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checkpoints(folder: Path) -> list[int]:
 
 
 def preempted(folder: Path, job: Handle) -> int:
-    """The step that it ended at, as it was told; the newest checkpoint is of it."""
+    """The reported step at which it ended; the newest checkpoint has that step."""
     assert job.wait() == 75, job.both
     (told,) = re.findall(rf"preempted by SIG\w+: step (\d+) is in {folder}/kept; the same command resumes", job.err)
     assert checkpoints(folder)[-1] == int(told)
@@ -63,8 +63,8 @@ class Play:
         return start(*command(folder, *words, ranks=ranks, options=options), env=self.env)
 
     def to_its_end(self, folder: Path, step: int, *words: str, ranks: int = 2) -> None:
-        """The same command goes on after that step, and comes to where an undisturbed run comes."""
-        (folder / "go on").touch()
+        """The same command continues after that step, with the result of an undisturbed run."""
+        (folder / "continue").touch()
         done = phalanx(*command(folder, *words, ranks=ranks), env=self.env)
         assert done.code == 0, done.err
         assert f"resumed at step {step}, " in done.out
@@ -75,7 +75,7 @@ class Play:
         if ranks not in self._ends:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
-                (folder / "go on").touch()
+                (folder / "continue").touch()
                 done = phalanx(*command(folder, ranks=ranks), env=self.env)
                 assert done.code == 0, done.err
                 self._ends[ranks] = [(folder / f"end.{rank}").read_text() for rank in range(ranks)]
@@ -101,7 +101,7 @@ def test_what_was_trained_is_gone_on_with(tmp_path: Path, play: Play) -> None:
     job.signal(signal.SIGTERM)
     step = preempted(tmp_path, job)
     for rank in range(2):
-        assert steps(tmp_path, rank) == list(range(1, step + 1))  # not one of them was in vain
+        assert steps(tmp_path, rank) == list(range(1, step + 1))  # none of them is lost
     (folder,) = re.findall(r"output in (\S+)", job.err)
     told = [events.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
     (event,) = [event for event in told if isinstance(event, events.Preempted)]
@@ -155,7 +155,7 @@ def test_a_death_while_the_checkpoint_is_written(tmp_path: Path, play: Play) -> 
     assert preempted(tmp_path, job) == max(steps(tmp_path))
 
 
-def test_a_checkpoint_that_is_under_way_is_no_obstacle(tmp_path: Path, play: Play) -> None:
+def test_preemption_while_a_checkpoint_is_written(tmp_path: Path, play: Play) -> None:
     """Nor is it one that all ranks end badly, once it is written."""
     job = play.start(tmp_path, "slow", "often", "badly", options=("--grace", "10m"))
     until(lambda: (tmp_path / "saving").exists(), 60, "a checkpoint to be written")
@@ -198,7 +198,7 @@ def test_any_other_script_ends_as_ever(tmp_path: Path) -> None:
     assert "checkpoint" not in job.err
 
 
-def test_whichever_node_is_told(tmp_path: Path, play: Play) -> None:
+def test_a_signal_at_either_node_preempts_the_run(tmp_path: Path, play: Play) -> None:
     port = free_port()
     same = ("-n", "2", "-g", "1", "--master", f"127.0.0.1:{port}", "--cpu", "--checkpoints", f"{tmp_path}/kept")
     first, second = [start("run", *same, "-i", str(node), SCRIPT, str(tmp_path), env=play.env) for node in range(2)]

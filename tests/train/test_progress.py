@@ -115,7 +115,7 @@ def test_on_a_terminal_it_writes_over_itself() -> None:
     assert rows[-1].endswith("10/10  0:00 left\x1b[K\n")
 
 
-def test_a_resumed_training_tells_the_whole_and_its_own_speed() -> None:
+def test_a_resumed_training_shows_all_steps_and_its_current_speed() -> None:
     clock = Clock()
     progress = ProgressBar(1000, start=900, stream=io.StringIO(), clock=clock)
     clock.now += 10

@@ -88,7 +88,7 @@ def kill(dice: random.Random, ranks: int, steps: range) -> dict[str, Any]:
 
 
 def committed(folder: Path, runs: list[tuple[str, int]]) -> tuple[dict[int, Counter[int]], list[dict[str, Any]]]:
-    """Samples by epoch, of all steps that were not undone by a later life; and where each life went on."""
+    """Samples by epoch, of all steps that were not undone by a later life; and where each life continued."""
     steps: dict[int, list[tuple[int, int]]] = defaultdict(list)
     lives = []
     for name, ranks in runs:
@@ -127,7 +127,7 @@ def exactly_once(epochs: dict[int, Counter[int]]) -> bool:
 
 @pytest.mark.parametrize("case", ["ddp", FSDP, STREAM])
 def test_bit_for_bit_at_the_same_number_of_ranks(case: str, tmp_path: Path, dice: random.Random, stage: Stage) -> None:
-    """With dropout, and data that is noisy anew every time."""
+    """With dropout, and data with new noise every time."""
     play = {**CASES.get(case, {"stream": True, "workers": 1}), "dropout": 0.2, "noise": 0.1}
     kept = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "1")
     assert stage.run(tmp_path, 2, "again", *kept, **play, **kill(dice, 2, range(4, STEPS))).code
@@ -136,7 +136,7 @@ def test_bit_for_bit_at_the_same_number_of_ranks(case: str, tmp_path: Path, dice
     epochs, lives = committed(tmp_path, [("again", 2)])
     assert len(lives) == 2
     assert lives[1]["resumed"] >= 1
-    if lives[1]["resumed"] % (STEPS // EPOCHS):  # in mid-epoch a stream goes on by what it told
+    if lives[1]["resumed"] % (STEPS // EPOCHS):  # in mid-epoch a stream continues from its own state
         assert lives[1]["told"] is (case == "stream")
     assert exactly_once(epochs)
     expected = stage.whole(tmp_path, **play)
@@ -146,7 +146,7 @@ def test_bit_for_bit_at_the_same_number_of_ranks(case: str, tmp_path: Path, dice
 
 @pytest.mark.parametrize("case", ["ddp", FSDP])
 def test_at_another_number_of_ranks(case: str, tmp_path: Path, dice: random.Random, stage: Stage) -> None:
-    """From 2 to 3 to 1, each in a run of its own."""
+    """From 2 to 3 to 1, each in its own run."""
     play = CASES[case]
     kept = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "1")
     for ranks, steps in ((2, range(4, 8)), (3, range(10, STEPS))):

@@ -154,7 +154,7 @@ def test_an_update_without_a_forward_waits_for_the_copy_too() -> None:
         assert writer.seen == ["start", "copy"]
 
 
-def test_a_copy_that_fails_holds_nobody() -> None:
+def test_a_copy_that_fails_blocks_no_rank() -> None:
     with ThreadPoolExecutor(1) as thread:
         copying, writer = ShardCopier(thread, shares_cores=False), Slow()
         writer.copy = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
@@ -205,7 +205,7 @@ def play(env: Env) -> Play:
 
 
 def ended(folder: Path, ranks: int = 2) -> tuple[list[str], Any]:
-    """Where the ranks began, each time, and what they had in the end; rank 0 was there from the start to the end."""
+    """Where the ranks began, each time, and what they had at the end; rank 0 was there from the start to the end."""
     begun = [(folder / f"begun.{rank}").read_text().splitlines() for rank in range(ranks)]
     ends = [json.loads((folder / f"end.{rank}").read_text()) for rank in range(ranks)]
     assert all(one == begun[0] for one in begun)
@@ -235,7 +235,7 @@ def test_an_interval_that_was_asked_for_wins(tmp_path: Path, play: Play) -> None
 
 @pytest.mark.extended
 def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, play: Play) -> None:
-    """And so does one after the other, wherever it dies; whether `run.keep` or `run.wrap` comes first."""
+    """And so does one after another, wherever it dies; whether `run.keep` or `run.wrap` comes first."""
     done = play.trained(tmp_path, "hsdp", [5, 3, "backward"], [9, 0, "backward"], ranks=4, options=OFF)
     begun = ["0 new 4", "5 living 4", "9 living 4"]
     assert ended(tmp_path, 4) == (begun, play.undisturbed("hsdp", 4))

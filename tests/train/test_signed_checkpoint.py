@@ -1,4 +1,4 @@
-"""Checkpoints that are signed with a key: whoever can write to the folder cannot have a state loaded."""
+"""Checkpoints that are signed with a key: write access to the folder is not enough to have a state loaded."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_unsigned_and_signed_checkpoints(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path, key=KEY).latest() is None
     saved(tmp_path, 2)
     assert loaded(tmp_path, KEY)[0] == 2
-    assert loaded(tmp_path, b"")[0] == 2  # who has no key reads it as any other
+    assert loaded(tmp_path, b"")[0] == 2  # without a key it is read like any other
 
 
 def test_the_file_with_the_key(tmp_path: Path) -> None:

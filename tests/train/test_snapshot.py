@@ -1,4 +1,4 @@
-"""Snapshots in memory: what is left of them when their writers die at any moment, and what goes on from them."""
+"""Snapshots in memory: what is left of them when their writers die at any moment, and what continues from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from phalanx.worker.rendezvous.topology import Topology
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 from tests.kit.cli import Env, Result, descendants, free_port, phalanx, stage, start, until
 from tests.kit.imported import python
-from tests.launcher.test_vault import visit
+from tests.launcher.test_snapshot_memory import visit
 
 pytestmark = pytest.mark.xdist_group("snapshot")  # they share undisturbed runs
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -113,7 +113,7 @@ def test_what_is_being_written_has_no_seal_and_what_was_changed_is_noticed() -> 
 
 
 class Memories:
-    """A vault in this process, which lends nothing until it is told to."""
+    """A memory in this process, which lends nothing until `open` is set."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
@@ -155,60 +155,60 @@ class Two:
 
 
 def test_off_while_memory_is_being_made() -> None:
-    """It is not taken away from the thread that makes it, and not one byte is held in the end."""
-    vault, said = Memories(), list[str]()
-    snapshots = Snapshots(Two(), vault, say=said.append)  # type: ignore[arg-type]
+    """It is not taken away from the thread that makes it, and not one byte is held at the end."""
+    memory, said = Memories(), list[str]()
+    snapshots = Snapshots(Two(), memory, say=said.append)  # type: ignore[arg-type]
     assert not snapshots.save(1, {"model": torch.nn.Linear(600, 600)}, {})
     assert snapshots.off
     assert "without snapshots in memory: rank 1: no room" in said[0]
-    vault.open.set()
+    memory.open.set()
     snapshots.close()
-    assert list(vault.held) == ["steps.0"]
-    vault.drop("steps.0")
+    assert list(memory.held) == ["steps.0"]
+    memory.drop("steps.0")
 
 
 def test_a_rescue_is_of_one_whose_main_thread_sleeps() -> None:
-    """A thread of it may take what it holds, for nobody changes that meanwhile; else nothing is left of it."""
-    vault = Memories()
-    vault.open.set()
+    """A thread of it may take what it holds, because it does not change meanwhile; otherwise nothing is kept."""
+    memory = Memories()
+    memory.open.set()
     past = StateOffer(7, 1, {"model": torch.nn.Linear(3, 3)}, rank=1)
 
     def rescued() -> bool:
-        return rescue(past, vault, stillness() or "") == ""  # type: ignore[arg-type]
+        return rescue(past, memory, stillness() or "") == ""  # type: ignore[arg-type]
 
     assert not rescued()  # this is the main thread
-    assert vault.names() == []
+    assert memory.names() == []
     beside = threading.Thread(target=until, args=(rescued, 20, "the main thread to sleep"))
     beside.start()
     beside.join()
-    (fd,) = vault.held.values()
+    (fd,) = memory.held.values()
     found = part.read(fd)
     assert found is not None
     assert (found.step, found.rank, found.together, found.extra) == (7, 1, (1,), {"epoch": 1, "layouts": []})
     assert part.differences(fd) == []
     assert [piece.name for piece in found.pieces] == ["model.weight", "model.bias"]
-    vault.drop("1.2")
+    memory.drop("1.2")
 
 
 def test_how_long_ago_the_last_one_was_outlives_the_ranks() -> None:
-    """Were each group to begin anew, with a death every few seconds there would never be one."""
+    """If each group started the interval again, frequent deaths would prevent every snapshot."""
 
     def call(name: str) -> None:
-        vault = SnapshotMemoryClient(name)
-        first = Counter(vault, 0)
+        memory = SnapshotMemoryClient(name)
+        first = Counter(memory, 0)
         first.set(7)
         first.close()
         time.sleep(0.05)
-        again, new = Counter(vault, 0), Counter(vault, 1)
-        assert waited(vault) >= 0.05
-        assert reached(vault) == 7
+        again, new = Counter(memory, 0), Counter(memory, 1)
+        assert waited(memory) >= 0.05
+        assert reached(memory) == 7
         for counter in (again, new):
             counter.begin(8)
-        assert waited(vault) < 0.05
-        assert reached(vault) == 8
+        assert waited(memory) < 0.05
+        assert reached(memory) == 8
         for counter in (again, new):
             counter.close()
-        vault.close()
+        memory.close()
 
     visit(call)
 
@@ -278,7 +278,7 @@ def test_nodes_and_ranks_go_and_come() -> None:
         "a flipped byte is noticed",
         "without shards each node has all",
         "an agent for each rank",
-        "no room is told once",
+        "no room is reported once",
     ]
 
 
@@ -315,7 +315,7 @@ def play(env: Env) -> Play:
 
 
 def ended(folder: Path) -> tuple[list[str], Any]:
-    """The steps at which the ranks began, and what they had in the end."""
+    """The steps at which the ranks began, and what they had at the end."""
     begun, ends = ([(folder / f"{name}.{rank}").read_text() for rank in (0, 1)] for name in ("begun", "end"))
     assert begun[0] == begun[1]
     assert ends[0] == ends[1]
@@ -331,7 +331,7 @@ def test_a_lost_shard_comes_from_memory(tmp_path: Path, play: Play) -> None:
 
 @pytest.mark.extended
 def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path, play: Play) -> None:
-    """The rest goes on with fewer ranks; then one of them dies too."""
+    """The rest continues with fewer ranks; then one of them dies too."""
     where = ("-n", "1:2", "-g", "2,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", "--last-call", "60s", *EVERY)
     what = (SCRIPT, str(tmp_path), "fsdp", '[[7, 2, "node"], [12, 0]]')
     jobs = [start("run", *where, "-i", str(node), *what, env=play.env) for node in range(2)]

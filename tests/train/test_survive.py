@@ -1,4 +1,4 @@
-"""Ranks die, and the training goes on: real processes, real signals. Undisturbed runs are the oracle."""
+"""Ranks die, and the training continues: real processes, real signals. Undisturbed runs are the oracle."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_crash_that_only_repeats_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("most", "code"), [("0", 137), ("1", 137), ("2", 0)])
-def test_the_budget_that_was_told_is_kept(tmp_path: Path, most: str, code: int) -> None:
+def test_max_restarts_is_respected(tmp_path: Path, most: str, code: int) -> None:
     done = trained(tmp_path, 2, [3, 0, "kill"], [5, 1, "kill"], options=("--max-restarts", most))
     assert done.code == code, done.err
     assert ("1 recovery was allowed, and is used up" in done.err) == (most == "1")
@@ -212,7 +212,7 @@ def test_fifty_groups_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_fsdp_goes_on_where_no_shard_is_lost(tmp_path: Path) -> None:
+def test_fsdp_continues_where_no_shard_is_lost(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "scripts" / "regroup.py")
     done = phalanx("run", "-g", "2", "--cpu", script, str(tmp_path), env=places)
     assert done.code == 0, done.err

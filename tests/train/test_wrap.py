@@ -111,11 +111,11 @@ def test_an_overflow_of_one_rank_is_a_step_that_all_skip(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_a_loss_that_was_not_scaled_is_told(how: str) -> None:
+def test_a_loss_that_was_not_scaled_is_reported(how: str) -> None:
     assert "fix: run.backward(loss)" in seen()[0]["fp16"][how]["forgotten"]
 
 
-def test_an_optimizer_made_before_fsdp_goes_on_with_its_state() -> None:
+def test_an_optimizer_made_before_fsdp_keeps_its_state() -> None:
     for rank in seen():
         assert rank["made_before"]["fsdp"] == pytest.approx(rank["made_before"]["ddp"], rel=1e-4)
         # What was there before sharding is gone, or nothing would have been saved by it.
@@ -162,7 +162,7 @@ def test_a_rank_without_samples_takes_part() -> None:
         ("dp", "these are 2 processes"),
     ],
 )
-def test_a_mistake_is_told(mistake: str, text: str) -> None:
+def test_a_mistake_is_reported(mistake: str, text: str) -> None:
     assert text in seen()[1]["mistakes"][mistake]
 
 
@@ -303,7 +303,7 @@ def test_the_scale_of_fp16_is_kept() -> None:
 
 
 def test_each_window_is_measured_by_itself() -> None:
-    """So that one that is resumed has the very numbers of one that went on: nothing of earlier windows is in them."""
+    """A resumed model has the same values as one that was not interrupted: they do not depend on earlier windows."""
     model, x = Net(), torch.randn(7, 3)
     fresh = copy.deepcopy(model)
     went_on, resumed = wrap(model, group=Nobody()), wrap(fresh, group=Nobody())

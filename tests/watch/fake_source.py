@@ -1,4 +1,4 @@
-"""A run that a test makes up as it goes, on the real server of the page."""
+"""A run that a test simulates, on the real server of the page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = "k" * 43
 
 
 class Made:
-    """A Source: what is told to it has happened."""
+    """A Source of the events that it is given."""
 
     alive = True
 

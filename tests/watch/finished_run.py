@@ -1,4 +1,4 @@
-"""Folders of runs that never were: simulated events, written as an agent writes them."""
+"""Folders of simulated runs: events, written as an agent writes them."""
 
 from __future__ import annotations
 

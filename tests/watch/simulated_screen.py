@@ -1,6 +1,6 @@
-"""A made-up run on a real terminal: `python simulated_screen.py RANKS SECONDS [FOLDER]`, for tests of the screen.
+"""A simulated run on a real terminal: `python simulated_screen.py RANKS SECONDS [FOLDER]`, for tests of the screen.
 
-It makes a second of the run every twentieth of one, and then goes on living until FOLDER/over exists. What is done by
+It makes a second of the run every twentieth of one, and then stays alive until FOLDER/over exists. What is done by
 hand is written to FOLDER/actions.
 """
 

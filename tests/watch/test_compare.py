@@ -38,7 +38,7 @@ def rows(out: str) -> dict[str, list[str]]:
 
 
 def silent(seconds: int) -> Iterator[AnyEvent]:
-    """A run whose training tells nothing: it is only looked at."""
+    """A run whose training reports nothing: it is only sampled."""
     return (event for event in simulation.run(2, seconds) if not isinstance(event, events.MetricsMeasured))
 
 
@@ -53,10 +53,10 @@ def test_two_runs_over_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["steps"] == ["59", "119 (2.02x)"]
     assert table["samples/s"] == ["122", "244 (2.00x)"]
     assert table["faults"] == ["1", "1"]
-    assert table["time lost"] == ["0.3 s", "10 s"]  # of two ranks none stands still
+    assert table["time lost"] == ["0.3 s", "10 s"]  # of two ranks none is stalled
     assert float(table["lowest loss"][0]) <= float(table["final loss"][0])
     assert all(len(line) <= 100 for line in out.splitlines())
-    # there are no colours in a pipe: each has a sign of its own
+    # there are no colours in a pipe: each has its own sign
     assert out.splitlines()[:2] == ["* A  short", "+ B  long"]
 
 
@@ -184,7 +184,7 @@ def test_who_is_not_known_or_no_run(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_a_stall_at_the_end_costs_its_time_and_not_the_usual_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The rate of a run that stands still falls, point by point: none of these says how fast it was."""
+    """The rate of a run that is stalled falls, point by point: none of these says how fast it was."""
     trained = [event for event in simulation.run(4, 35) if not isinstance(event, events.RunEnded)]
     last = next(event for event in reversed(trained) if isinstance(event, events.ClusterSample))
     stands = [msgspec.structs.replace(last, time=last.time + second) for second in range(1, 60)]

@@ -196,7 +196,7 @@ def test_what_a_terminal_would_obey(written: str, expected: str) -> None:
 
 
 def test_nothing_that_is_obeyed_is_painted() -> None:
-    """Of a run of somebody else, by its folder: there may be anything in it."""
+    """The folder of a run of another user may contain anything."""
     model, view = model_of(2, 3), View(follows=True)
     model.ranks[0].activity.strip.letters = "ddd\x1b]0;title\x07\x1b[2Jfff"
     painted = Painter(colour=False, ascii_only=False).frame(
@@ -253,7 +253,7 @@ def test_the_tail_of_a_log_that_grows_fast() -> None:
     first, *seen = asyncio.run(read())
     assert first == ["line 0"]
     assert [lines[-1] for lines in seen[:2]] == ["end 1", "end 2"]
-    assert seen[2][-1].startswith("line 3")  # somebody reads what is there: he is not torn away
+    assert seen[2][-1].startswith("line 3")  # a reader who has scrolled stays there
     assert seen[2][: len(seen[1])] == seen[1]
     assert seen[3][-1] == "end 4"
 

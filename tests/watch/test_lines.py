@@ -29,7 +29,7 @@ def test_a_run_that_has_ended() -> None:
     assert any("recovered in 0.31 s" in line for line in told)
     assert any("verdict: rank 2 is in data loading" in line for line in told)
     assert told[-1].startswith("train-simulated: failed with exit code 3 after 1:02")
-    assert not any("steps/s" in line for line in told)  # nobody wants to know how fast it was back then
+    assert not any("steps/s" in line for line in told)  # an old rate is not shown
 
 
 def test_how_far_it_is_now_and_then() -> None:

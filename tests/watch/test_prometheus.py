@@ -22,7 +22,7 @@ DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
 
 def seen(ranks: int, seconds: int) -> RunModel:
     model = RunModel()
-    for event in list(simulation.run(ranks, seconds))[:-1]:  # it goes on
+    for event in list(simulation.run(ranks, seconds))[:-1]:  # it continues
         model.apply(event)
     return model
 
@@ -90,7 +90,7 @@ def test_a_long_step_takes_as_long_as_it_takes() -> None:
     assert model.ranks.times["waiting"].count == 4
 
 
-def test_of_a_run_of_which_only_some_sights_were_kept_the_times_are_the_same() -> None:
+def test_of_a_run_of_which_only_some_samples_were_kept_the_times_are_the_same() -> None:
     whole, some = RunModel(), RunModel()
     for second in range(400):
         sample = events.RankSample(rank=0, step=4 * second, data=0.5, compute=0.3, waiting=0.2)

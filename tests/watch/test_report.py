@@ -196,7 +196,7 @@ def test_a_run_that_left_almost_nothing(tmp_path: Path) -> None:
     assert "No steps and no metrics" in outline.text("p")
 
 
-def test_a_run_that_goes_on_is_told_so_far(tmp_path: Path) -> None:
+def test_a_report_of_a_running_run(tmp_path: Path) -> None:
     happened = [event for event in simulation.run(2, 30) if not isinstance(event, events.RunEnded)]
     started = events.ForkServerReady(time=START, pid=7, mode="cold", seconds=2.0, imports={"torch": 1.5, "os": 0.1})
     slow = events.StepTimingReport(

@@ -1,4 +1,4 @@
-"""Runs are remembered: `phalanx ps --all` tells how far each got, and `--forget` removes it, and nothing else."""
+"""The history of runs: `phalanx ps --all` shows how far each got, and `--forget` removes one, and nothing else."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_command_is_one_line_that_no_terminal_obeys() -> None:
     assert "bash -c 'echo a\\necho \\x1b[31mb'" in ps.table([(record, summary.of(record))], None, now=START)[1]
 
 
-def test_forgetting_removes_the_run_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_forget_removes_the_run_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     left("stays", simulation.run(2, 5))
     gone = left("gone", simulation.run(2, 5))
     wrote(gone, 0, "hello")
@@ -216,7 +216,7 @@ def test_the_old_ones_are_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.warmed
-def test_a_real_run_is_told_as_it_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_real_run_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One whose rank 1 was killed on its way."""
     done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path))
     assert done.code == 0, done.err

@@ -1,4 +1,4 @@
-"""The screen under a real pseudo-terminal, of a run that is made up."""
+"""The terminal view under a real pseudo-terminal, of a simulated run."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_it_is_ended_while_a_debugger_has_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_terminal_that_takes_nothing_holds_up_nothing(tmp_path: Path) -> None:
-    """Of a connection that is stuck: somebody who types q still leaves."""
+    """Of a connection that is stuck: someone who types q still leaves."""
     screen, tty = os.openpty()
     try:
         process = subprocess.Popen(
@@ -271,7 +271,7 @@ def test_a_terminal_that_takes_nothing_holds_up_nothing(tmp_path: Path) -> None:
         )
         resize(screen, 100, 500)
         until(lambda: select.select([screen], [], [], 0)[0], 60)
-        for key in b"jjjjq":  # each a frame of its own
+        for key in b"jjjjq":  # each its own frame
             time.sleep(0.1)
             os.write(screen, bytes([key]))
         assert process.wait(60) == 0

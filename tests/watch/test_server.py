@@ -43,7 +43,7 @@ class Served:
     headers: dict[str, str] = field(default_factory=dict)
 
     def ask(self, path: str, method: str = "GET", body: str | None = None, **headers: str) -> Answer:
-        """As it is told: a header with an underscore for a dash, and none that a browser would add."""
+        """Exactly these headers (an underscore for a dash), and none that a browser would add."""
         line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
             line.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
@@ -93,7 +93,7 @@ def page() -> Iterator[Served]:
         folder = entered.headers["Content-Location"]
         assert sorted(rest) == ["HttpOnly", f"Path=/{folder}", "SameSite=Strict"]
         assert served.ask(f"/{folder}why", Cookie=served.cookie).status == 200
-        assert served.ask(f"/{folder}why").status == 401  # where it is gives nobody anything
+        assert served.ask(f"/{folder}why").status == 401  # to know the path is not enough
         assert KEY not in folder
         assert str(served.port) in served.name
         assert KEY not in served.cookie
@@ -103,7 +103,7 @@ def page() -> Iterator[Served]:
 DATA = ("/live", "/log?rank=0", "/search?text=a", "/why", "/metrics")
 
 
-def test_whoever_has_the_cookie_sees_everything(page: Served) -> None:
+def test_a_client_with_the_cookie_sees_everything(page: Served) -> None:
     assert json.loads(page.ask("/log?rank=1&stream=stderr&start=5&size=7", Cookie=page.cookie).text) == {
         "start": 5,
         "end": 7,
@@ -147,7 +147,7 @@ def test_prometheus_has_no_cookie(page: Served) -> None:
 
 
 @pytest.mark.parametrize("path", DATA)
-def test_nobody_else_sees_anything(page: Served, path: str) -> None:
+def test_other_clients_see_nothing(page: Served, path: str) -> None:
     here = f"127.0.0.1:{page.port}"
     other = f"{page.name.replace(str(page.port), str(page.port + 1))}={page.cookie.partition('=')[2]}"
     wrong = [
@@ -156,7 +156,7 @@ def test_nobody_else_sees_anything(page: Served, path: str) -> None:
         {"Cookie": page.cookie[:-1]},
         {"Cookie": f"{page.name}="},
         {"Cookie": other},  # of the page of another port
-        {"Cookie": page.cookie, "Host": "evil.example"},  # a name that leads here, by somebody else's doing
+        {"Cookie": page.cookie, "Host": "evil.example"},  # a foreign name that resolves to this address
         {"Cookie": page.cookie, "Host": f"evil.example:{page.port}"},
         {"Cookie": page.cookie, "Host": f"127.0.0.1:{page.port}@evil.example"},
         {"Cookie": page.cookie, "Host": "127.0.0.1.evil.example"},
@@ -224,7 +224,7 @@ def test_the_shell_holds_nothing_and_no_file_is_reached_through_it(page: Served)
             assert "root:" not in answer.text
 
 
-def test_what_a_stranger_may_send(page: Served) -> None:
+def test_what_an_unauthenticated_client_may_send(page: Served) -> None:
     for sent in (
         b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 10_000 + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 100_000,
@@ -237,13 +237,13 @@ def test_what_a_stranger_may_send(page: Served) -> None:
             said = b""
             with contextlib.suppress(ConnectionError):
                 line.sendall(sent)
-                while part := line.recv(4096):  # it is over sooner or later: a stranger has a second here
+                while part := line.recv(4096):  # until it is closed: an unauthenticated client has a second here
                     said += part
             assert not [secret for secret in SECRETS if secret.encode() in said], said
     assert page.ask("/why", Cookie=page.cookie).status == 200
 
 
-def test_a_thousand_strangers(page: Served) -> None:
+def test_a_thousand_unauthenticated_clients(page: Served) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:

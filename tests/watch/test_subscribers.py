@@ -1,4 +1,4 @@
-"""Whoever looks at the page gets everything once, then every change; who is slow, everything anew."""
+"""Every browser gets the whole state once, then every change; a slow one gets the whole state again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_a_slow_browser_holds_nobody_up_and_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_browser_delays_no_other_and_gets_the_whole_state_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subscribers, "_BEHIND", 5)
     monkeypatch.setattr(subscribers, "EVERY", 0.0)
 
@@ -97,7 +97,7 @@ def test_a_slow_browser_holds_nobody_up_and_begins_anew(monkeypatch: pytest.Monk
     asyncio.run(work())
 
 
-def test_an_event_is_told_at_once_and_many_together() -> None:
+def test_an_event_is_reported_at_once_and_many_together() -> None:
     async def work() -> None:
         feed = Feed()
         people = Subscribers(feed)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the page is told: a whole, and what comes after it, add up to the model."""
+"""Updates of the page: the whole state and the changes after it add up to the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Client:
         for rank, (start, letters) in update.strips.items():
             first = round(start * 10)
             mine = self.strips.setdefault(rank, {})
-            assert not mine.keys() & set(range(first, first + len(letters))), "no letter is told twice"
+            assert not mine.keys() & set(range(first, first + len(letters))), "no letter is sent twice"
             mine |= {first + place: letter for place, letter in enumerate(letters)}
         for name, points in update.curves.items():
             self.curves.setdefault(name, []).extend(points)
@@ -162,7 +162,7 @@ def test_any_events_in_any_order(happened: list[events.AnyEvent], chance: object
     for event in happened:
         model.apply(event)
         if chance.random() < 0.5 and (update := updates.next()) is not None:  # type: ignore[attr-defined]
-            client.strips.clear()  # of a clock that is set back and forth they are told again
+            client.strips.clear()  # if the clock is set back, they are sent again
             client.receive(encode(update))
     if (update := updates.next()) is not None:
         client.strips.clear()
@@ -173,7 +173,7 @@ def test_any_events_in_any_order(happened: list[events.AnyEvent], chance: object
     assert newcomer.curves == client.curves
 
 
-def test_512_ranks_are_told_in_time_and_space() -> None:
+def test_updates_of_512_ranks_are_fast_and_small() -> None:
     model = RunModel()
     updates = Updates(model)
     sizes, took = [], []

@@ -1,4 +1,4 @@
-"""What somebody who sits at a terminal sees: a command's bytes, as a terminal emulator shows them."""
+"""The screen of a terminal: a command's output, as a terminal emulator shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How groups end: with the right exit code, no word of torch's, and nobody who waits for the others."""
+"""How groups end: with the right exit code, without messages of torch, and without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDING = str(Path(__file__).parent / "scripts" / "ending.py")
 
 
 # One is of an interpreter that has just begun, which takes seconds: that all others are like it, is not ours to show.
-WAYS = [pytest.param(way, marks=pytest.mark.imported) for way in ("uneven", "anew", "adopted", "destroyed", "fork")]
+WAYS = [pytest.param(way, marks=pytest.mark.imported) for way in ("uneven", "again", "adopted", "destroyed", "fork")]
 
 
 @pytest.mark.parametrize("way", [pytest.param("wrapped", marks=pytest.mark.extended), *WAYS])
@@ -68,7 +68,7 @@ for error in (None, *exits, ValueError(), KeyboardInterrupt()):
 
 @pytest.mark.imported
 def test_what_counts_as_a_failure() -> None:
-    """By `with`, and by `finally: group.close()`. In a process of its own, for a group that failed is kept."""
+    """By `with`, and by `finally: group.close()`. In its own process, for a group that failed is kept."""
     result = python("-c", FAILURES)
     assert result.code == 0, result.err
     assert result.out.splitlines() == [
@@ -117,7 +117,7 @@ def test_one_leaves_and_the_others_know(way: str, code: int, seen: str) -> None:
 
 @pytest.mark.imported
 @pytest.mark.parametrize(("way", "code"), [("pending", 1), ("pending finally", 1), ("pending exit", 3)])
-def test_nobody_waits_for_what_will_not_come(way: str, code: int) -> None:
+def test_no_rank_waits_for_what_cannot_come(way: str, code: int) -> None:
     jobs = ranks(2, ENDING, way)
     assert jobs[1].wait() == code
     assert ("ValueError: rank 1 has had enough" in jobs[1].err) == (code == 1)
@@ -131,7 +131,7 @@ def test_a_signal_ends_a_rank_that_waits_in_a_collective() -> None:
     jobs[2].signal(signal.SIGTERM)
     assert jobs[2].wait() == -signal.SIGTERM
     assert jobs[2].err == ""
-    # Whoever waits for a third one with it, knows.
+    # A rank that waits for a third one with it gets the error, too.
     assert jobs[0].wait() == 1
     assert "peer lost, rank 2 has ended" in jobs[0].err
     # And one that does something else.

@@ -106,7 +106,7 @@ def test_by_a_file(tmp_path: Path) -> None:
 # -- one process
 
 
-def test_nobody_started_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
     import torch.distributed as dist
 

@@ -95,7 +95,7 @@ def test_loopback_for_ranks_that_are_known_to_be_on_several_nodes(lab: Lab) -> N
         assert "localhost is the loopback address, but the ranks are on several hosts" in refused(job)
 
 
-def test_loopback_for_ranks_of_which_nobody_knows_where_they_are(lab: Lab) -> None:
+def test_loopback_for_ranks_whose_host_is_unknown(lab: Lab) -> None:
     """They may all be on one machine, and some late: there is a reason in seconds, and an error later."""
     jobs = pair(lab, "127.0.0.1", {"JOIN_TIMEOUT": "8"})
     at = "127.0.0.1 port 4000 (MASTER_ADDR=127.0.0.1)"

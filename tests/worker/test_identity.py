@@ -1,4 +1,4 @@
-"""Who this process is, from recorded environments: one table for each that may have started it."""
+"""The identity of this process, from recorded environments: one table per launcher."""
 
 from __future__ import annotations
 

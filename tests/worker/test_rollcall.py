@@ -52,7 +52,7 @@ def attend(
     return found
 
 
-def test_everybody() -> None:
+def test_all_ranks() -> None:
     people = [person(rank) for rank in (2, 0, 3, 1)]
     expected = tuple(sorted(people, key=lambda one: one.rank))
     assert attend(people) == [expected] * 4
@@ -78,7 +78,7 @@ def test_rank_0_is_missing_and_the_store_is_not() -> None:
     assert said == ["rank 1 waits for rank 0 at node1 port 4000"]
 
 
-def test_nobody_leaves_with_the_store_before_all_have_read_why() -> None:
+def test_the_store_stays_until_all_ranks_have_read_why() -> None:
     from torch.distributed import HashStore
 
     store = SignedStore(HashStore(), "")

@@ -83,7 +83,7 @@ def test_the_store_of_a_launcher_that_has_gone() -> None:
     assert seconds < 10
 
 
-def test_nobody_comes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_other_rank_comes(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     error, seconds = refusal(place("127.0.0.1", port), CALLER, timeout=3.3)
     assert error.what == f"rank 0 is missing: no process listened on 127.0.0.1 port {port} within 3.3 s"
@@ -95,12 +95,12 @@ def test_nobody_comes(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.extended
-def test_a_stranger_and_a_late_rank_0() -> None:
-    """In a process of its own, for torch closes nothing of what it has opened for a store that is not one."""
+def test_a_foreign_server_and_a_late_rank_0() -> None:
+    """In its own process, for torch closes nothing of what it has opened for a store that is not one."""
     result = python(str(SCRIPTS / "store.py"))
     assert result.code == 0, result.err
     assert result.out.splitlines() == [
-        "a stranger is named",
+        "a foreign server is named",
         "a slow store of the launcher is waited for",
         "rank 0 came later",
         "on the loopback alone",

@@ -1,4 +1,4 @@
-"""Where a rank stands, from its environment; the groups themselves are in tests/e2e/test_nodes.py."""
+"""The placement of a rank, from its environment; the groups themselves are in tests/e2e/test_nodes.py."""
 
 from __future__ import annotations
 

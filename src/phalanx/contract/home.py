@@ -21,22 +21,22 @@ def home(environ: Mapping[str, str]) -> str:
     Raises LaunchError if PHALANX_HOME belongs to another user, who could have their programs run as this one.
     """
     path = preferred(environ)
-    stranger = _stranger(path)
+    foreign = _foreign(path)
     if environ.get(HOME):
-        if stranger is not None:
+        if foreign is not None:
             raise LaunchError(
-                f"PHALANX_HOME is {path}, and {stranger} belongs to another user",
-                details=[f"its owner is user {os.stat(stranger).st_uid}, this process runs as user {os.geteuid()}"],
+                f"PHALANX_HOME is {path}, and {foreign} belongs to another user",
+                details=[f"its owner is user {os.stat(foreign).st_uid}, this process runs as user {os.geteuid()}"],
                 fix="set PHALANX_HOME to a folder of your own, or unset it",
             )
         return path
-    return path if stranger is None and os.path.isabs(path) and _can_be_made(path) else _temporary()
+    return path if foreign is None and os.path.isabs(path) and _can_be_made(path) else _temporary()
 
 
-def _stranger(path: str) -> str | None:
+def _foreign(path: str) -> str | None:
     """Return the folder, or that of its subfolders from which something is executed, that another user owns.
 
-    Root is no stranger: it could do as it likes anyway, and owns the volumes of containers.
+    A folder of root is accepted: root can change any file anyway, and owns the volumes of containers.
     """
     for one in (path, *(os.path.join(path, name) for name in ("runs", "warm", "hints"))):
         with contextlib.suppress(OSError):

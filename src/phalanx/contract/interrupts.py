@@ -19,7 +19,7 @@ def deferred() -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, or somebody else's
+    if before is not signal.default_int_handler:  # ignored, or set by other code
         yield
         return
     pressed = False

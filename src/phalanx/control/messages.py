@@ -318,7 +318,7 @@ class FailedRanks(Message, frozen=True, kw_only=True, tag="failed-ranks"):
     place: Text = ""  # what failed and where, equal for the same failure; empty: not known
     text: Text = ""  # the failure in words
     lost_peer: bool = False  # because another rank had failed
-    late: bool = False  # after they were told to stop
+    late: bool = False  # after they were asked to stop
     ranks: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()
 
 

@@ -18,7 +18,7 @@ class Outbox:
     """The messages to one node. `size`: their bytes, until they are acknowledged; `received`: messages from that node.
 
     A connection counts the messages that it receives. Each side reports its count with the pings, and the other side
-    then drops that number of its own messages.
+    then drops that many of the messages that it kept.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:

@@ -1,4 +1,4 @@
-"""Who waits for whom: the collectives and messages that ranks wait in, and who has not come to them."""
+"""Which ranks wait for which: the collectives and messages that ranks wait in, and the ranks that are missing there."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _missing(
             if each.act.what == state.act.what and not (each.gone or each.stopped)
         }
         past = {each.number for each in states.values() if each.act.what != "join" and each.rank.groups}
-        if state.act.what == "join" and past:  # who has a group has joined
+        if state.act.what == "join" and past:  # a rank with a group has joined
             return frozenset(all_ranks - here - past) or None
         return frozenset(all_ranks - here)
     if call.op in ("send", "recv"):

@@ -2,7 +2,7 @@
 
 store = SignedStore(torch_store, "phalanx/run-1.0/1")     # the place: a value is valid for one key at one place
 store.set("here/0", value)
-store.get("here/0")                                        # raises ForgedValueError if somebody else has set it
+store.get("here/0")                                        # raises ForgedValueError if another process has set it
 
 The key of a run comes from its agent, by a file in the run folder that only its user can read. Ranks that another
 launcher has started have none: then values are stored as they are. Counters (`add`) cannot carry a MAC.

@@ -146,7 +146,7 @@ class WarmForkServer:
                 self._runs.discard(pid)
                 self._used = time.monotonic()
                 ended, killed = True, killed or status != 0
-        # What workers had started is left to us if their fork server was killed, or was told to leave it (`--linger
+        # What workers had started is left to us if their fork server was killed, or was asked to leave it (`--linger
         # forever`). In the second case it keeps running.
         if killed:
             self._orphan_cleanup.end(besides=frozenset(self._runs) | self._left_running)

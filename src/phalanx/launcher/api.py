@@ -50,19 +50,19 @@ def launch(
 ) -> Job:
     """`phalanx.launch("train.py", ["--lr", "0.1"], workers=4)`: start a run, and return at once.
 
-    target        Path of a script, or a function that is called as target(*args) on every rank.
-    args          Arguments of the script (strings) or of the function (anything that can be pickled).
-    workers       Workers per node (`-g`). Default: one per GPU, else one.
-    nodes         Number of nodes (`-n`). Default: 1.
-    cpu           Use CPU workers even if GPUs are available.
-    max_restarts  Maximum number of recoveries. Default: as for `phalanx run`.
-    name          Name of the run (`--name`). Default: script or function, date and time.
-    hyperparameters  To record with the run (`--param`). Default: those in the arguments of the script, or the arguments
-                  of the function that are numbers, truth values or texts.
-    options       Any other options of `phalanx run`, such as ["--stall-timeout", "2m"].
-    env           Variables to set for the run, in addition to those of this process.
-    cwd           Working directory of the workers. Default: that of this process.
-    show          Show the output of the run on the standard output and error of this process.
+    - `target`: Path of a script, or a function that is called as target(*args) on every rank.
+    - `args`: Arguments of the script (strings) or of the function (anything that can be pickled).
+    - `workers`: Workers per node (`-g`). Default: one per GPU, else one.
+    - `nodes`: Number of nodes (`-n`). Default: 1.
+    - `cpu`: Use CPU workers even if GPUs are available.
+    - `max_restarts`: Maximum number of recoveries. Default: as for `phalanx run`.
+    - `name`: Name of the run (`--name`). Default: script or function, date and time.
+    - `hyperparameters`: To record with the run (`--param`). Default: those in the arguments of the script, or the
+      arguments of the function that are numbers, truth values or texts.
+    - `options`: Any other options of `phalanx run`, such as ["--stall-timeout", "2m"].
+    - `env`: Variables to set for the run, in addition to those of this process.
+    - `cwd`: Working directory of the workers. Default: that of this process.
+    - `show`: Show the output of the run on the standard output and error of this process.
     """
     from phalanx.contract.messages.function_call import check_caller
     from phalanx.launcher.function_call import simple_arguments

@@ -1,6 +1,7 @@
 """Injects faults into a run, in a sequence that depends only on the seed.
 
-Each fault waits until the run has recovered from the one before, so that a slow machine can keep up.
+The time until the next fault counts from the recovery, so that training progresses even if a recovery takes longer than
+`every`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SIGNALS = {
     "abrt": signal.SIGABRT,
     "bus": signal.SIGBUS,
     "term": signal.SIGTERM,
-    "stop": signal.SIGSTOP,  # for ever: the rank is replaced after --worker-timeout
+    "stop": signal.SIGSTOP,  # without an end: the rank is replaced after --worker-timeout
 }
 OTHERS = {  # processes other than workers
     "store": ("the store", signal.SIGKILL),
@@ -46,13 +47,13 @@ _CONNECT_TIMEOUT = 60.0  # seconds for a script that may use phalanx.main to con
 class InjectedFault:
     """One fault of the sequence."""
 
-    delay: float  # seconds after the previous fault
+    delay: float  # seconds after the recovery from the previous fault
     rank: int
     kind: str
 
 
 def faults(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) -> Iterator[InjectedFault]:
-    """Yield faults for ever, the same for the same seed. Pauses are 0.5 to 1.5 times `every`."""
+    """Yield faults without end, the same for the same seed. Pauses are 0.5 to 1.5 times `every`."""
     chance = random.Random(seed)  # noqa: S311
     while True:
         delay = every * chance.uniform(0.5, 1.5)
@@ -95,16 +96,14 @@ class Chaos:
 
     async def _disturb(self, agent: HookedAgent) -> None:
         attempt = await self._until_healthy(agent)
-        last = time.monotonic()
         here = sorted(worker.seat.rank for worker in attempt.workers.values() if not worker.spare)
         ranks = [rank for rank in here if self.ranks is None or rank in self.ranks]
         if not ranks:
             agent.note(f"chaos: rank {min(self.ranks or ())} is not on this node, which has {here}")
             return
         for fault in itertools.islice(faults(self.seed, ranks, self.kinds, self.every), self.times):
-            await asyncio.sleep(max(0.0, last + fault.delay - time.monotonic()))
+            await asyncio.sleep(fault.delay)
             attempt = await self._until_healthy(agent)
-            last = time.monotonic()
             self.recovered += await self._survived(agent, attempt, fault)
         agent.note(f"chaos: no more faults, {self.recovered} of {self.injected.total()} recovered")
         await asyncio.Event().wait()

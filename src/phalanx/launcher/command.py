@@ -114,6 +114,6 @@ def _alike(path: str, folder: str) -> list[str]:
         names = [name for name in os.listdir(folder) if name.endswith(".py")]
     except OSError:
         return [f"there is no folder {folder} either"]
-    stems = {name.removesuffix(".py"): name for name in names}  # the ending is alike in all
+    stems = {name.removesuffix(".py"): name for name in names}  # all have the same ending
     near = difflib.get_close_matches(os.path.basename(path).removesuffix(".py"), stems, n=3)
     return [f"did you mean {', '.join(stems[stem] for stem in near)}?"] if near else []

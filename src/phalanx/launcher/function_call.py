@@ -4,7 +4,7 @@
     python -m phalanx.launcher.function_call DIR    each rank
     results(folder)                               the caller, when all have ended
 
-Both sides are the same user on machines that share the folder. A folder that belongs to somebody else is refused.
+Both sides are the same user on machines that share the folder. A folder that belongs to another user is refused.
 """
 
 from __future__ import annotations

@@ -53,16 +53,16 @@ class DataRun(StatefulRun):
             test = run.loader(test_set, batch_size=64, train=False)      # every sample exactly once
             train = run.loader(loader, global_batch=64)                  # of a torch DataLoader: its data set, options
 
-        batch_size    samples per rank
-        global_batch  samples of all ranks together, whatever their number; give one of the two
-        train         False for evaluation: in order, nothing dropped, no padding. Default: True with shuffle, drop_last
-                      or pad_last; without them, False when it is read under `torch.no_grad()`
-        shuffle       shuffle every epoch. Default: False
-        drop_last     drop the last samples, which do not fill a global batch. Default: True with shuffle=True or
-                      train=True, else False: the last batches are smaller
-        pad_last      pad the last batches with samples that must not count, see `backward`. Default: False
-        weights       one number per rank: a rank with 0.5 takes half as many samples as one with 1
-        seed          of the order. Default: that of the run
+        - `batch_size`: samples per rank
+        - `global_batch`: samples of all ranks together, whatever their number; give one of the two
+        - `train`: False for evaluation: in order, nothing dropped, no padding. Default: True with shuffle, drop_last or
+          pad_last; without them, False when it is read under `torch.no_grad()`
+        - `shuffle`: shuffle every epoch. Default: False
+        - `drop_last`: drop the last samples, which do not fill a global batch. Default: True with shuffle=True or
+          train=True, else False: the last batches are smaller
+        - `pad_last`: pad the last batches with samples that must not count, see `backward`. Default: False
+        - `weights`: one number per rank: a rank with 0.5 takes half as many samples as one with 1
+        - `seed`: of the order. Default: that of the run
 
         The others are those of torch's DataLoader. A sampler is refused: the loader divides the samples itself. Their
         order does not depend on the number of ranks. In place of a data set it takes a DataLoader, whose batch_size is

@@ -35,17 +35,17 @@ def init(
 ) -> Run:
     """`run = phalanx.init()`: join the process group of this run, whatever launcher started the process.
 
-    backend     Default: `cpu:gloo,cuda:nccl` with a GPU, else the shared memory of phalanx or gloo
-    method      where to meet: `env://` (as the launcher says), `tcp://HOST:PORT`, `file:///SHARED/PATH`
-    rank        with `world_size`: only if no launcher sets them
-    store       a `torch.distributed` store to meet at, instead of `method`
-    timeout     seconds to wait for all ranks, and for every operation of the group. Default: 300
-    seed        of all random numbers, the same on every rank. Default: 0
-    device      Default: this rank's GPU, if there is one; "cpu" for none
-    hyperparameters  to record with the run, such as vars(args): `phalanx ps --json`, the page and the report show them.
-                Default: those in the arguments of the script
-    log_to      where metrics go beside `metrics.jsonl` and TensorBoard: "wandb", "mlflow", a function of a step and its
-                values, or a list of them
+    - `backend`: Default: `cpu:gloo,cuda:nccl` with a GPU, else the shared memory of phalanx or gloo
+    - `method`: where to meet: `env://` (as the launcher says), `tcp://HOST:PORT`, `file:///SHARED/PATH`
+    - `rank`: with `world_size`: only if no launcher sets them
+    - `store`: a `torch.distributed` store to meet at, instead of `method`
+    - `timeout`: seconds to wait for all ranks, and for every operation of the group. Default: 300
+    - `seed`: of all random numbers, the same on every rank. Default: 0
+    - `device`: Default: this rank's GPU, if there is one; "cpu" for none
+    - `hyperparameters`: to record with the run, such as vars(args): `phalanx ps --json`, the page and the report show
+      them. Default: those in the arguments of the script
+    - `log_to`: where metrics go beside `metrics.jsonl` and TensorBoard: "wandb", "mlflow", a function of a step and its
+      values, or a list of them
 
     It waits until all ranks are here. Every rank then draws the same random numbers until its model is wrapped.
     """

@@ -194,19 +194,17 @@ class Run(DataRun):
     ) -> Wrapped:
         """`ddp = run.wrap(model)`: return the module to call instead of `model`; it averages gradients over all ranks.
 
-        how             "ddp"
-                        "fsdp": each rank holds a shard
-                        "hsdp": replicas of a sharded model; a lost shard is restored from its replica
-                        "dp": one process with several devices
-        precision       "bf16", or "fp16" with a scaled loss: run.backward(loss). Default: that of the model
-        accumulate      micro-batches per step; gradients are averaged once per step. Default: 1
-        compile         compile the model with torch.compile
-        compress        compress gradients of DDP: "fp16", "bf16", "powersgd" or PowerSGD(rank=2, start=1000)
-        static_graph    every step uses the same parameters, so that DDP can plan ahead
-        find_unused     not every step uses all parameters: DDP finds out which
-        sync_batchnorm  batch statistics over all ranks, not per rank
-        shard           which parts FSDP gathers together: a class, or a function of a module. Default: the children
-        shards          "hsdp": ranks per replica. Default: the ranks of a node; with one node, half of them
+        - `how`: "ddp"; "fsdp": each rank holds a shard; "hsdp": replicas of a sharded model, so that a lost shard is
+          restored from its replica; "dp": one process with several devices
+        - `precision`: "bf16", or "fp16" with a scaled loss: run.backward(loss). Default: that of the model
+        - `accumulate`: micro-batches per step; gradients are averaged once per step. Default: 1
+        - `compile`: compile the model with torch.compile
+        - `compress`: compress gradients of DDP: "fp16", "bf16", "powersgd" or PowerSGD(rank=2, start=1000)
+        - `static_graph`: every step uses the same parameters, so that DDP can plan ahead
+        - `find_unused`: not every step uses all parameters: DDP finds out which
+        - `sync_batchnorm`: batch statistics over all ranks, not per rank
+        - `shard`: which parts FSDP gathers together: a class, or a function of a module. Default: the children
+        - `shards`: "hsdp": ranks per replica. Default: the ranks of a node; with one node, half of them
 
         The model is moved to this rank's device. Optimizers can be made before or after, from the parameters of the
         model or of the returned module.
@@ -271,13 +269,13 @@ class Run(DataRun):
     ) -> OptimizerUpdate:
         """`run.step(opt, loss=loss)`: update, clear the gradients, and commit the step, its samples and its metrics.
 
-        loss        a metric, as any other; it can be given by position
-        clip        maximum norm of the gradient, over the samples and shards of all ranks
-        accumulate  micro-batches per update; the last one of an epoch always makes an update
-        scheduler   a learning rate scheduler, stepped after every update
-        commit      False if more steps follow for the same batch, with any optimizer; only the last one commits.
-                    A checkpoint in between would count the batch without its other updates.
-        metrics     numbers or tensors of one number, written as rank 0 has them; `loss=run.mean(loss)`: over all ranks
+        - `loss`: a metric, as any other; it can be given by position
+        - `clip`: maximum norm of the gradient, over the samples and shards of all ranks
+        - `accumulate`: micro-batches per update; the last one of an epoch always makes an update
+        - `scheduler`: a learning rate scheduler, stepped after every update
+        - `commit`: False if more steps follow for the same batch, with any optimizer; only the last one commits. A
+          checkpoint in between would count the batch without its other updates.
+        - `metrics`: numbers or tensors of one number, written as rank 0 has them; `loss=run.mean(loss)`: over all ranks
 
             run.step(opt_d, commit=False, loss_d=loss_d)
             ...

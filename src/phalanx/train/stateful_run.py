@@ -40,8 +40,8 @@ class StatefulRun(WorkerProcessGroup):
     def keep(self, *objects: object, **named: object) -> Info | None:
         """`run.keep(model, opt, data, best=0.0)`: name what must survive, and restore it.
 
-        objects  models, optimizers, schedulers, loaders: all that have state_dict() and load_state_dict()
-        named    objects under a name of yours, and plain values: numbers, strings, lists and dicts of them, tensors
+        - `objects`: models, optimizers, schedulers, loaders: all that have state_dict() and load_state_dict()
+        - `named`: objects under a name of yours, and plain values: numbers, strings, lists and dicts of them, tensors
 
         The state is restored from a living rank, a snapshot in memory or the newest checkpoint. Returns the checkpoint,
         if it was that. Give all objects in one call, before or after `run.wrap`; a model and its wrapped module count
@@ -91,12 +91,12 @@ class StatefulRun(WorkerProcessGroup):
     ) -> None:
         """`run.checkpoints("FOLDER", every=500)`: save checkpoints. Call it before `run.keep`, which resumes from them.
 
-        folder     where they are saved. Default: `phalanx run --checkpoints`; without it, there are none
-        every      100: steps; "10m": a time. Default: `phalanx run --checkpoint-every`, or 10m
-        keep_last  how many of the newest are kept
-        keep_best  how many of the best ones by `metric` are kept
-        metric     a metric of `run.step`, `run.log` or `run.save`
-        mode       "min" or "max"
+        - `folder`: where they are saved. Default: `phalanx run --checkpoints`; without it, there are none
+        - `every`: 100: steps; "10m": a time. Default: `phalanx run --checkpoint-every`, or 10m
+        - `keep_last`: how many of the newest are kept
+        - `keep_best`: how many of the best ones by `metric` are kept
+        - `metric`: a metric of `run.step`, `run.log` or `run.save`
+        - `mode`: "min" or "max"
 
             run.checkpoints("FOLDER", keep_best=1, metric="accuracy", mode="max")
 

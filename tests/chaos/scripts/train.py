@@ -164,7 +164,7 @@ def store() -> int:
 
 
 def serve(port: int) -> None:
-    """Start what outlives this process by itself: a server in a session of its own, and a child."""
+    """Start what outlives this process by itself: a server in its own session, and a child."""
     server = subprocess.Popen(
         [sys.executable, "-S", "-c", SERVER, str(port)], stdout=subprocess.PIPE, start_new_session=True
     )

@@ -109,10 +109,10 @@ def test_two_threads_wait_for_one_message() -> None:
             if rank == 0:
                 engine.send(torch.ones(20000), 1, 0, LIMIT).wait()
                 continue
-            parcel = engine.recv(torch.ones(20000), 0, 0, LIMIT)
-            other = threading.Thread(target=lambda one=parcel: troubles.append(raised(one.wait)))
+            message = engine.recv(torch.ones(20000), 0, 0, LIMIT)
+            other = threading.Thread(target=lambda one=message: troubles.append(raised(one.wait)))
             other.start()
-            troubles.append(raised(parcel.wait))
+            troubles.append(raised(message.wait))
             other.join()
         return set(troubles)
 

@@ -44,7 +44,7 @@ def test_a_rank_killed_while_it_waits_is_named_before_the_last_rank_arrives() ->
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, 0.2)  # is its end, within the barrier
         if rank == 2:
-            os.read(over, 1)  # the first has been told already
+            os.read(over, 1)  # the first was interrupted already
         found = raised(lambda: engine.barrier(LIMIT))
         os.write(tell, b".")
         return found
@@ -120,10 +120,10 @@ def test_the_group_survives_an_interrupted_message() -> None:
         engine.barrier(LIMIT)
         if rank == 0:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            parcel = engine.recv(torch.ones(1), 1, 5, LIMIT)
+            message = engine.recv(torch.ones(1), 1, 5, LIMIT)
             with pytest.raises(KeyboardInterrupt):
-                parcel.wait()
-            assert raised(parcel.wait) == (GroupAborted.__name__, "recv was interrupted")
+                message.wait()
+            assert raised(message.wait) == (GroupAborted.__name__, "recv was interrupted")
         return raised(lambda: engine.barrier(LIMIT))
 
     assert ranks(2, body) == [("", "")] * 2

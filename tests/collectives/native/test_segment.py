@@ -77,7 +77,7 @@ def test_a_rank_that_cannot_join_fails_its_peers_at_once() -> None:
     assert "Too many open files" in refused[1]
 
 
-# Of seccomp: what the numbers of the calls are compared with, one after the other.
+# Of seccomp: what the numbers of the calls are compared with, one after another.
 _LOAD, _IS, _RETURN, _ALLOW, _NOT_PERMITTED = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050001
 _PIDFD_OPEN = 434  # on every processor
 
@@ -117,7 +117,7 @@ def test_the_memory_of_another_group_is_refused() -> None:
     first, second = shared_memory.create("phalanx", 4096), shared_memory.create("phalanx", 4096)
     where = f"{os.getpid()}:{first}:{os.fstat(first).st_ino}"
     os.close(segment._open(where, 0, 4096))
-    os.dup2(second, first)  # the number goes on, as that of a group whose making was given up
+    os.dup2(second, first)  # the number stays in use, as for a group whose creation failed
     with pytest.raises(PeerLost, match="what rank 0 shares is not the memory of this group"):
         segment._open(where, 0, 4096)
     os.close(first)

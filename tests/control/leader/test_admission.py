@@ -1,4 +1,4 @@
-"""Which nodes a leader admits, and what both sides are told when it does not."""
+"""Which nodes a leader admits, and what both sides report when it does not."""
 
 from __future__ import annotations
 

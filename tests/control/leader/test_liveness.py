@@ -107,7 +107,7 @@ def test_a_member_whose_port_is_closed_is_lost_at_once() -> None:
     async def meet(port: int) -> float:
         async with leading() as led, speaking(led.port) as speaker:
             words = messages.encode(arrival(1, failover_port=port))
-            await speaker.ws.send_bytes(speaker.knock(words=words))
+            await speaker.ws.send_bytes(speaker.join_request(words=words))
             await speaker.answered()
             await led.leader.wait_for_members(60)
             began = time.monotonic()
@@ -117,7 +117,7 @@ def test_a_member_whose_port_is_closed_is_lost_at_once() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-        assert asyncio.run(meet(port)) > Timing().resume - 0.5  # somebody is there, and could come again
+        assert asyncio.run(meet(port)) > Timing().resume - 0.5  # someone is there, and could come again
     assert asyncio.run(meet(port)) < Timing().resume - 0.5
 
 

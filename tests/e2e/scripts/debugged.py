@@ -56,7 +56,7 @@ elif mode == "both":
     import pdb
 
     pdb.set_trace()
-    print("goes on", rank)
+    print("continues", rank)
 elif rank == 1:
     print("begun")
     dist.barrier()

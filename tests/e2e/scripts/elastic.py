@@ -1,4 +1,4 @@
-"""elastic.py FOLDER [EPOCHS]: a training that goes on, epoch after epoch, until FOLDER/end is there; or for EPOCHS.
+"""elastic.py FOLDER [EPOCHS]: a training that continues, epoch after epoch, until FOLDER/end is there; or for EPOCHS.
 
 Each rank writes which samples it takes for a step, and says when it enters a group. With LAST in the environment a rank
 has something to do when the training is over. With BAD in the environment, this node cannot take part: BAD says why.

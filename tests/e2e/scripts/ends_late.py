@@ -1,9 +1,9 @@
 """ends_late.py HOW FOLDER [CODE]: the process of rank 1 does not end with its last line.
 
-HOW  thread    a thread goes on until FOLDER/go is there
+HOW  thread    a thread continues until FOLDER/go is there
      atexit    so does an atexit function
      child     so does a child process that multiprocessing waits for
-     teardown  a destructor that only the teardown of the interpreter calls waits for ever, with Python's lock
+     teardown  a destructor that only the teardown of the interpreter calls waits forever, with Python's lock
      busy      so does one that computes, until FOLDER/go is there
 
 CODE 1 is that of an exception.

@@ -34,7 +34,7 @@ match ends[sum(int(os.environ.get(name, "0")) for name in ("RANK", "TORCHELASTIC
     case ["interrupt"]:
         raise KeyboardInterrupt
     case ["thread"]:
-        # An exception in a thread is told, and the script still ends well.
+        # An exception in a thread is printed, and the script still exits with 0.
         thread = threading.Thread(target=lambda: 1 / 0, name="worker")
         thread.start()
         thread.join()

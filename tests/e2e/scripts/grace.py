@@ -1,4 +1,4 @@
-"""Takes its time to save what it has when it is told to stop."""
+"""Takes some time to save its state when it is asked to stop."""
 
 import os
 import signal

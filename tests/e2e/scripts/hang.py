@@ -1,4 +1,4 @@
-"""Trains for some steps, then stands still: hang.py KIND FOLDER [BACKEND]. The line to be named has its mark."""
+"""Trains for some steps, then hangs: hang.py KIND FOLDER [BACKEND]. The line to be named has its mark."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def fifo() -> None:
 
 
 def cut() -> None:
-    """Until somebody cuts the link."""
+    """Until someone cuts the link."""
     for step in range(1_000_000):
         dist.all_reduce(torch.ones(4))  # here: cut
         time.sleep(0.05)
@@ -220,7 +220,7 @@ def cut() -> None:
 
 
 def goes_on() -> None:
-    """Stands still for a while, and goes on by itself."""
+    """Stalls for a while, and continues by itself."""
     if last:
         time.sleep(5)  # here: goes_on
     for _ in range(40):

@@ -1,8 +1,8 @@
 """left.py HOW FOLDER [--code N] [--ignore-term]: rank 1 leaves a process running, and says "left 1 PID".
 
-It goes on until FOLDER/go is there, then writes FOLDER/finished. Every rank exits with N.
+It continues until FOLDER/go is there, then writes FOLDER/finished. Every rank exits with N.
 
-HOW  session  in a session of its own
+HOW  session  in its own session
      group    in the session of its rank
      daemon   forked twice, without exec
      pipe     one that ends a moment after its rank, whose pipe it reads

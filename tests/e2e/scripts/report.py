@@ -94,7 +94,7 @@ class Thing:
 
 
 class Numbers:
-    """A dataset of 8 items. Each item tells in which process it was made."""
+    """A dataset of 8 items. Each item names the process that made it."""
 
     def __len__(self):
         return 8

@@ -1,5 +1,5 @@
-"""seen.py FOLDER: a training that goes on until a file there tells it: die (the last rank, once), stuck (rank 1, for as
-long as it is there), end."""
+"""seen.py FOLDER: a training that files in FOLDER control: die (the last rank, once), stuck (rank 1, for as long as the
+file exists), end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """sleepy.py [--ignore-term] [--children] [--seconds N]: say "ready RANK PID", then sleep.
 
 --ignore-term  SIGTERM, SIGINT and SIGHUP do nothing
---children     with two loader processes and a process in a session of its own: "child RANK PID" for each
+--children     with two loader processes and a process in its own session: "child RANK PID" for each
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Trains until a file tells it to end; from another file on, rank 2 has six times more to compute."""
+"""Trains until a file exists; once another file exists, rank 2 has six times more to compute."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""An exception in a thread does not end the script; threading.excepthook and sys.unraisablehook are told."""
+"""An exception in a thread does not end the script; threading.excepthook and sys.unraisablehook are called."""
 
 import os
 import threading
@@ -17,4 +17,4 @@ thread = threading.Thread(target=fails, name="loader")
 thread.start()
 thread.join()
 Unraisable()
-print("goes on", os.environ["RANK"])
+print("continues", os.environ["RANK"])

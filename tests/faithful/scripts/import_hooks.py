@@ -1,4 +1,4 @@
-"""A script that patches torch and that sees imports through a finder of its own."""
+"""A script that patches torch and that sees imports through its own finder."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""torch.multiprocessing.spawn inside a rank: a group of its own, and a child that fails."""
+"""torch.multiprocessing.spawn inside a rank: its own group, and a child that fails."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""unittest.main(): finds its tests in __main__ and ends with a code of its own."""
+"""unittest.main(): finds its tests in __main__ and ends with its own code."""
 
 import os
 import unittest

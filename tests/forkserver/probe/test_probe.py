@@ -138,7 +138,7 @@ def test_a_script_does_not_notice_its_probe(tmp_path: Path) -> None:
         assert worker[name] == plain[name], name
     assert [fd for fd in worker["fds"] if fd < 1000] == plain["fds"]
     assert worker["tasks"] == 2
-    for child, kept in ((forked, 1), (fork, 1), (spawn, 0)):  # where its stacks go, if somebody asks for them
+    for child, kept in ((forked, 1), (fork, 1), (spawn, 0)):  # where its stacks go, if someone asks for them
         assert child["tasks"] == 1
         assert len([fd for fd in child["fds"] if fd > 1000]) == kept
     assert not [fd for fd in json.loads((tmp_path / "executed").read_text()) if int(fd) > 1000]

@@ -1,4 +1,4 @@
-"""Several nodes on one machine: each with a network, a name, a hosts file, processes and shared memory of its own.
+"""Several nodes on one machine: each with its own network, name, hosts file, processes and shared memory.
 
     with Lab(2) as lab:
         job = lab[0].start("run", "-n", "2", "-i", "0", "train.py")

@@ -32,7 +32,7 @@ def tool(init: int, *words: str, text: str = "") -> str:
 
 @contextlib.contextmanager
 def _children_in(init: int) -> Iterator[None]:
-    """Children of this thread are born into the node's pid namespace. No thread can be started meanwhile."""
+    """Children of this thread start in the node's pid namespace. No thread can be started meanwhile."""
     ours, theirs = (os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC) for pid in ("self", init))
     try:
         kernel.setns(theirs, kernel.NEWPID)

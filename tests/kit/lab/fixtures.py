@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Here and not in a fixture: a daemon that is started anew must not look like something that the test left.
+    # Here and not in a fixture: a daemon that is started again must not look like something that the test left.
     if "_lab" in getattr(item, "fixturenames", ()) and (lab := item.config.stash.get(_made, None)):
         for service in lab.services:
             service.start()
@@ -88,7 +88,7 @@ class Before:
         self.memory = {node.name: node.shared_memory() for node in lab}
 
     def left(self, item: pytest.Item) -> list[leaks.Leak]:
-        """What is left, once what is just ending had its time to end."""
+        """What is left after a grace period for what is just ending."""
         end = time.monotonic() + leaks.GRACE
         while True:
             found = [leak for leak in self._differences() if not leaks.allowed(item, leak)]

@@ -160,7 +160,7 @@ class Lab:
         self.write(number, "resolv.conf", "")
         with open("/etc/passwd") as file:
             lines = [line.split(":") for line in file]
-        # So that nothing that comes in by ssh or slurm writes into the home of whoever runs the tests.
+        # So that nothing that comes in by ssh or slurm writes into the home of the user who runs the tests.
         lines = [[*line[:5], self.home, *line[6:]] if line[2] == str(os.getuid()) else line for line in lines]
         self.write(number, "passwd", "".join(map(":".join, lines)))
         words = (sys.executable, "-S", HOLDER, self.name(number), self._folder(number), str(os.getpid()))

@@ -108,7 +108,7 @@ class Node:
         cwd: str | None = None,
         size: tuple[int, int] = (24, 80),
     ) -> Terminal:
-        """The same in a terminal of its own."""
+        """The same in its own terminal."""
         screen, tty = os.openpty()
         resize(screen, *size)
         try:
@@ -214,7 +214,7 @@ class Node:
         self.hosts("good6")
 
     def add_interface(self, name: str, address: str) -> None:
-        """One more network interface, "10.88.0.1/24"; those of one name are joined by a switch of their own."""
+        """One more network interface, "10.88.0.1/24"; those of one name are joined by their own switch."""
         port, bridge = f"{name}.{self.number}", f"br.{name}"
         if not self.lab.has_link(bridge):
             self.lab.ip(f"link add {bridge} type bridge mcast_snooping 0", f"link set {bridge} up")

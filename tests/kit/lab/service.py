@@ -1,4 +1,4 @@
-"""Daemons of a lab, in the foreground as our own children, started anew when a test killed them."""
+"""Daemons of a lab, in the foreground as our own children, started again when a test killed them."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Slurm(Services):
             os.mkdir(f"{self.folder}/{place}")
         nodes = "\n".join(NODE.format(node=node, cpus=cpus) for node in lab)
         self._write("slurm.conf", CONFIG.format(first=lab[0], folder=self.folder, nodes=nodes))
-        # slurmd looks for a version of cgroups unless it is told one, though it uses none of them.
+        # slurmd detects the cgroup version unless one is configured, though it uses none.
         self._write("cgroup.conf", "CgroupPlugin=cgroup/v1\n")
         with open(os.open(f"{self.folder}/munge.key", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
             file.write(os.urandom(128))

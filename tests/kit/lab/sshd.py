@@ -1,4 +1,4 @@
-"""OpenSSH on every node of a lab, with a key of its own, as if the user had set it up."""
+"""OpenSSH on every node of a lab, with its own key, as if the user had set it up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A filter for all threads of this process, which are killed if they poll: as nobody does in a plain interpreter."""
+"""A seccomp filter that kills every thread of this process that polls: a plain interpreter has none."""
 
 import ctypes
 import os

@@ -306,7 +306,7 @@ async def _printed(scene: SampledAgent) -> None:
 
 def test_a_log_that_cannot_be_opened_does_not_block_sampling(play: Play, tmp_path: Path) -> None:
     log, ends = tmp_path / "stdout.log", []
-    os.mkfifo(log)  # to open it takes until somebody writes
+    os.mkfifo(log)  # to open it takes until someone writes
 
     async def act(scene: SampledAgent) -> None:
         scene.coordinator.ranks = {}

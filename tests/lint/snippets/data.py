@@ -125,7 +125,7 @@ GOOD: dict[str, dict[str, str]] = {
             loader = DataLoader(Digits(), shuffle=True)
             DDP(net)(x).sum().backward()
         """,
-        "one that goes on for ever": """
+        "one that never ends": """
             class Text(torch.utils.data.IterableDataset):
                 def __iter__(self):
                     return iter(())

@@ -51,17 +51,17 @@ def test_long_epochs_are_looked_up_in_chunks() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     length=st.integers(30, 90),
-    crews=st.lists(phases_of_run(), max_size=6),
+    phases=st.lists(phases_of_run(), max_size=6),
     tail=st.sampled_from(sorted(TAILS)),
     shuffle=st.booleans(),
 )
-def test_exactly_once(length: int, crews: list[dict[str, Any]], tail: str, shuffle: bool) -> None:
+def test_exactly_once(length: int, phases: list[dict[str, Any]], tail: str, shuffle: bool) -> None:
     """Over epochs, failures, ranks, weights and batches: a sample of a committed step counts once in its epoch."""
     epochs = 3
     done: list[list[int]] = [[] for _ in range(epochs)]
     most = [0] * epochs  # samples that may be dropped
     state: dict[str, Any] = {}
-    for phase in [*crews, {"size": 2, "options": {"batch_size": 3}, "survived": 10**9, "lost": 0, "ahead": 0}]:
+    for phase in [*phases, {"size": 2, "options": {"batch_size": 3}, "survived": 10**9, "lost": 0, "ahead": 0}]:
         loaders = loaders_of(Numbers(length), phase["size"], **TAILS[tail], shuffle=shuffle, **phase["options"])
         for loader in loaders if state else []:
             loader.load_state_dict(restored(state))
@@ -83,7 +83,7 @@ def test_exactly_once(length: int, crews: list[dict[str, Any]], tail: str, shuff
     for epoch, samples in enumerate(done):
         assert max(Counter(samples).values()) == 1
         assert length - len(samples) <= (most[epoch] if tail == "drop" else 0)
-        # And in the order of the epoch, whoever took them.
+        # And in the order of the epoch, whichever rank took them.
         assert samples == list(islice(Order(length, epoch=epoch, shuffle=shuffle), len(samples)))
 
 

@@ -1,4 +1,4 @@
-"""Loaders of iterable data sets, with and without a state of their own."""
+"""Loaders of iterable data sets, with and without their own state."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # t
 
 
 @settings(max_examples=50, deadline=None)
-@given(length=st.integers(0, 60), crews=st.lists(phases_of_run(), max_size=4), tail=st.sampled_from(sorted(TAILS)))
-def test_a_stream_is_dealt_as_if_it_had_an_index(length: int, crews: list[dict[str, Any]], tail: str) -> None:
+@given(length=st.integers(0, 60), phases=st.lists(phases_of_run(), max_size=4), tail=st.sampled_from(sorted(TAILS)))
+def test_a_stream_is_dealt_as_if_it_had_an_index(length: int, phases: list[dict[str, Any]], tail: str) -> None:
     loaders: list[Loader] = []
     done: list[int] = []
     most = 0
-    for phase in [*crews, {"size": 2, "options": {"batch_size": 3}, "survived": None, "ahead": 0}]:
+    for phase in [*phases, {"size": 2, "options": {"batch_size": 3}, "survived": None, "ahead": 0}]:
         new = loaders_of(Stream(length), phase["size"], **TAILS[tail], **phase["options"])
         loaders = resumed(loaders, new) if loaders else new
         done += flat(train(loaders, phase["survived"]))

@@ -19,7 +19,7 @@ checkpoints = Checkpoints(folder, buffers=1, say=told.append)
 checkpoints.save(1, {"model": small})
 checkpoints.wait()
 
-# It is told, training goes on, and so do later saves.
+# It is reported; training and later saves continue.
 checkpoints.save(2, {"model": big})
 checkpoints.save(3, {"model": big})  # needs the buffer, so the other has to be through
 (line,) = told

@@ -69,7 +69,7 @@ def ended(pid: int) -> int:
 
 
 def check(folder: str, at_least: int) -> None:
-    """In a process of its own, as after a restart."""
+    """In its own process, as after a restart."""
 
     def play() -> None:
         kept = things()
@@ -148,7 +148,7 @@ def points(folder: str) -> None:
         os.close(write)
         code = ended(pid)
         check(place, max(3, committed(read)))
-        # The next one goes on, and tidies up.
+        # The next one continues, and tidies up.
         read, write = os.pipe()
         if number % 5 == 1:
             assert ended(forked(lambda place=place, write=write: save(place, range(10, 11), write))) == 0

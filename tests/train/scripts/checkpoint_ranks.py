@@ -136,7 +136,7 @@ def resume(folder: str) -> None:
                 assert (info.step if info else 0) == 2 * number, info
                 if info:
                     assert info.extra == {"consumed": 16 * number, "who": stages[number - 1][0]}
-                    # Each rank has numbers of its own, also where it is new.
+                    # Each rank has its own random numbers, also a new rank.
                     drawn = [torch.rand(1).item(), torch.rand(1, generator=generator).item()]
                     assert len({str(one) for one in Gloo().gather(drawn)}) == world_size
                     if number > 1 and rank < stages[number - 1][1]:
@@ -165,7 +165,7 @@ def resume(folder: str) -> None:
 
 
 def one_fails(folder: str) -> None:
-    """Rank 1 may write no more than a few pages: everybody hears of it, what was there stays."""
+    """Rank 1 may write no more than a few pages: all ranks get the error, and earlier checkpoints stay."""
 
     def play(rank: int) -> None:
         torch.manual_seed(3)
@@ -196,7 +196,7 @@ def one_fails(folder: str) -> None:
 
 
 def not_shared(folder: str) -> None:
-    """Every rank has a folder of its own, as on a disk that nodes do not share."""
+    """Every rank has its own folder, as on a disk that nodes do not share."""
 
     def play(rank: int) -> None:
         with Checkpoints(f"{folder}/{rank}", Gloo()) as checkpoints:
@@ -208,7 +208,7 @@ def not_shared(folder: str) -> None:
 
 
 def one_dies(folder: str) -> None:
-    """Rank 1 is killed while it writes: there is no checkpoint of that step, and rank 0 does not wait for ever."""
+    """Rank 1 is killed while it writes: there is no checkpoint of that step, and rank 0 does not wait forever."""
 
     def play(rank: int) -> None:
         model = nn.Linear(64, 1024)
@@ -225,7 +225,7 @@ def one_dies(folder: str) -> None:
         assert time.monotonic() - began < 60  # and not the patience of ten minutes
         assert sorted(os.listdir(folder)) == [".lock", "step-000000000001"]
         assert Checkpoints(folder).load({"model": model}).step == 1
-        os._exit(0)  # there is nobody to say farewell to
+        os._exit(0)  # the other rank is dead: no orderly shutdown
 
     ranks(2, play, [0, -signal.SIGKILL])
 

@@ -19,7 +19,7 @@ import phalanx
 from phalanx.errors import UsageError
 
 FOLDER = Path(sys.argv[1])
-HERE = phalanx.init()  # the group; every question makes a Run of its own in it
+HERE = phalanx.init()  # the group; every question makes its own Run in it
 QUESTIONS: list[Callable[[], Any]] = []
 
 torch.set_num_threads(1)

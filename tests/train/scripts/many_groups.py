@@ -1,4 +1,4 @@
-"""many_groups.py FOLDER: the group forms anew again and again, with what a training has in it; nothing of it stays.
+"""many_groups.py FOLDER: the group forms again and again, with what a training has in it; nothing of it stays.
 
 Each rank writes how many descriptors and mappings it had after some of them.
 """
@@ -58,7 +58,7 @@ def forked() -> None:
 
 
 def aborted(run: Run, group: object) -> float:
-    """Seconds that rank 0 waits for a rank that does not come, when it is told not to."""
+    """Seconds until rank 0 stops waiting for a missing rank after it was interrupted."""
     if run.rank:
         run.store.get("aborted")
         return 0.0

@@ -1,4 +1,4 @@
-"""preempt.py FOLDER [WORD …]: 40 steps, of which those after the 6th wait until FOLDER has a file "go on".
+"""preempt.py FOLDER [WORD …]: 40 steps, of which those after the 6th wait until FOLDER has a file "continue".
 
 hang       rank 1 waits in a collective that the others do not do, after step 6
 stuck      rank 1 computes there, and comes to no end
@@ -74,7 +74,7 @@ def train(run: phalanx.Run) -> None:
                     run.barrier()
                 while "stuck" in WORDS:
                     torch.rand(1000)
-            if run.steps >= 6 and not (FOLDER / "go on").exists():
+            if run.steps >= 6 and not (FOLDER / "continue").exists():
                 time.sleep(0.05)
     end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
     (FOLDER / f"end.{run.rank}").write_text(repr(end))

@@ -1,4 +1,4 @@
-"""regroup.py FOLDER: FSDP, whose group forms anew after some steps with nobody lost. Both orders of keep and wrap.
+"""regroup.py FOLDER: FSDP, whose group forms again after some steps with nobody lost. Both orders of keep and wrap.
 
 Each rank writes the parameters that it ends with, and those without a regroup.
 """

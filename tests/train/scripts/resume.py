@@ -1,6 +1,6 @@
 """A training that may be killed on the way: `resume.py FOLDER PLAY`.
 
-Every rank notes what it is about to train on, each life where it goes on; rank 0 exports the parameters at the end.
+Every rank notes what it is about to train on, each life where it continues; rank 0 exports the parameters at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Points:
 
 
 class Told(IterableDataset):
-    """The same from front to back, and it can tell where it is."""
+    """The same in order, with a position that can be saved."""
 
     def __init__(self) -> None:
         self.points = Points()

@@ -5,7 +5,7 @@ at the same time. Places:
 
 commit    right after the step, before its snapshot is copied
 backward  in the middle of the next step, when the snapshot of the step is complete
-node      the same, but the rank waits until somebody kills its node
+node      the same, but the rank waits until someone kills its node
 prepared  in the middle of the next step, when all ranks have their gradients; the replica of the rank notices that its
           group is lost before its update, the others after it
 

@@ -1,10 +1,10 @@
 """snapshot.py FOLDER HOW FAULTS: a training whose ranks die: [[step, rank], …] as JSON, each once.
-[step, rank, "node"]: somebody will kill its whole node.
+[step, rank, "node"]: someone will kill its whole node.
 
 ddp    phalanx.main, and a wait after each step until the snapshot is there
 saved  the same, and until the checkpoint is
 init   without phalanx.main: all ranks are started again
-long   waits for ever after the first snapshot
+long   waits forever after the first snapshot
 fsdp   with shards
 
 At the end each rank writes where it had begun in each generation, and its parameters, to FOLDER.

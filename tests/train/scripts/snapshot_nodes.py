@@ -1,4 +1,4 @@
-"""snapshot_nodes.py: snapshots of ranks on several nodes, each of which has a vault; nodes and ranks go and come.
+"""snapshot_nodes.py: snapshots of ranks on several nodes, each of which has a memory; nodes and ranks go and come.
 
 Prints a line for each act that went as it should.
 """
@@ -32,8 +32,8 @@ MIB = 1 << 20
 
 
 @contextlib.contextmanager
-def vaults(*rooms: int) -> Iterator[list[str]]:
-    """In a process of their own, as an agent's are; each with so much room."""
+def memories(*rooms: int) -> Iterator[list[str]]:
+    """In their own process, as an agent's are; each with so much room."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -64,9 +64,9 @@ class Rank:
         placement = roll_call.placement(membership.participants, topology)
         self.run.membership = dataclasses.replace(membership, topology=topology, placement=placement)
         self.said: list[str] = []
-        each = len(names) > len(nodes)  # a vault for each rank, and not for each node
-        self.vault = SnapshotMemoryClient(names[self.run.rank if each else self.run.node_rank])
-        self.snapshots = Snapshots(self.run, self.vault, say=self.said.append)
+        each = len(names) > len(nodes)  # a memory for each rank, and not for each node
+        self.memory = SnapshotMemoryClient(names[self.run.rank if each else self.run.node_rank])
+        self.snapshots = Snapshots(self.run, self.memory, say=self.said.append)
         if each:
             self.snapshots.held_in(names)
         torch.manual_seed(1)
@@ -121,10 +121,10 @@ def play(nodes: Nodes, names: list[str], how: str, act: Callable[[Rank], Any]) -
 
 def main() -> None:
     three: Nodes = ((0, 1), (2,))
-    with vaults(MIB, MIB, MIB) as names:
+    with memories(MIB, MIB, MIB) as names:
         before = play(three, names[:2], "fsdp", lambda rank: [rank.step(number) for number in (1, 2, 3)])
         assert before[0] == before[1] == before[2]
-        # Node 1 is lost, and node 0 has a copy of what rank 2 had. Two ranks go on, one of them on a new node.
+        # Node 1 is lost, and node 0 has a copy of what rank 2 had. Two ranks continue, one of them on a new node.
         left = [names[0], names[2]]
         after = play(((0,), (1,)), left, "fsdp", Rank.restored)
         assert after == [(3, 3, before[0][2])] * 2, after
@@ -137,7 +137,7 @@ def main() -> None:
         def spoil(rank: Rank) -> Any:
             newest = rank.snapshots.newest()
             assert newest is not None
-            fd = rank.vault.show(newest.name(1))
+            fd = rank.memory.show(newest.name(1))
             byte = os.pread(fd, 1, 200)
             os.pwrite(fd, bytes([byte[0] ^ 1]), 200)
             os.close(fd)
@@ -148,14 +148,14 @@ def main() -> None:
         assert "the snapshot of step 3 is not used: the part of rank 1, on node 0" in found[3][0], found[3]
         print("a flipped byte is noticed", flush=True)
 
-    with vaults(MIB, MIB) as names:
+    with memories(MIB, MIB) as names:
         before = play(three, names, "ddp", lambda rank: [rank.step(number) for number in (1, 2)])
         for node, nodes in ((0, ((0,),)), (1, ((0, 1),))):
             after = play(nodes, names[node : node + 1], "ddp", Rank.restored)
             assert after == [(2, 2, before[0][1])] * len(nodes[0]), after
         print("without shards each node has all", flush=True)
 
-    with vaults(MIB, MIB) as names:
+    with memories(MIB, MIB) as names:
         before = play(((0, 1),), names, "fsdp", lambda rank: [rank.step(number) for number in (1, 2)])
         after = play(((0, 1),), names, "fsdp", Rank.restored)
         assert after == [(2, 2, before[0][1])] * 2, after
@@ -166,14 +166,14 @@ def main() -> None:
         saved = [rank.snapshots.save(number, kept, {}) for number in (1, 2, 3)]
         return saved, rank.snapshots.off, rank.said, rank.snapshots.newest()
 
-    with vaults(9200) as names:
+    with memories(9200) as names:
         found = play(((0, 1),), names, "ddp", crowded)
         assert [one[1] for one in found] == [True, True], found
         assert not any(found[0][0])
         assert "continues without snapshots in memory: rank" in found[0][2][0], found
         assert len(found[0][2]) == 1
         assert not found[1][2]
-        print("no room is told once", flush=True)
+        print("no room is reported once", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 At the end each rank writes its parameters, and which samples were committed in which step, to FOLDER. Some steps draw
 random numbers of Python's and NumPy's.
 
-once       model and optimizer are made once in a process; which, is told too
+once       model and optimizer are made once in a process; the output shows which
 early      the model is wrapped before it is kept
 halves     a step has two updates, between which ranks wait for each other
 """
@@ -102,7 +102,7 @@ def train(run: phalanx.Run) -> None:
     data = run.loader(Numbered(), global_batch=12, shuffle=True)
     model, opt = run.once(make) if ONCE else make()
     if ONCE:
-        # Whoever has made it just now, and whoever has had it since long ago, draw the same numbers from here on.
+        # New ranks and survivors draw the same random numbers from here on.
         drawn = [torch.rand(1).item(), random.random(), float(numpy.random.random())]
         assert drawn == run.broadcast(drawn)
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -118,7 +118,7 @@ def train(run: phalanx.Run) -> None:
     idle = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in run.epochs(EPOCHS):
         for x, y, places in run.batches(data):
-            with open(FOLDER / f"{run.steps + 1}.{run.rank}", "w") as file:  # a step that is done again writes it anew
+            with open(FOLDER / f"{run.steps + 1}.{run.rank}", "w") as file:  # a step that is done again writes it again
                 json.dump(places.tolist(), file)
             run.state["begun"][0] += 1
             faulty(run, "step")

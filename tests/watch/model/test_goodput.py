@@ -18,12 +18,12 @@ LOSSES = {
         [RESTART, events.Restarted(time=12, seconds=1.6), NOW, sample(14, -1, -1, phases="iii"), sample(15, 1, 1)],
         1.6 + 3,
     ),
-    "stood still": ([STALL, VERDICT, events.Resumed(time=25, seconds=15)], 15.0),
-    "stood still, seen before it is told": (
+    "stalled": ([STALL, VERDICT, events.Resumed(time=25, seconds=15)], 15.0),
+    "stalled, seen before it is reported": (
         [STALL, VERDICT, sample(24, 20, 20), sample(25, 21, 21), events.Resumed(time=25.2, seconds=15.2)],
         15.2,
     ),
-    "stood still, and was killed": (
+    "stalled, and was killed": (
         [
             STALL,
             VERDICT,

@@ -14,7 +14,7 @@ def health_of(*happened: AnyEvent) -> list[str]:
 
 
 HEALTHS = {
-    "born": ([], ["starting", "starting"]),
+    "just started": ([], ["starting", "starting"]),
     "importing": ([sample(2, -1, -1, phases="iii")], ["starting", "starting"]),
     "healthy": ([sample(2, 1, 1)], ["healthy", "healthy"]),
     "ended": ([events.WorkerExited(time=2, rank=1, pid=11)], ["starting", "done"]),

@@ -75,7 +75,7 @@ def test_a_straggler_is_listed_now_and_then(slow: int, also: str) -> None:
     assert [one.text for one in model.timeline.latest] == [expected.format("20 s"), expected.format("minute")]
     assert [model.ranks[rank].health for rank in range(4)] == ["slow"] * slow + ["healthy"] * (4 - slow)
     model.apply(STALL)
-    assert model.ranks[0].health == "healthy", "what stands still is not slow"
+    assert model.ranks[0].health == "healthy", "a stalled rank is not slow"
 
 
 def test_verdicts_stay_until_the_run_resumes() -> None:
@@ -85,4 +85,4 @@ def test_verdicts_stay_until_the_run_resumes() -> None:
     assert model.trouble.verdicts == [], "new ones follow"
     model.apply(VERDICT)
     model.apply(events.RunEnded(time=50, code=1, seconds=50))
-    assert [one.text for one in model.trouble.verdicts] == [VERDICT.text], "nothing went on when it ended"
+    assert [one.text for one in model.trouble.verdicts] == [VERDICT.text], "nothing progressed when it ended"

@@ -1,4 +1,4 @@
-"""A page of a made-up run that goes on: `python page.py PORT KEY`. A stranger has a second."""
+"""The page of a simulated live run: `python page.py PORT KEY`. Unauthenticated connections last a second."""
 
 from __future__ import annotations
 

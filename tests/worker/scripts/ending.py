@@ -61,7 +61,7 @@ elif way == "uneven":
         group.store.set("late", "yes")
     say(f"end {group.rank}")
     sys.exit(0)
-elif way == "anew":
+elif way == "again":
     group.close()
     with contextlib.suppress(ValueError), WorkerProcessGroup.join() as group:
         assert group.sum(1) == group.world_size

@@ -1,4 +1,4 @@
-"""What a group can do, whoever started its ranks. Every rank prints one line when all of it was right."""
+"""What a group can do, under any launcher. Every rank prints one line if all of it was right."""
 
 from __future__ import annotations
 

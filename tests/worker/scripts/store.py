@@ -19,11 +19,11 @@ from phalanx.worker.rendezvous.methods import MeetingPoint
 
 tcp_store.ANSWER = 2.0
 caller = Identity("hand-set variables", PartialPlacement(rank=1, world_size=2), hosts_store=False)
-with socket.create_server(("127.0.0.1", 0)) as stranger:
-    port = stranger.getsockname()[1]
+with socket.create_server(("127.0.0.1", 0)) as foreign:
+    port = foreign.getsockname()[1]
     with pytest.raises(JoinError, match=f"what listens on 127.0.0.1 port {port} is not the store of this job"):
         tcp_store.open_store(MeetingPoint("tcp", "127.0.0.1", port), caller, 60)
-    print("a stranger is named")
+    print("a foreign server is named")
 
 # The launcher has opened the port, and its store is slow to start.
 tcp_store.ANSWER = 0.1
@@ -46,7 +46,7 @@ with socket.create_server(("127.0.0.1", 0)) as ending:
     place = MeetingPoint("tcp", "127.0.0.1", ending.getsockname()[1])
     calling = threading.Thread(target=lambda: found.append(tcp_store.open_store(place, caller, 30)))
     calling.start()
-    for _ in range(2):  # it looks whether somebody is there, and calls
+    for _ in range(2):  # it checks whether a server answers, and connects
         ending.accept()[0].close()
 kept = tcp_store.open_store(place, Identity("hand-set variables", PartialPlacement(rank=0, world_size=2)), 30)
 calling.join(30)

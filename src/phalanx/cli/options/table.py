@@ -134,7 +134,7 @@ OPTIONS = (
     Option(OFTEN, "--help", "Show the options that are used most.", short="-h", pet=False),
     _ours(OFTEN, "--help-all", "Show all options."),
     _ours(PLAN, "--json", "Print the plan as JSON.", only="plan"),
-    _ours(CHAOS, "--kill-every", "Average time between two faults.", kinds.DURATION, "5s", only="chaos"),
+    _ours(CHAOS, "--kill-every", "Average time from a recovery to the next fault.", kinds.DURATION, "5s", only="chaos"),
     _ours(CHAOS, "--seed", "Seed of the fault plan. Default: random.", kinds.ID, only="chaos"),
     _ours(
         CHAOS,
@@ -272,7 +272,7 @@ OPTIONS = (
     Option(
         OUTPUT,
         "--event-log-handler",
-        "console prints the run's events. Other torch handlers are not called.",
+        "console prints the run's events.",
         kinds.NAME,
         "null",
         no_effect="handlers that are registered in torch are not called",

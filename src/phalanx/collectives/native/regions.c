@@ -1,4 +1,4 @@
-/* Regions: memory that all ranks of a group have mapped. The list of a group is changed by all ranks alike. */
+/* Regions: memory that all ranks of a group have mapped. All ranks change the list of a group in the same way. */
 #define _GNU_SOURCE
 #include "regions.h"
 

@@ -81,7 +81,7 @@ async def probe(host: str, port: int, *, timeout: float, hello: bytes, expected:
         for attempt in tries:
             attempt.cancel()
         await asyncio.gather(*tries, return_exceptions=True)
-    found = [obstacle for attempt in tries if (obstacle := attempt.result())]  # in the order of the addresses
+    found = [problem for attempt in tries if (problem := attempt.result())]  # in the order of the addresses
     addresses = [target.address for target in targets]
     if not interfaces.is_loopback(host) and all(interfaces.is_loopback(address) for address in addresses):
         return _loopback(host, addresses, found)
@@ -201,7 +201,7 @@ async def _resolve(host: str, port: int) -> list[JoinTarget]:
 
 
 async def _try(target: JoinTarget, port: int, timeout: float, hello: bytes, expected: bytes) -> JoinProblem | None:
-    """What became of one address; `what` is about it alone."""
+    """The result for one address; `what` is about it alone."""
     loop = asyncio.get_running_loop()
     place = f"{target.address} port {port}"
     try:
@@ -289,14 +289,14 @@ def _loopback(host: str, addresses: list[str], found: list[JoinProblem]) -> Join
         (
             f"{host} is {', '.join(addresses)} here; no other machine is reached by that",
             *(lines or (f"no line of {HOSTS} says so; the name service does",)),
-            *(obstacle.what for obstacle in found),
+            *(problem.what for problem in found),
         ),
         fix,
     )
 
 
 def _most_telling(host: str, port: int, addresses: list[str], found: list[JoinProblem]) -> JoinProblem:
-    best = min(found, key=lambda obstacle: TELLING.index(obstacle.kind))
+    best = min(found, key=lambda problem: TELLING.index(problem.kind))
     address = addresses[found.index(best)]
     leader = host if host == address else f"{host} ({address})"
     words: dict[str, tuple[str, str]] = {
@@ -326,7 +326,7 @@ def _most_telling(host: str, port: int, addresses: list[str], found: list[JoinPr
     what, fix = words.get(
         best.kind, (f"{leader} port {port} cannot be called", "use another address: --master ADDRESS")
     )
-    return replace(best, what=what, details=tuple(obstacle.what for obstacle in found), fix=fix)
+    return replace(best, what=what, details=tuple(problem.what for problem in found), fix=fix)
 
 
 def _hosts() -> str:
@@ -348,7 +348,7 @@ def _hosts_lines(host: str, text: str) -> tuple[str, ...]:
 
 
 def _first_bytes(data: bytes) -> str:
-    # Strangers may send what a terminal would obey.
+    # An unknown server may send terminal escapes.
     text = "".join(chr(byte) if 0x20 <= byte < 0x7F else "." for byte in data.strip()[:61])
     return text if len(text) <= 60 else f"{text[:59]}…"
 

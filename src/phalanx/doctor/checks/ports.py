@@ -21,7 +21,7 @@ class Ports:
 
     port: int = USUAL
     free: bool = True
-    holder: str = ""  # who has it, if that may be seen
+    holder: str = ""  # the process that holds it, if it is visible
     first: int = 32768  # the range that outgoing connections and free ports are taken from
     last: int = 60999
     reserved: bool = False  # the port is left out of that range

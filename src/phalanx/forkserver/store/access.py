@@ -83,7 +83,7 @@ class _Asked(NamedTuple):
 
 
 class StoreAccess:
-    """Decides about each connection, by the user who has its other end. Each caller that is refused is named once.
+    """Decides about each connection, by the user who owns its other end. Each caller that is refused is named once.
 
     `remote`: ranks of other nodes connect, too. For these the agent decides: it asks the node.
     """

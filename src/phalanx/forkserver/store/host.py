@@ -23,7 +23,7 @@ _INTERVAL = 1.0  # seconds between two heartbeats
 
 
 class StoreOrder(NamedTuple):
-    """What a store is told."""
+    """The parameters of a store."""
 
     address: str
     port: int

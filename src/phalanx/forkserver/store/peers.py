@@ -63,7 +63,7 @@ class PeerLookup:
         return _search(pair)
 
     def works(self) -> bool:
-        """Return whether the kernel tells who has a socket: look up one of this process.
+        """Return whether the kernel reports the owner of a socket: look up one of this process.
 
         A kernel without this kind of netlink answers as if there was no such socket. Then /proc/net is used.
         """

@@ -33,7 +33,7 @@ class AttemptReport:
 
     attempt: int
     deaths: Sequence[root_cause.ProcessFailure] = ()
-    block: str = ""  # the message about the first of them, without what became of the others
+    block: str = ""  # the message about the first of them, without the failures of the others
     trouble: str = ""  # why it ended, if no worker is the cause
     left: str = ""  # processes that workers left running, and what happens to them
     exited: Sequence[root_cause.CleanExit] = ()

@@ -19,7 +19,7 @@ from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
 
 _NEVER = 1 << 62  # more steps than any training has
-_TRIES = 3  # regroups at most: a script that always fails would regroup for ever
+_TRIES = 3  # regroups at most: a script that always fails would regroup forever
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def failed_ranks(deaths: Sequence[ProcessFailure]) -> tuple[FailedRanks, ...]:
 
 
 def afterwards(cause: ProcessFailure, failed: Iterable[FailedRanks]) -> list[str]:
-    """Return what became of the ranks that failed after the first one, on any node: one line per kind of failure."""
+    """Return lines about the ranks that failed after the first one, on any node: one per kind of failure."""
     where = place(cause)[:_LONGEST]
     same: list[int] = []
     lost: list[int] = []

@@ -48,7 +48,7 @@ def read(record: RunRecord) -> PostmortemData:
 
 def _deaths(data: PostmortemData) -> list[root_cause.ProcessFailure]:
     """Return the failed workers of the last attempt that were not replaced."""
-    dead: dict[int, tuple[events.WorkerExited, float]] = {}  # by rank, with the time at which it was told to stop
+    dead: dict[int, tuple[events.WorkerExited, float]] = {}  # by rank, with the time at which it was asked to stop
     spares: set[int] = set()
     stopping = 0.0
     for event in data.history:

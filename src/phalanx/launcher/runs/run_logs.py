@@ -113,7 +113,7 @@ class LogFile:
         """Yield the lines that were written since the last call."""
         with contextlib.suppress(OSError):
             size = os.stat(self._path).st_size
-            if size < self._at:  # somebody has emptied it
+            if size < self._at:  # it was truncated
                 yield from self._lines.end()
                 self._at = 0
             if size == self._at:

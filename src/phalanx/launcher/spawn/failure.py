@@ -72,7 +72,7 @@ def error(failures: Sequence[SpawnFailure], world: int) -> RankError:
 
 
 def _afterwards(first: SpawnFailure, others: Sequence[SpawnFailure]) -> list[str]:
-    """Return what became of the other ranks: one line per kind of failure."""
+    """Return lines about the failures of the other ranks: one per kind of failure."""
     kinds: dict[str, list[int]] = {}
     for other in others:
         if other.ours:

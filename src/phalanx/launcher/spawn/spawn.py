@@ -44,10 +44,10 @@ def spawn(
 
     A function with a first argument `run`, as for `phalanx.main`, gets the `phalanx.Run` of its rank in addition.
 
-    timeout  seconds for all ranks to end. Default: none
-    fresh    True: ranks come from a new interpreter; False: they are forks of this process. Default: forks, if safe
-    backend  of the process group. Default: shm; with GPUs gloo, and nccl too if there is a GPU per rank
-    join     False: make no process group, for a function that calls `init_process_group` itself
+    - `timeout`: seconds for all ranks to end. Default: none
+    - `fresh`: True: ranks come from a new interpreter; False: they are forks of this process. Default: forks, if safe
+    - `backend`: of the process group. Default: shm; with GPUs gloo, and nccl too if there is a GPU per rank
+    - `join`: False: make no process group, for a function that calls `init_process_group` itself
 
     If a rank fails, the others are ended and RankError is raised with its traceback.
     """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _SEND_INTERVAL = 4.9  # seconds between two reports to the leader
 _WARMUP_STEPS = 2  # they take longer than the others
 _MIN_STEPS = 8  # that were seen of a rank before it is called a straggler unasked
-_SURE = 4.0  # standard deviations of what was counted: ranks that are alike differ by less
+_SURE = 4.0  # standard deviations of what was counted: equal ranks differ by less
 _OFTEN = 0.25  # share of GPU readings with a slowdown, from which on it is given as the reason
 _REPLY_TIMEOUT = 2.0  # seconds for node 0
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _FILE = "page"  # in the run folder, readable by its owner only: the address and the key
 _LOG = "page.log"
-_MAX_STARTS = 3  # of the page's process: one that crashes at once would be started for ever
+_MAX_STARTS = 3  # of the page's process: one that crashes at once would be started forever
 _GRACE = 5.0  # seconds to show the end of the run and exit
 _TERM_GRACE = 1.0  # seconds after SIGTERM
 
@@ -213,7 +213,7 @@ class Dashboard:
         return os.path.join(self._folder.path, name)
 
     async def end(self) -> None:
-        """End both. Call it after viewers were told that the run is over."""
+        """End both. Call it after the end of the run was sent to viewers."""
         self._ending = True
         await asyncio.gather(*(one.end() for one in (self._page, self._terminal) if one is not None))
         self._close()

@@ -54,7 +54,7 @@ class Failures:
         )
 
     def explain(self) -> tuple[list[root_cause.ProcessFailure], str]:
-        """Return all failures and the message about the first, without what became of the others."""
+        """Return all failures and the message about the first, without the failures of the others."""
         failed, workers = self._workers.failed, self._workers.values()
         deaths = [self.process_failure(worker) for worker in failed]
         death = root_cause.first_cause(deaths)

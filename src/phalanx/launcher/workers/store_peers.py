@@ -47,7 +47,7 @@ class StorePeers:
         self._coordinator = coordinator
         self._rpc = rpc
         self._lookup: PeerLookup | None = None
-        self._checks = True  # the kernel tells who has a socket
+        self._checks = True  # the kernel reports the owner of a socket
         rpc.serve(_KIND, self._answer)
 
     async def admits(self, near: Address, far: Address) -> bool:

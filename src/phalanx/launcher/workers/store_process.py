@@ -143,7 +143,7 @@ class StoreProcess:
                 self._asking.add(task)
                 task.add_done_callback(self._asking.discard)
             case {"is": "open"}:
-                self._note(f"whoever reaches its port can connect to the store: {message['why']}")
+                self._note(f"anyone who reaches its port can connect to the store: {message['why']}")
 
     async def _ask(self, link: socket.socket, message: wire.Message) -> None:
         """Answer the store whether a process of another node may connect."""

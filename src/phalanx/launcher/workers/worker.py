@@ -22,7 +22,7 @@ class WorkerState(Enum):
     RUNNING = "running"  # it has a process
     CONNECTED = "connected"  # to the agent: it can regroup
     FINISHED = "finished"  # its training has ended, its process has not
-    STOPPING = "stopping"  # it was told to stop
+    STOPPING = "stopping"  # it was asked to stop
     EXITED = "exited"
 
 
@@ -75,7 +75,7 @@ class ExitContext:
     mismatch: wire.Message | None = None  # its collective, if the ranks called different ones
     raised: wire.Message | None = None  # the state of its groups when an exception about other ranks ended its script
     deadline: float = 0.0  # until when it should exit after that
-    stop_sent: float = 0.0  # when it was told to stop
+    stop_sent: float = 0.0  # when it was asked to stop
     blame: Sequence[str] = ()  # who caused its timeout
     unsaved: bool = False  # its training is complete, but the last checkpoint could not be written
 
@@ -134,7 +134,7 @@ class Worker:
 
     @property
     def stopped(self) -> bool:
-        """Return whether it was told to stop before it ended."""
+        """Return whether it was asked to stop before it ended."""
         return WorkerState.STOPPING in self._passed
 
 

@@ -45,7 +45,7 @@ from phalanx.version import __version__
 
 logger = logging.getLogger(__name__)
 
-REMOVED = "the folder of the save was removed"  # by rank 0, once it could not write its own share, or by somebody else
+REMOVED = "the folder of the save was removed"  # by rank 0, if it could not write its share, or by another process
 
 
 @dataclass(frozen=True)

@@ -65,20 +65,19 @@ class _Loop:
 class Loader:
     """`run.loader(dataset, batch_size=64, shuffle=True)`: this rank's part of every batch.
 
-    batch_size    samples per rank
-    global_batch  samples of all ranks together, which stays the same when their number changes; give one of the two
-    train         False for evaluation: every sample exactly once, in order, nothing dropped and no padding. Default:
-                  True with shuffle, drop_last or pad_last; without them, False when read under `torch.no_grad()`
-    shuffle       shuffle every epoch. Default: False
-    drop_last     drop the last samples, which do not fill a global batch. Default: True with shuffle=True or
-                  train=True, else False: the last batches are smaller, and a rank without samples gets one with
-                  a scale of 0
-    pad_last      keep the size of the last batches, padded with samples that must not count: the mean loss is
-                  `(losses * loader.sample_weights).sum()`. Default: False
-    weights       one number per rank: a rank with 0.5 takes half as many samples as one with 1. The global batch stays
-    seed          Default: that of the run
-    total         a function that sums an int over all ranks, for a data set with `shard(index, count)`. Default: a
-                  process group is made for it at the first batch
+    - `batch_size`: samples per rank
+    - `global_batch`: samples of all ranks together, which stays the same when their number changes; give one of the two
+    - `train`: False for evaluation: every sample exactly once, in order, nothing dropped and no padding. Default: True
+      with shuffle, drop_last or pad_last; without them, False when read under `torch.no_grad()`
+    - `shuffle`: shuffle every epoch. Default: False
+    - `drop_last`: drop the last samples, which do not fill a global batch. Default: True with shuffle=True or
+      train=True, else False: the last batches are smaller, and a rank without samples gets one with a scale of 0
+    - `pad_last`: keep the size of the last batches, padded with samples that must not count: the mean loss is
+      `(losses * loader.sample_weights).sum()`. Default: False
+    - `weights`: one number per rank: a rank with 0.5 takes half as many samples as one with 1. The global batch stays
+    - `seed`: Default: that of the run
+    - `total`: a function that sums an int over all ranks, for a data set with `shard(index, count)`. Default: a process
+      group is made for it at the first batch
 
     num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor
     and persistent_workers are those of torch's DataLoader. sampler and batch_sampler are refused: the loader divides

@@ -28,7 +28,7 @@ from phalanx.worker.rendezvous.store import Store
 
 @dataclass(frozen=True)
 class Deal:
-    """Who has the newest state, and who needs it."""
+    """Which ranks have the newest state, and which need it."""
 
     holders: tuple[int, ...] = ()
     lacking: tuple[int, ...] = ()

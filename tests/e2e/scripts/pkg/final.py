@@ -1,4 +1,4 @@
-"""A module of the script's own that tells when it goes."""
+"""A module of the script that prints when it is destroyed."""
 
 import os
 import sys

@@ -102,7 +102,7 @@ with stay("shm work", "collective", "broadcast"):
     late("shm work")
     dist.broadcast(tensor, 1, group=shm, async_op=True).wait()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2), process_group=shm)
-for _ in range(2):  # in the second DDP lays out its buckets anew
+for _ in range(2):  # in the second DDP lays out its buckets again
     model(tensor).sum().backward()
 with stay("shm bucket", "collective", "all_reduce"):
     late("shm bucket")

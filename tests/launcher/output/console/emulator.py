@@ -87,7 +87,7 @@ class Screen:
 
 
 class Terminal:
-    """A pseudo-terminal with somebody who reads it."""
+    """A pseudo-terminal with someone who reads it."""
 
     def __init__(self, width: int = 80, height: int = 24) -> None:
         self.master, self.fd = pty.openpty()
@@ -132,7 +132,7 @@ class Terminal:
 
 
 class Worker:
-    """Somebody who appends to a log, as the pump does."""
+    """Someone who appends to a log, as the pump does."""
 
     def __init__(self, console: Console, rank: int, stream: Std = Std.OUT, *, live: bool = False) -> None:
         self._log = os.memfd_create("log")

@@ -100,10 +100,10 @@ def test_a_reader_that_goes_away_is_no_failure() -> None:
         for _ in range(100):
             worker.write("x" * 10_000 + "\n")
         worker.end()
-        console.say("the other stream goes on")
+        console.say("the other stream continues")
         console.close()
         os.close(writer)
-        assert os.pread(errors.fileno(), 100, 0) == b"phalanx: the other stream goes on\n"
+        assert os.pread(errors.fileno(), 100, 0) == b"phalanx: the other stream continues\n"
 
 
 def test_descriptors_that_are_closed() -> None:
@@ -117,7 +117,7 @@ def test_descriptors_that_are_closed() -> None:
     assert not console.terminal(Std.OUT)
 
 
-def test_a_pipe_that_somebody_made_non_blocking() -> None:
+def test_a_pipe_that_someone_made_non_blocking() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     console = Console(2, out=writer, err=writer)

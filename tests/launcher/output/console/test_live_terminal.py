@@ -42,7 +42,7 @@ def test_a_prompt_stays_below_the_lines_of_others(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize("typed", ["Ann\n", "", "An"])
-def test_a_prompt_on_stderr_is_left_when_the_rank_goes_on(terminal: Terminal, typed: str) -> None:
+def test_a_prompt_on_stderr_is_left_when_the_rank_continues(terminal: Terminal, typed: str) -> None:
     with showing(2, terminal) as console:
         err, out = Worker(console, 0, Std.ERR, live=True), Worker(console, 0, live=True)
         err.write("name? ")  # Python's input() writes its prompt there

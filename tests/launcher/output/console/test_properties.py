@@ -52,7 +52,7 @@ MOVING = st.lists(st.sampled_from(BARS), max_size=25).map(lambda tokens: "".join
 
 @settings(max_examples=150, deadline=None)
 @given(chunked(MOVING))
-def test_a_live_rank_that_nobody_disturbs_sees_a_terminal_of_its_own(chunks: list[bytes]) -> None:
+def test_a_live_rank_that_nobody_disturbs_sees_its_own_terminal(chunks: list[bytes]) -> None:
     above = b"".join(b"line %d\n" % n for n in range(20))  # a cursor cannot leave a terminal at the top
     with Captured(2, terminal=True, prefixes={0: ""}, quiet=0.0) as shown, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sink_module, "REPAINT", 0.0)

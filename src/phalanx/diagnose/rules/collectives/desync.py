@@ -87,7 +87,7 @@ class _Case:
 
     @property
     def mine(self) -> str:
-        if self.here is None and self.state.place is not None:  # it has gone on since
+        if self.here is None and self.state.place is not None:  # it has continued since
             return f"{words.numbered(self.call)} (by now {described(self.state)})"
         return f"{words.numbered(self.call)}{words.at(self.here)}"
 

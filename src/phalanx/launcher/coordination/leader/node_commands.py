@@ -29,7 +29,7 @@ class CurrentAttempt:
     number: int = 0
     began: float = 0.0  # monotonic time
     running: bool = False  # on this node
-    stopping: bool = False  # all workers have been told to stop
+    stopping: bool = False  # all workers have been asked to stop
 
 
 class NodeCommands:

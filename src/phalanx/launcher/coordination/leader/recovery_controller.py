@@ -22,7 +22,7 @@ from phalanx.recover.decision import RecoveryAction
 
 
 class RecoveryController:
-    """Decides for all nodes. What it returns is the action of this node; members have been told."""
+    """Decides for all nodes. It returns the action of this node, after it has sent theirs to the members."""
 
     def __init__(
         self,

@@ -153,7 +153,7 @@ class Display:
     # -- output
 
     def show(self, stream: ShownStream) -> None:
-        """Show what a stream has to show. Not now, if somebody else has the terminal."""
+        """Show what a stream has to show. Not while another process has the terminal."""
         if self._terminal.hides(stream.sink):
             if stream.tail.skip() and stream in self._streams:
                 self._remove(stream)

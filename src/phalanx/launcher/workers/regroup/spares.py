@@ -19,7 +19,7 @@ from phalanx.launcher.workers.spawner import Spawner
 from phalanx.launcher.workers.worker import Worker
 from phalanx.launcher.workers.workers import Workers
 
-_MOST_LOST = 3  # per attempt: a spare that cannot start would be replaced for ever
+_MOST_LOST = 3  # per attempt: a spare that cannot start would be replaced forever
 
 
 def slot(slots: Sequence[Slot], ranks: Sequence[Slot], spares: Sequence[Slot]) -> Slot:

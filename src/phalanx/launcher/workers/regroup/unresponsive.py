@@ -1,4 +1,4 @@
-"""Survivors that do not join the new group: gloo may wait for ever in an operation whose connections are cut.
+"""Survivors that do not join the new group: gloo may wait forever in an operation whose connections are cut.
 
 A send to a dead rank may stay in a queue, and its waiter is never woken. Such a process can only be replaced. That
 loses nothing if another rank has the same state; otherwise another thread of the process copies the state to memory.
@@ -23,7 +23,7 @@ PATIENCE = 0.4  # seconds without CPU use
 ON_GPU = 3.0  # the same for a rank on a GPU, which waits there until NCCL's abort has ended its kernels
 LAST = 15.0  # the same if no other rank has the state: all since the last snapshot is lost
 SAVING = 120.0  # the same while it saves the state: that may be tens of gigabytes
-_INTERVAL = 0.1  # seconds between two checks of who has joined
+_INTERVAL = 0.1  # seconds between two checks of which ranks have joined
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Opens files of a checkpoint folder, which somebody else may have made: no links, no devices, no pipes."""
+"""Opens files of a checkpoint folder, which another user may have made: no links, no devices, no pipes."""
 
 from __future__ import annotations
 

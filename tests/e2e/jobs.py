@@ -1,4 +1,4 @@
-"""The same command on several nodes of a lab, as users type it there, and what is left of it afterwards."""
+"""The same command on several nodes of a lab, and the processes that are left of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that goes on until it is told. The last rank ends itself when it is; the others go on with another."""
+"""A training that runs until a file exists. The last rank then ends itself; the others continue with a new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that an agent holds and workers borrow: over a real socket, from a thread that stands for a worker."""
+"""Memory that an agent holds and workers borrow: over a real socket, from a thread in place of a worker."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ PLENTY = 1 << 20
 
 def visit(call: Callable[[str], None], room: Callable[[], int] = lambda: PLENTY, *, known: bool = True) -> None:
     async def main() -> None:
-        vault = SnapshotMemory(lambda pid: known and pid == os.getpid(), requested=True, room=room)
+        memory = SnapshotMemory(lambda pid: known and pid == os.getpid(), requested=True, room=room)
         try:
-            await asyncio.wait_for(asyncio.to_thread(call, vault.name), 20)
+            await asyncio.wait_for(asyncio.to_thread(call, memory.name), 20)
         finally:
-            vault.close()
+            memory.close()
 
     asyncio.run(main())
 
 
-def borrowed(vault: worker.SnapshotMemoryClient, name: str, size: int, text: bytes = b"") -> int:
+def borrowed(memory: worker.SnapshotMemoryClient, name: str, size: int, text: bytes = b"") -> int:
     """How large it is; with this text at its beginning."""
-    fd = vault.lend(name, size)
+    fd = memory.lend(name, size)
     try:
         os.pwrite(fd, text, 0)
         return os.fstat(fd).st_size
@@ -43,8 +43,8 @@ def borrowed(vault: worker.SnapshotMemoryClient, name: str, size: int, text: byt
         os.close(fd)
 
 
-def seen(vault: worker.SnapshotMemoryClient, name: str) -> bytes:
-    fd = vault.show(name)
+def seen(memory: worker.SnapshotMemoryClient, name: str) -> bytes:
+    fd = memory.show(name)
     try:
         return os.pread(fd, 100, 0).rstrip(b"\0")
     finally:
@@ -80,19 +80,19 @@ def test_no_more_is_lent_than_there_is_room_for() -> None:
     """What is lent and not written yet counts as used."""
 
     def call(name: str) -> None:
-        vault = worker.SnapshotMemoryClient(name)
-        borrowed(vault, "a", 600_000)
+        memory = worker.SnapshotMemoryClient(name)
+        borrowed(memory, "a", 600_000)
         with pytest.raises(LaunchError, match=r"0\.4 MiB more are needed, and 0\.3 MiB may be used"):
-            vault.lend("b", 400_000)
-        assert vault.names() == ["a"]
-        vault.drop("a")
-        assert borrowed(vault, "b", 400_000) == 400_000
-        vault.close()
+            memory.lend("b", 400_000)
+        assert memory.names() == ["a"]
+        memory.drop("a")
+        assert borrowed(memory, "b", 400_000) == 400_000
+        memory.close()
 
     visit(call)
 
 
-def test_a_stranger_gets_nothing() -> None:
+def test_a_foreign_process_gets_nothing() -> None:
     def call(name: str) -> None:
         with pytest.raises(LaunchError, match="cannot connect"):
             worker.SnapshotMemoryClient(name).names()
@@ -106,15 +106,15 @@ def test_an_answer_that_comes_late_is_none_to_the_next_question(monkeypatch: pyt
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
         listener.listen()
-        vault = worker.SnapshotMemoryClient(name)
+        memory = worker.SnapshotMemoryClient(name)
         slow, _ = listener.accept()
         with slow:
             with pytest.raises(LaunchError, match="timed out"):
-                vault.names()
+                memory.names()
             with contextlib.suppress(OSError):
                 slow.send(encoding.encode(words.Answer(names=["/a"])))
             with pytest.raises(LaunchError, match="cannot connect"):
-                vault.names()
+                memory.names()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs as whoever watches sees them: two nodes and a rank that is replaced; a script that prints its loss."""
+"""Samples of a run: two nodes and a rank that is replaced; a script that prints its loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kit import cli
 from tests.kit.cli import Env, free_port, start, until
 
 Told = tuple[list[AnyEvent], list[AnyEvent]]
-pytestmark = pytest.mark.xdist_group("sights")
+pytestmark = pytest.mark.xdist_group("samples")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def faces(of: Told) -> list[events.RankInfos]:
     return [event for event in of[0] if isinstance(event, events.RankInfos)]
 
 
-def sights(of: Told) -> list[events.ClusterSample]:
+def samples(of: Told) -> list[events.ClusterSample]:
     return [event for event in of[1] if isinstance(event, events.ClusterSample)]
 
 
@@ -46,24 +46,24 @@ def measured(of: Told) -> list[events.MetricsMeasured]:
     return [event for event in of[1] if isinstance(event, events.MetricsMeasured)]
 
 
-def busy(sight: events.ClusterSample, generation: int) -> bool:
+def busy(sample: events.ClusterSample, generation: int) -> bool:
     """All three train, and it is known how fast, at what and where: on a busy machine nobody may have looked yet."""
-    trains = [one for one in sight.ranks if one.samples > 0 and one.compute > 0 and "sighted.py:" in one.place]
-    return len(trains) == 3 and sight.generation == generation
+    trains = [one for one in sample.ranks if one.samples > 0 and one.compute > 0 and "sampled.py:" in one.place]
+    return len(trains) == 3 and sample.generation == generation
 
 
 @pytest.fixture(scope="module")
 def trained(env: Env, tmp_path_factory: pytest.TempPathFactory) -> Told:
     folder = tmp_path_factory.mktemp("told")
     same = ("run", "-n", "2", "-g", "2,1", "--cpu", "--master", f"localhost:{free_port()}")
-    what = (script("sighted.py"), str(folder))
+    what = (script("sampled.py"), str(folder))
     with start(*same, "-i", "0", *what, env=env) as one, start(*same, "-i", "1", *what, env=env) as other:
-        until(lambda: any(busy(sight, 0) for sight in sights(told(env, "sighted"))), 90, "three ranks to be seen")
+        until(lambda: any(busy(sample, 0) for sample in samples(told(env, "sampled"))), 90, "three ranks to be seen")
         (folder / "die").touch()
-        until(lambda: any(busy(sight, 1) for sight in sights(told(env, "sighted"))), 90, "another to be seen")
+        until(lambda: any(busy(sample, 1) for sample in samples(told(env, "sampled"))), 90, "another to be seen")
         (folder / "end").touch()
         assert [one.wait(60), other.wait(60)] == [0, 0], one.both + other.both
-    return told(env, "sighted")
+    return told(env, "sampled")
 
 
 def test_nodes_are_seen_to_gather(trained: Told) -> None:
@@ -73,7 +73,7 @@ def test_nodes_are_seen_to_gather(trained: Told) -> None:
     assert calls[0].missing == ("node 1",) or len(calls) == 1
 
 
-def test_everybody_is_known_and_whoever_takes_the_place_of_another(trained: Told) -> None:
+def test_all_ranks_are_known_and_replacements_too(trained: Told) -> None:
     assert all(before.ranks != after.ranks for before, after in itertools.pairwise(faces(trained)))
     last = faces(trained)[-1].ranks
     assert [(face.rank, face.node) for face in last] == [(0, 0), (1, 0), (2, 1)]
@@ -82,28 +82,28 @@ def test_everybody_is_known_and_whoever_takes_the_place_of_another(trained: Told
 
 
 def test_every_second_has_its_letters(trained: Told) -> None:
-    seen = sights(trained)
+    seen = samples(trained)
     assert all(before.time <= after.time for before, after in itertools.pairwise(seen))
     assert seen[-1].generation == 1
     for rank in range(3):
         letters = ""
-        for sight in seen:
-            for glance in sight.ranks:
-                if glance.rank == rank:
-                    assert len(glance.phases) <= round(sight.seconds * 10)  # fewer of a rank that is new
-                    letters += glance.phases
+        for sample in seen:
+            for row in sample.ranks:
+                if row.rank == rank:
+                    assert len(row.phases) <= round(sample.seconds * 10)  # fewer of a rank that is new
+                    letters += row.phases
         assert set(letters.lower()) <= {*events.LETTERS.values(), events.UNSEEN}
         assert sum(letter.isupper() for letter in letters) >= 10  # steps
     last = seen[-1].ranks
     steps = measured(trained)[-1].step
-    assert [(glance.rank, glance.step, glance.state) for glance in last] == [(rank, steps, "E") for rank in range(3)]
+    assert [(row.rank, row.step, row.state) for row in last] == [(rank, steps, "E") for rank in range(3)]
     for rank in range(3):  # not in every second: one of them is its last, in which it is at its end
-        every = [glance for sight in seen for glance in sight.ranks if glance.rank == rank]
-        assert any(glance.memory > 1 << 20 and "sighted.py:" in glance.place for glance in every)
-        assert 0 < max(glance.compute for glance in every) <= 1
+        every = [row for sample in seen for row in sample.ranks if row.rank == rank]
+        assert any(row.memory > 1 << 20 and "sampled.py:" in row.place for row in every)
+        assert 0 < max(row.compute for row in every) <= 1
 
 
-def test_what_was_measured_is_told(trained: Told) -> None:
+def test_what_was_measured_is_reported(trained: Told) -> None:
     found = measured(trained)
     last = found[-1]
     assert last.total > last.step > 0
