@@ -39,7 +39,7 @@ def test_a_rank_that_computes_longer_is_named_and_equal_ones_are_not(
 
     def uneven() -> bool:
         found.append(asked(job))
-        return bool(found[-1].late)
+        return all(reply.late for reply in found[-6:])  # no longer close to the limit, at which the end may differ
 
     with stage("torch._dynamo") as env:
         variables = {name: str(value) for name, value in env.items()}
