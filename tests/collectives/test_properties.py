@@ -7,7 +7,8 @@ import pytest
 from tests.collectives.ranks import program
 
 
-@pytest.mark.parametrize("engine", ["shm", pytest.param("gloo", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("engine", ["shm", "gloo"])
 def test_plans_go_as_on_gloo(engine: str) -> None:
     batches = "16" if engine == "shm" else "6"
     said = program("plans", "--engines", engine, "--batches", batches, "--ranks", "2", "3", "4")

@@ -138,6 +138,7 @@ def test_a_scheduler_may_signal_every_process(
         play.to_its_end(tmp_path, step, *words, ranks=ranks)
 
 
+@pytest.mark.extended
 def test_one_that_hangs_in_a_collective_is_cut_loose(tmp_path: Path, play: Play) -> None:
     job = play.start(tmp_path, "hang", options=("--grace", "12s"))
     in_its_midst(tmp_path, job)
@@ -146,6 +147,7 @@ def test_one_that_hangs_in_a_collective_is_cut_loose(tmp_path: Path, play: Play)
     play.to_its_end(tmp_path, preempted(tmp_path, job), "hang")
 
 
+@pytest.mark.extended
 def test_a_death_while_the_checkpoint_is_written(tmp_path: Path, play: Play) -> None:
     job = play.start(tmp_path, "slow")
     in_its_midst(tmp_path, job)
@@ -155,6 +157,7 @@ def test_a_death_while_the_checkpoint_is_written(tmp_path: Path, play: Play) -> 
     assert preempted(tmp_path, job) == max(steps(tmp_path))
 
 
+@pytest.mark.extended
 def test_preemption_while_a_checkpoint_is_written(tmp_path: Path, play: Play) -> None:
     """Nor is it one that all ranks end badly, once it is written."""
     job = play.start(tmp_path, "slow", "often", "badly", options=("--grace", "10m"))
@@ -163,6 +166,7 @@ def test_preemption_while_a_checkpoint_is_written(tmp_path: Path, play: Play) ->
     assert preempted(tmp_path, job) == max(steps(tmp_path), default=1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", ["twice", "late"])
 def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str, play: Play) -> None:
     # In half a second nobody takes the place of one that is stuck, and saves, slowly.
@@ -198,6 +202,7 @@ def test_any_other_script_ends_as_ever(tmp_path: Path) -> None:
     assert "checkpoint" not in job.err
 
 
+@pytest.mark.extended
 def test_a_signal_at_either_node_preempts_the_run(tmp_path: Path, play: Play) -> None:
     port = free_port()
     same = ("-n", "2", "-g", "1", "--master", f"127.0.0.1:{port}", "--cpu", "--checkpoints", f"{tmp_path}/kept")
