@@ -108,6 +108,23 @@ def test_where_sys_exit_was_called_is_written(tmp_path: Path, status: str, code:
     assert [frame[2] for frame in found.stack] == ["<module>", "give_up"]
 
 
+@pytest.mark.parametrize("name", ["exit", "quit"])
+def test_where_exit_and_quit_were_called_is_written(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "error.json"
+    script = SCRIPT.replace("sys.exit(*", f"{name}(*")
+    done = subprocess.run([sys.executable, "-c", script, path, "[3]"], check=False)
+    found = read_error_file(path.read_text())
+    assert (done.returncode, found.exception) == (3, f"{name}(3)")
+    assert [frame[2] for frame in found.stack] == ["<module>", "give_up"]
+
+
+def test_an_exit_that_a_sitecustomize_has_replaced_stays_as_it_is(tmp_path: Path) -> None:
+    replaced = "import builtins, sys\nbuiltins.exit = sys.exit\n"  # a built-in function, whose type cannot be changed
+    words = [sys.executable, "-c", replaced + SCRIPT, tmp_path / "error.json", "[3]"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 @pytest.mark.parametrize("status", ["[]", "[0]", "[None]"])
 def test_an_exit_without_an_error_is_not_written(tmp_path: Path, status: str) -> None:
     path = tmp_path / "error.json"

@@ -36,10 +36,10 @@ def record(path: str) -> None:
 
 def _record_builtins(pid: int) -> None:
     """Let the functions `exit` and `quit` of the module `site` remember their caller, too."""
-    if not hasattr(builtins, "exit"):  # python -S
+    quitter = type(getattr(builtins, "exit", None))
+    if quitter.__module__ != "_sitebuiltins":  # python -S, or a sitecustomize has replaced it
         return
-    quitter = type(builtins.exit)
-    plain = quitter.__call__
+    plain: Any = quitter.__call__
 
     def call(self: Any, *status: Any, **named: Any) -> Any:
         if os.getpid() == pid and threading.current_thread() is threading.main_thread():
