@@ -163,7 +163,7 @@ class RecoverBenchmark:
             "params": params,
             "turns": os.path.join(folder, "turns") if turns else None,
             "kept": os.path.join(folder, "kept.pt") if keeps else None,
-            "gpus": self._options.gpus,
+            **{name: getattr(self._options, name) for name in ("gpus", "strategy", "precision", "compile")},
         }
         environ = launchers.environment(launcher.launcher, ranks, self._inherited, self._folder)
         command = launcher.command(ranks, gpu=self._options.gpu)
@@ -336,6 +336,11 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
             raise OptionError(f"--{name} {getattr(options, name)}: it must be positive", fix=f"--{name} 2")
     parts = choices("--only", options.only, PARTS)
     names = _names(options.contenders)
+    if options.strategy != "ddp" and "kill" in parts and (others := [*{*names} - {"phalanx", "spare"}]):
+        raise OptionError(
+            f"--strategy {options.strategy}: {', '.join(sorted(others))} can only recover with ddp here",
+            fix=f"--strategy {options.strategy} --contenders phalanx,spare",
+        )
     options.gpus = _gpus(options.ranks, inherited) if options.gpu else []
     before = machine_info()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
@@ -426,6 +431,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu", action="store_true", help="NCCL ranks, each with a GPU or MIG slice, instead of CPU ranks"
     )
+    parser.add_argument(
+        "--strategy",
+        choices=("ddp", "fsdp", "hsdp"),
+        default="ddp",
+        help="how the model is wrapped (ddp); with another one, --contenders phalanx,spare",
+    )
+    parser.add_argument("--precision", choices=("bf16",), help="mixed precision")
+    parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument("--quick", action="store_true", help="one kill each with a tiny model, to see whether it runs")
     parser.add_argument("--json", default="", metavar="FILE", help="write the results to FILE as JSON")
     return parser

@@ -1,6 +1,7 @@
 """Train while ranks are killed from outside, and report progress; one training loop per contender.
 
-python recover.py '{"loop": "plain", "params": 10000000, "progress": FIFO, "turns": PREFIX|null, "kept": FILE|null}'
+python recover.py '{"loop": "plain", "params": 10000000, "progress": FIFO, "turns": PREFIX|null, "kept": FILE|null,
+                    "gpus": [], "strategy": "ddp"|"fsdp"|"hsdp", "precision": "bf16"|null, "compile": false}'
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def through_main(config: dict[str, Any]) -> None:
         model, opt = run.once(make)
         data = run.loader(dataset(config["params"]), batch_size=_BATCH, shuffle=True)
         run.keep(model=model, opt=opt, data=data)
-        ddp = run.wrap(model)
+        wrapped = run.wrap(model, config["strategy"], precision=config["precision"], compile=config["compile"])
         writer.report("ready", run.generation)
         for _ in run.epochs(1 << 30):
             batches = iter(run.batches(data))
@@ -95,18 +96,19 @@ def through_main(config: dict[str, Any]) -> None:
                 if batch is None:
                     break
                 x, y = batch
-                loss = loss_of(ddp(x), y)
+                loss = loss_of(wrapped(x), y)
                 run.backward(loss)
                 run.step(opt, loss=loss)
+                if config["turns"] and run.device.type == "cuda":
+                    torch.cuda.synchronize()  # as in the other loop: the update is part of the time
                 writer.report("step", run.generation, run.steps)
 
     phalanx.main(train, device=None if config["gpus"] else "cpu")
 
 
 def plain(config: dict[str, Any]) -> None:
-    """Train with raw DDP as a careful user writes it; with "kept", it saves a checkpoint every step."""
+    """Train with raw PyTorch as a careful user writes it; with "kept" (DDP only), it saves a checkpoint every step."""
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DistributedSampler
 
     device = own_device(config["gpus"])
@@ -116,21 +118,26 @@ def plain(config: dict[str, Any]) -> None:
     dist.all_reduce(torch.ones(1, device=device))
     progress.report("met", attempt)
     model = network(config["params"], device)
-    opt = adamw(model)
-    step = 0
+    state = None
     if kept and os.path.exists(kept):
         state = torch.load(kept, weights_only=True, map_location=device)
         model.load_state_dict(state["model"])
+    wrapped = raw_wrapped(model, config, device)
+    opt = adamw(model)  # of the parameters that FSDP has made
+    step = 0
+    if state is not None:
         opt.load_state_dict(state["opt"])
         step = state["step"]
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    cast = torch.autocast(device.type, torch.bfloat16, enabled=config["precision"] == "bf16")
     data = dataset(config["params"])
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=_BATCH, sampler=sampler, drop_last=True)
     progress.report("ready", attempt)
     for x, y in endless(loader, sampler):
         progress.wait()
-        loss_of(ddp(x.to(device)), y.to(device)).backward()
+        with cast:
+            output = wrapped(x.to(device))
+        loss_of(output, y.to(device)).backward()
         opt.step()
         opt.zero_grad(set_to_none=True)
         step += 1
@@ -140,6 +147,28 @@ def plain(config: dict[str, Any]) -> None:
             torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "step": step}, f"{kept}.new")
             os.replace(f"{kept}.new", kept)
         progress.report("step", attempt, step)
+
+
+def raw_wrapped(model: nn.Module, config: dict[str, Any], device: torch.device) -> nn.Module:
+    """Wrap a model as `run.wrap` does, with PyTorch alone: DDP, or FSDP2 of each layer, with two replicas for HSDP."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    if config["strategy"] == "ddp":
+        if config["compile"]:
+            model.compile()
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ranks = dist.get_world_size()
+    replicas = 2 if config["strategy"] == "hsdp" else 1
+    names = ("replicate", "shard") if replicas > 1 else ("shard",)
+    mesh = init_device_mesh(device.type, (replicas, ranks // replicas)[-len(names) :], mesh_dim_names=names)
+    for part in (*model.children(), model):
+        fully_shard(part, mesh=mesh)
+        if config["compile"] and part is not model:
+            part.compile()
+    return model
 
 
 def own_device(gpus: list[str]) -> torch.device:

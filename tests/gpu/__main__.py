@@ -64,7 +64,8 @@ def four() -> Iterator[list[str]]:
 
 def passes(script: str, options: list[str], *launcher: str) -> bool:
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), OPTIONS: " ".join(options)}
+    environ = {"JOBS": str(max(1, (os.cpu_count() or 1) // 4)), **os.environ, OPTIONS: " ".join(options)}
+    environ["PYTHONPATH"] = os.pathsep.join(paths)
     began = time.monotonic()
     log = ROOT / "build/gpu-test" / f"{script.replace('/', '.')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Many seeded kills on real NCCL ranks: all are recovered, and the end is to the bit that of an undisturbed run.
 
-python tests/gpu/campaign.py [--ranks N] [--kills N] [--seeds N,N] [NAME …]     names are those of CAMPAIGNS
+python tests/gpu/campaign.py [--ranks N] [--kills N] [--seeds N,N] [--jobs N] [NAME …]     names are those of CAMPAIGNS
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,28 @@ CAMPAIGNS = {
 }
 
 
-def judged(name: str, seed: int, found: Outcome, *, kills: int, steps: int, samples: int, digest: str) -> bool:
+def one_run(name: str, seed: int | None, asked: argparse.Namespace) -> Outcome:
+    """Run a campaign with a seed; None: undisturbed."""
+    campaign, kills = CAMPAIGNS[name], kills_of(name, asked)
+    told = {**campaign.told, "steps": kills * campaign.steps, "samples": 2 * asked.ranks, "limit": LIMIT}
+    if seed is None:
+        return run(asked.ranks, **{**told, "pause": 0.0})
+    options = ["--times", str(kills), "--kill-every", EVERY, "--seed", str(seed)]
+    return run(asked.ranks, options, command="chaos", **told)
+
+
+def kills_of(name: str, asked: argparse.Namespace) -> int:
+    return int(asked.kills or CAMPAIGNS[name].kills)
+
+
+def judged(name: str, seed: int, found: Outcome, asked: argparse.Namespace, digest: str) -> bool:
+    kills = kills_of(name, asked)
     told = re.search(r"chaos: (\d+) faults? .*", found.text)
     facts = {
         "exit code 0": found.code == 0,
         "all recovered": "all recovered" in found.text,
         "same end": bool(digest) and found.end.get("digest") == digest,
-        "samples exact": accounted(found, steps, samples),
+        "samples exact": accounted(found, kills * CAMPAIGNS[name].steps, 2 * asked.ranks),
         f"{kills} kills": bool(told) and int(told[1]) == kills,
         "no step done again": name == "fsdp" or not again(found.text),
         "nothing left": not [pid for pid in found.pids if Path(f"/proc/{pid}").exists()],
@@ -77,22 +93,26 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--kills", type=int, help="in place of a campaign's own number")
     parser.add_argument("--seeds", type=lambda text: [*map(int, text.split(","))])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     asked = parser.parse_args()
     failed = 0
-    for name in asked.names:
-        campaign = CAMPAIGNS[name]
-        kills, samples = asked.kills or campaign.kills, 2 * asked.ranks
-        steps = kills * campaign.steps
-        shared = {"steps": steps, "samples": samples, "limit": LIMIT}
-        quiet = run(asked.ranks, **{**campaign.told, **shared, "pause": 0.0})
-        print(f"      {name}, undisturbed: code {quiet.code}, {steps} steps in {quiet.seconds:.0f} s", flush=True)
-        if quiet.code != 0:
-            print(quiet.text[-3000:], flush=True)
-        for seed in asked.seeds or campaign.seeds:
-            options = ["--times", str(kills), "--kill-every", EVERY, "--seed", str(seed)]
-            found = run(asked.ranks, options, command="chaos", **campaign.told, **shared)
-            digest = quiet.end.get("digest", "")
-            failed += not judged(name, seed, found, kills=kills, steps=steps, samples=samples, digest=digest)
+    quiet: dict[str, Outcome] = {}
+    waiting: dict[tuple[str, int], Outcome] = {}  # until the undisturbed run of that name has ended
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        turns = [(name, seed) for name in asked.names for seed in (None, *(asked.seeds or CAMPAIGNS[name].seeds))]
+        futures = {pool.submit(one_run, name, seed, asked): (name, seed) for name, seed in turns}
+        for future in as_completed(futures):
+            name, seed = futures[future]
+            if seed is None:
+                quiet[name] = future.result()
+                print(f"      {name}, undisturbed: code {quiet[name].code}, {quiet[name].seconds:.0f} s", flush=True)
+                if quiet[name].code != 0:
+                    print(quiet[name].text[-3000:], flush=True)
+            else:
+                waiting[name, seed] = future.result()
+            for other, number in [key for key in waiting if key[0] in quiet]:
+                digest = quiet[other].end.get("digest", "")
+                failed += not judged(other, number, waiting.pop((other, number)), asked, digest)
     left = used()
     print(f"{failed} failed, {left} processes left on the GPU")
     return failed + left

@@ -1,6 +1,7 @@
 """Ranks die on real NCCL; the others stay, and the end is to the bit that of an undisturbed run.
 
 python tests/gpu/survive.py [CASE …]       cases are those of CASES; all of them if none is named
+JOBS=4 python tests/gpu/survive.py         four cases at the same time
 python tests/gpu/survive.py cost           what being ready for a death costs a training that has none
 """
 
@@ -16,8 +17,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,47 +225,60 @@ def cost(ranks: int = 4) -> int:
 OFF = ("--snapshot-every", "off")
 
 
+class Undisturbed:
+    """What comes out of a training that nothing disturbs, run once for all cases that are compared with it."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+    def digest(self, name: str, ranks: int, case: dict[str, Any]) -> str:
+        key = json.dumps([ranks, case], sort_keys=True)
+        with self._locks[key]:
+            if key not in self._found:
+                quiet = run(ranks, **case)
+                self._found[key] = quiet.end.get("digest", "")
+                text = f"      {name}: undisturbed: code {quiet.code}, {quiet.seconds:.1f} s"
+                print(f"{text}\n{quiet.text[-3000:]}" if quiet.code != 0 else text, flush=True)
+            return self._found[key]
+
+
+def passes(name: str, undisturbed: Undisturbed) -> bool:
+    """Run a case and print how it went."""
+    case = dict(CASES[name])
+    kills, ranks = case.pop("kills"), case.pop("ranks", 4)
+    options, allowed = case.pop("options", []), case.pop("again", 0)
+    digest = undisturbed.digest(name, ranks, case)
+    found = run(ranks, options, kills=kills, **case)
+    same = bool(digest) and found.end.get("digest") == digest
+    whole = exact(found.steps(), 60, case.get("samples", 8))
+    repeated = again(found.text)
+    good = found.code == 0 and same and whole and repeated <= allowed
+    times = " ".join(f"{one:.2f}" for one in found.recoveries())
+    lines = [line for line in found.text.splitlines() if line.startswith("phalanx:") or not good]
+    shown = [line[:220] for line in lines[: 60 if good else 150]]
+    shown.append(f"console: {len(found.text.splitlines())} lines")
+    if os.environ.get("TIMELINE"):
+        shown += found.timeline()
+    head = (
+        f"{'ok    ' if good else 'FAILED'} {name}: code {found.code}, {found.seconds:.1f} s, recovered in {times}, "
+        f"{len(found.pids)} processes for {ranks} ranks and {len(kills)} kills, same end: {same}, "
+        f"samples: {whole}, steps done again: {repeated} of {allowed} allowed"
+    )
+    print("\n        ".join([head, *shown]), flush=True)
+    if os.environ.get("OUT"):
+        (Path(os.environ["OUT"]) / f"console-{re.sub(r'[^a-z0-9]+', '-', name)}.txt").write_text(found.text)
+    return good
+
+
 def main(argv: list[str]) -> int:
     if argv == ["cost"]:
         return cost(4)
-    names = argv or list(CASES)
-    undisturbed: dict[str, str] = {}
-    failed = 0
-    for name in names:
-        case = dict(CASES[name])
-        kills = case.pop("kills")
-        ranks = case.pop("ranks", 4)
-        options = case.pop("options", [])
-        allowed = case.pop("again", 0)
-        key = json.dumps([ranks, case], sort_keys=True)
-        if key not in undisturbed:
-            quiet = run(ranks, **case)
-            undisturbed[key] = quiet.end.get("digest", "")
-            print(f"      {name}: undisturbed: code {quiet.code}, {quiet.seconds:.1f} s", flush=True)
-            if quiet.code != 0:
-                print(quiet.text[-3000:])
-        found = run(ranks, options, kills=kills, **case)
-        same = bool(found.end) and found.end.get("digest") == undisturbed[key]
-        steps = found.steps()
-        whole = exact(steps, 60, case.get("samples", 8))
-        repeated = again(found.text)
-        good = found.code == 0 and same and whole and repeated <= allowed
-        failed += not good
-        times = " ".join(f"{one:.2f}" for one in found.recoveries())
-        print(
-            f"{'ok    ' if good else 'FAILED'} {name}: code {found.code}, {found.seconds:.1f} s, recovered in {times}, "
-            f"{len(found.pids)} processes for {ranks} ranks and {len(kills)} kills, same end: {same}, "
-            f"samples: {whole}, steps done again: {repeated} of {allowed} allowed",
-            flush=True,
-        )
-        lines = [line for line in found.text.splitlines() if line.startswith("phalanx:") or not good]
-        print("\n".join(f"        {line[:220]}" for line in lines[: 60 if good else 150]), flush=True)
-        print(f"        console: {len(found.text.splitlines())} lines", flush=True)
-        if os.environ.get("TIMELINE"):
-            print("\n".join(f"        {line}" for line in found.timeline()), flush=True)
-        if os.environ.get("OUT"):
-            (Path(os.environ["OUT"]) / f"console-{re.sub(r'[^a-z0-9]+', '-', name)}.txt").write_text(found.text)
-    return failed
+    jobs = int(os.environ.get("JOBS", "1"))  # cases at the same time: times of recoveries are longer then
+    undisturbed = Undisturbed()
+    with ThreadPoolExecutor(jobs) as pool:
+        good = [*pool.map(lambda name: passes(name, undisturbed), argv or CASES)]
+    return good.count(False)
 
 
 if __name__ == "__main__":

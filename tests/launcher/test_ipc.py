@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +201,13 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
     text: str
 
 
+async def until(done: Any) -> None:
+    end = time.monotonic() + 60
+    while not done() and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    assert done()
+
+
 def test_only_workers_speak_and_only_sense() -> None:
     heard: list[str] = []
     known = SimpleNamespace(pid=os.getpid())
@@ -210,21 +219,15 @@ def test_only_workers_speak_and_only_sense() -> None:
             sock.send(packet)
         return sock
 
-    async def settle(done: Any) -> None:
-        end = time.monotonic() + 10
-        while not done() and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        assert done()
-
     async def scene() -> None:
         decoder: Decoder[Note] = Decoder(Note)
         server = PacketServer(
             "phalanx-test", decoder, lambda pid: pid == known.pid, lambda _, note: heard.append(note.text)
         )
         with call(server.name, encoding.encode(Note("one")), encoding.encode(Note("\udcff"))):
-            await settle(lambda: heard == ["one", "\\xff"])
+            await until(lambda: heard == ["one", "\\xff"])
             assert list(server.connections.values()) == [os.getpid()]
-        await settle(lambda: not server.connections)
+        await until(lambda: not server.connections)
         for packet in (b"{", b"\xff", b'{"type":"other"}', b"[" * 60_000):
             with call(server.name, packet) as sock:
                 sock.settimeout(10)
@@ -238,6 +241,43 @@ def test_only_workers_speak_and_only_sense() -> None:
 
     asyncio.run(scene())
     assert heard == ["one", "\\xff"]
+
+
+_CONNECTS = """
+import socket, sys, time
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect(chr(0) + sys.argv[1])
+time.sleep(600)
+"""
+
+
+def test_a_killed_worker_is_noticed_before_it_is_reaped() -> None:
+    closed: list[int] = []
+
+    async def scene() -> None:
+        server = PacketServer("phalanx-test", Decoder(Note), lambda _: True, lambda *_: None, closed.append)
+        worker = subprocess.Popen([sys.executable, "-S", "-c", _CONNECTS, server.name])
+        try:
+            await until(lambda: [*server.connections.values()] == [worker.pid])
+            assert not linux.is_being_killed(worker.pid)
+            worker.kill()
+            await until(lambda: closed == [worker.pid])  # nobody has waited for it yet
+            await until(lambda: linux.is_being_killed(worker.pid))
+        finally:
+            worker.kill()
+            worker.wait()
+        assert not linux.is_being_killed(worker.pid)
+        server.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("end", ["import os; os._exit(9)", "import os; os.kill(os.getpid(), 15)"])
+def test_only_sigkill_counts_as_killed(end: str) -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", end])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not linux.is_being_killed(process.pid)
+    process.wait()
 
 
 def test_decoding_raises_one_kind_of_error() -> None:

@@ -19,6 +19,7 @@ TABLE = [
     ProcessRow(21, FORK_SERVER, DEAD),  # data workers of the dead rank
     ProcessRow(22, FORK_SERVER, 22),  # with its own session
     ProcessRow(23, 22, 22),
+    ProcessRow(24, DEAD, 24),  # the kernel has not given it another parent yet
     ProcessRow(40, FORK_SERVER, 40),  # an orphan of the living rank
     ProcessRow(50, 1, 50),  # a rank of another agent on this machine
 ]
@@ -27,10 +28,10 @@ TABLE = [
 @pytest.mark.parametrize(
     ("own", "found"),
     [
-        ({22}, [21, 22, 23]),
-        (set(), [21]),
-        ({31, 32, 50}, [21]),  # below a living worker, or of someone else
-        ({LIVING, AGENT, FORK_SERVER}, [21]),
+        ({22}, [21, 22, 23, 24]),
+        (set(), [21, 24]),
+        ({31, 32, 50}, [21, 24]),  # below a living worker, or of someone else
+        ({LIVING, AGENT, FORK_SERVER}, [21, 24]),
     ],
 )
 def test_what_a_dead_rank_has_started(own: set[int], found: list[int]) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.errors import LaunchError, UsageError
+from phalanx.errors import JoinError, LaunchError, UsageError
 from phalanx.train.data.rng import FreshRng
-from phalanx.train.elastic import tensor_transfer
+from phalanx.train.elastic import staged_copies, tensor_transfer
 from phalanx.train.elastic.handover import Deal
 from phalanx.train.elastic.made_once import Once
 from phalanx.train.elastic.memfd_tensors import MemfdTensors, OpenedMemfd, PackingThread
@@ -127,6 +127,26 @@ def blank() -> dict[str, torch.Tensor]:
 
 def alike(found: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one, found[name]) for name, one in tensors().items())
+
+
+def test_staged_copies_write_and_read_any_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_copies, "BUFFER", 1 << 18)  # the large one takes several pieces
+    places, end = {}, 64
+    for name, one in tensors().items():
+        places[name] = end
+        end += one.nbytes + -one.nbytes % 64
+    fd = os.memfd_create("staged")
+    try:
+        os.ftruncate(fd, end)
+        staged_copies.write(fd, [(one, places[name]) for name, one in tensors().items()])
+        found = blank()
+        found["turned"] = torch.zeros(40, 30).t()  # not contiguous
+        staged_copies.read(fd, [(one, places[name]) for name, one in found.items()])
+        assert alike(found)
+        with pytest.raises(JoinError, match="ends in the middle of a tensor"):
+            staged_copies.read(fd, [(found["large"], end - 64)])
+    finally:
+        os.close(fd)
 
 
 def test_an_offer_contains_what_was_put_in() -> None:

@@ -81,7 +81,7 @@ class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
     rank: int
     pid: int
     code: int = 0  # exit code, or the negative signal number
-    peak_memory: int = 0
+    peak_memory: int = 0  # bytes; 0: unknown, for one that was killed
     attempt: int = 0
     hung: bool = False  # killed because it was stalled
 

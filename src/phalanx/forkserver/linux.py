@@ -15,6 +15,7 @@ import sys
 import time
 from typing import NamedTuple
 
+_PF_EXITING = 4  # of a process, in /proc/PID/stat
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_MM = 35
@@ -195,6 +196,20 @@ def _parents() -> dict[int, tuple[int, bool]]:
 def descendants(root: int, *, besides: frozenset[int] = frozenset()) -> list[int]:
     """Return the living processes below `root`, nearest first, without the subtrees of `besides`."""
     return families([root], besides=besides)[root]
+
+
+def is_being_killed(pid: int) -> bool:
+    """Return whether SIGKILL has ended a process, although the kernel may still be freeing what it held.
+
+    With a CUDA context that takes 0.1 s and more, and only then its parent can reap it.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        flags, exit_code = int(fields[6]), int(fields[49])
+    except (OSError, IndexError):  # it is gone, or this is no Linux kernel
+        return False
+    return bool(flags & _PF_EXITING) and exit_code == signal.SIGKILL
 
 
 def families(roots: list[int], *, besides: frozenset[int] = frozenset()) -> dict[int, list[int]]:

@@ -22,6 +22,7 @@ class PacketServer(Generic[T]):
 
     admits    called with the pid of a caller, which has the user id of this process
     received  called with a connection and a message; a malformed message ends the connection
+    closed    called with the pid of a worker soon after its connection has ended
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class PacketServer(Generic[T]):
         decoder: Decoder[T],
         admits: Callable[[int], bool],
         received: Callable[[socket.socket, T], None],
+        closed: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._decoder = decoder
         self._admits = admits
         self._received = received
+        self._closed = closed
         self._loop = asyncio.get_running_loop()
         self.connections: dict[socket.socket, int] = {}  # -> pid of the worker
         self.name = f"{prefix}-{secrets.token_hex(8)}"
@@ -64,6 +67,8 @@ class PacketServer(Generic[T]):
         try:
             message = self._decoder.decode(packet)
         except msgspec.DecodeError:  # the worker is gone, or is no worker of phalanx
+            if (pid := self.connections.get(connection)) is not None:
+                self._loop.call_soon(self._closed, pid)
             self.disconnect(connection)
             return False
         self._received(connection, message)

@@ -14,15 +14,19 @@ from phalanx.launcher.ipc.packet_server import PacketServer
 class WorkerChannels:
     """One channel per worker.
 
-    `is_worker` returns whether a process may connect; `received` gets each message with the pid of its worker.
+    `is_worker` returns whether a process may connect; `received` gets each message with the pid of its worker;
+    `closed` gets the pid of a worker whose channel has ended.
     """
 
     def __init__(
-        self, is_worker: Callable[[int], bool], received: Callable[[int, worker_messages.FromWorker], None]
+        self,
+        is_worker: Callable[[int], bool],
+        received: Callable[[int, worker_messages.FromWorker], None],
+        closed: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._is_worker = is_worker
         self._on_message = received
-        self._server = PacketServer("phalanx", worker_messages.from_worker, self._admits, self._received)
+        self._server = PacketServer("phalanx", worker_messages.from_worker, self._admits, self._received, closed)
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ import time
 from phalanx.cluster.placement import Seat
 from phalanx.contract import events
 from phalanx.contract.messages import worker_messages
-from phalanx.forkserver import wire
+from phalanx.forkserver import linux, wire
 from phalanx.launcher.actions import RegroupPlan, StartAttempt
 from phalanx.launcher.forking.fork_servers import ForkServerClient
 from phalanx.launcher.forking.preload_hints import PreloadHints
@@ -64,6 +64,7 @@ class WorkerGroup:
         self._channels = channels = WorkerChannels(
             lambda pid: workers.with_pid(pid) is not None,
             lambda pid, message: dispatcher.received(pid, message),  # noqa: PLW0108 (it is made below)
+            self._channel_closed,
         )
         self._spawner = spawner = Spawner(
             start.attempt,
@@ -223,12 +224,14 @@ class WorkerGroup:
             self.worker_exited({"name": name, "pid": 0, "status": 1 << 8, "peak": 0})
 
     def worker_exited(self, message: wire.Message) -> None:
-        """Handle the exit of a worker or of the store."""
+        """Handle the exit of a worker or of the store. A worker that was killed is reported twice."""
         name, code = message["name"], os.waitstatus_to_exitcode(message["status"])
         if name == store_process.NAME:
             self._store_exited(message["pid"], code)
             return
-        worker = self.workers[name]
+        worker = self.workers.get(name)
+        if worker is None or worker.code is not None:
+            return
         if code == -signal.SIGKILL and worker.exit.counts_as is not None:
             code = worker.exit.counts_as
         elif code == -signal.SIGKILL and not worker.stopped and self._context.memory_kill is not None:
@@ -264,6 +267,12 @@ class WorkerGroup:
             if not self.stopping:
                 return  # the decision follows: regroup, or stop the rest
         self._check_end()
+
+    def _channel_closed(self, pid: int) -> None:
+        """Handle a worker that was killed before the fork server can reap it: the others need not wait for that."""
+        for name, worker in self.living:
+            if worker.pid == pid and not self.stopping and linux.is_being_killed(pid):
+                self.worker_exited({"name": name, "pid": pid, "status": int(signal.SIGKILL), "peak": 0})
 
     def _store_exited(self, pid: int, code: int) -> None:
         if self.over.is_set() or not self.living:

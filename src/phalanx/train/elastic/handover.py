@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -161,16 +162,18 @@ class Handover:
         near = deal.near(rank)
         if not near:
             received = receive_label(self._store, rank, deal.giver(rank), self._wire(False))
-            targets = state.targets(kept, received["plain"], shapes(received))
+            targets = state.targets(kept, received["plain"], self._shapes(received))
         else:
             with contextlib.ExitStack() as stack:
                 opened = [stack.enter_context(OpenedMemfd(self._store.get(f"from {one}").decode())) for one in near]
                 received = opened[0].label
-                there = shapes(received)
+                there = self._shapes(received)
                 if len([one for one in deal.lacking if deal.near(one) == near]) == 1:
                     for memfd in opened:
                         there |= {
-                            name: _InMemfd(there[name].dtype, there[name].shape, name, memfd) for name in memfd.names()
+                            name: _InMemfd(there[name].dtype, there[name].shape, name, memfd)
+                            for name in memfd.names()
+                            if not isinstance(there[name], _OnDevice)
                         }
                 targets = state.targets(kept, received["plain"], there)
                 with torch.no_grad():
@@ -183,12 +186,30 @@ class Handover:
         state.restore(kept, received["plain"], targets)
         return ReceivedState(received["step"], received["epoch"], received["layouts"] if deal.alike else [])
 
+    def _shapes(self, received: Mapping[str, Any]) -> dict[str, Shape]:
+        """Return the shapes of the tensors in a label. What was on a GPU is received there, as on the giver."""
+        device, there = self._membership.device, shapes(received)
+        if device.type != "cuda":
+            return there
+        far = [name for name, _, _, is_far, _ in received["tensors"] if is_far]
+        return there | {name: _OnDevice(there[name].dtype, there[name].shape, device) for name in far}
+
     def _by_backend(self, near: bool) -> tuple[bool, ...]:
         """Return which tensors are sent by the backend: those on a GPU (True), those on the CPU (False)."""
         return () if near and self._by_memory else (True,) if near else (True, False)
 
     def _wire(self, far: bool) -> torch.device:
         return tensor_transfer.wire(self._membership, far)
+
+
+@dataclass(frozen=True)
+class _OnDevice(Shape):
+    """A tensor on the GPU of this rank."""
+
+    device: torch.device
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)

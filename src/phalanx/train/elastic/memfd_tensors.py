@@ -5,7 +5,6 @@ A memfd has no name, so nothing is left of it when the process that made it has 
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
@@ -17,6 +16,8 @@ import torch
 
 from phalanx.contract import shared_memory
 from phalanx.errors import JoinError
+from phalanx.train.elastic import staged_copies
+from phalanx.train.elastic.staged_copies import memory
 from phalanx.worker.process_group import objects
 
 ALIGNED = 64  # bytes, as torch's own memory is
@@ -120,16 +121,14 @@ class OpenedMemfd:
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Copy the tensors to targets of the same names. Targets that are in the memfd already are left alone."""
+        places = self.label["places"]
+        staged_copies.read(self._fd, [(targets[name], places[name]) for name in self.names() if targets[name].is_cuda])
         for name in self.names():
-            place = self.label["places"][name]
-            target = targets[name].detach()
-            if self._is_own(target):
-                continue
-            if target.is_cuda:
-                target.copy_(self.tensor(name, target.dtype, tuple(target.shape)))
+            place, target = places[name], targets[name].detach()
+            if target.is_cuda or self._is_own(target):
                 continue
             near = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-            view = _memory(near)
+            view = memory(near)
             while view:
                 count = os.preadv(self._fd, [view], place)
                 if not count:
@@ -157,25 +156,20 @@ def _written(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, in
     for name, tensor in tensors.items():
         places[name] = end
         packed = tensor.detach().contiguous()  # held until it is written
-        end += _write(fd, _memory(packed))
+        end += _write(fd, memory(packed))
         end += _write(fd, memoryview(bytes(-end % ALIGNED)))
     return places, end
 
 
 def _copied(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
-    """Do the same for tensors on a GPU: copy them directly to the memory of the file."""
+    """Do the same for tensors on a GPU."""
     places, end = {}, 0
     for name, tensor in tensors.items():
         places[name] = end
         end += tensor.nbytes + -tensor.nbytes % ALIGNED
-    if end:
-        os.posix_fallocate(fd, 0, end)  # mmap would allocate it as well, but with the GIL held
-        memory = mmap.mmap(fd, end, flags=mmap.MAP_SHARED | _POPULATE)
-        for name, tensor in tensors.items():
-            if count := tensor.numel():
-                there = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=places[name])
-                there.view(tensor.shape).copy_(tensor.detach())
-        os.lseek(fd, end, os.SEEK_SET)
+    os.ftruncate(fd, end)
+    staged_copies.write(fd, [(tensor, places[name]) for name, tensor in tensors.items()])
+    os.lseek(fd, end, os.SEEK_SET)
     return places, end
 
 
@@ -184,9 +178,3 @@ def _write(fd: int, view: memoryview) -> int:
     while rest:
         rest = rest[os.write(fd, rest) :]
     return len(view)
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor of any type. The tensor must outlive them."""
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")

@@ -107,7 +107,7 @@ def _come_in(store: SignedStore, me: Participant, place: str) -> None:
         store.set(_key(me.rank), msgspec.msgpack.encode(me))
         return
     # The first process with this rank may be between the two calls.
-    _await(store, [_key(me.rank)], 1.0)
+    _await(store, [_key(me.rank)], 1.0, me.world_size)
     other = _participant.decode(store.get(_key(me.rank))) if store.check([_key(me.rank)]) else None
     raise JoinError(
         f"rank {me.rank} is already there{f': {other}' if other else ''}",
@@ -131,7 +131,7 @@ def _count(
         say(f"rank 0 waits for {_ranks(_missing(store, me.world_size))} at {place}")
 
     # A rank that comes at the last moment counts.
-    if not _await(store, keys, timeout, waiting) and (missing := _missing(store, me.world_size)):
+    if not _await(store, keys, timeout, me.world_size, waiting) and (missing := _missing(store, me.world_size)):
         raise _refused(store, me, _absent(store, me, missing, timeout, place))
     participants = tuple(_participant.decode(value) for value in store.multi_get(keys))
     if odd := [participant for participant in participants if participant.world_size != me.world_size]:
@@ -175,7 +175,7 @@ def _listen(
             say(f"rank {me.rank} waits for rank 0 at {place}")
 
     # Wait a little longer than rank 0, whose message about who is missing is the same for all.
-    if not _await(store, ["verdict"], timeout + 2, waiting):
+    if not _await(store, ["verdict"], timeout + 2, me.world_size, waiting):
         # Rank 0 may have come, and ended before it had counted.
         raise _absent(store, me, _missing(store, me.world_size) or [0], timeout, place)
     verdict = msgspec.msgpack.decode(store.get("verdict"))
@@ -204,7 +204,7 @@ def together(store: SignedStore, me: Participant, timeout: float, *, name: str, 
     def waiting() -> None:
         say(f"rank {me.rank} waits for {_ranks(missing())} in {name}, which all ranks make together")
 
-    if not _await(store, keys, timeout, waiting) and (absent := missing()):
+    if not _await(store, keys, timeout, me.world_size, waiting) and (absent := missing()):
         raise JoinError(
             f"{name} was asked for by rank {me.rank}, and in {timeout:g} s not by {_ranks(absent)}",
             details=["all ranks of the world make it together, whether they will be in it or not"],
@@ -248,8 +248,13 @@ def _key(rank: int) -> str:
     return f"here/{rank}"
 
 
-def _await(store: SignedStore, keys: list[str], timeout: float, waiting: Callable[[], None] = lambda: None) -> bool:
-    """Wait until all keys are set. It polls: torch's `wait` blocks signals, and prints warnings at a timeout."""
+def _await(
+    store: SignedStore, keys: list[str], timeout: float, ranks: int, waiting: Callable[[], None] = lambda: None
+) -> bool:
+    """Wait until all keys are set. It polls: torch's `wait` blocks signals, and prints warnings at a timeout.
+
+    `ranks`: how many poll at the same time.
+    """
     start, noticed = time.monotonic(), False
     while not store.check(keys):
         passed = time.monotonic() - start
@@ -258,8 +263,8 @@ def _await(store: SignedStore, keys: list[str], timeout: float, waiting: Callabl
         if not noticed and passed > NOTICE:
             noticed = True
             waiting()
-        # Poll often at first, then less.
-        time.sleep(min(max(passed / 8, 0.0005), 0.05))
+        # Poll often at first, then less. Few ranks poll more often: survivors wait here for the rank that joins them.
+        time.sleep(min(max(passed * min(ranks, 32) / 256, 0.0005), 0.05))
     return True
 
 

@@ -56,13 +56,15 @@ def leftovers(
 ) -> list[int]:
     """Return the processes that the dead worker has started, and those that they have started.
 
-    Its children have another parent by now. They are in its session, or orphans with its environment (`is_own`).
+    They are in its session, or its children, or orphans with its environment (`is_own`): its children have another
+    parent once the kernel has freed all that it held.
     """
     spared = living | reapers | _below(table, living) | {worker}
     first = {
         row.pid
         for row in table.values()
-        if row.pid not in spared and (row.session == worker or (row.parent in reapers and is_own(row.pid)))
+        if row.pid not in spared
+        and (worker in (row.session, row.parent) or (row.parent in reapers and is_own(row.pid)))
     }
     return sorted(first | _below(table, first) - spared)
 
