@@ -6,14 +6,16 @@ import asyncio
 import signal
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from phalanx.contract.messages import worker_messages
+from phalanx.launcher.actions import RegroupPlan
 from phalanx.launcher.workers.regroup.formation import Formation
 from phalanx.launcher.workers.regroup.heartbeats import HeartbeatWatch
 from phalanx.launcher.workers.regroup.regrouper import ReadinessReporter, Regrouper
+from phalanx.launcher.workers.regroup.spares import SparePool
 from phalanx.launcher.workers.stopper import Stopper, escalation
 from phalanx.launcher.workers.worker import StepProgress, Worker, WorkerState
 from phalanx.launcher.workers.workers import Workers
@@ -162,6 +164,35 @@ def test_the_others_wait_for_no_group_without_a_rank_that_left_in_mid_training(f
     regrouper.left(gone)
     assert observer.reported[-1][1], "no regroup any more"
     assert channels.sent == ([] if finished else [(100, worker_messages.NoRegroup())])
+
+
+def test_a_spare_is_replaced_after_the_recovery_that_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(SparePool, "keep", lambda _, formation: kept.append(formation.generation))
+    workers, _ = group(worker(0, *CONNECTED), worker(1, *CONNECTED))
+    plan: Any = SimpleNamespace(seats=(), group=SimpleNamespace(spare=False))
+    parts: Any = {
+        "formation": Formation(plan, 0),
+        "context": SimpleNamespace(folder=None, note=None, observer=Observer()),
+        "workers": workers,
+        "channels": Channels(),
+        "spawner": None,
+        "stopper": SimpleNamespace(stopping=False),
+        "output": SimpleNamespace(renumber=lambda _: None),
+    }
+    regrouper = Regrouper(**parts)
+    regrouper.unresponsive = cast("Any", SimpleNamespace(start=lambda _: None))
+    regrouper.report_readiness()
+    regrouper.keep_spares()
+    assert kept == [0], "before the first step"
+    regrouper.regroup(RegroupPlan(1, "", plan, None))
+    regrouper.keep_spares()
+    workers["0"].membership.formed = 1
+    regrouper.keep_spares()
+    assert kept == [0], "while the group forms"
+    workers["1"].membership.formed = 1
+    regrouper.keep_spares()
+    assert kept == [0, 1]
 
 
 def test_on_a_node_of_spares_they_count() -> None:

@@ -1,7 +1,8 @@
 """Copies between the memory of a GPU and a file in memory.
 
 Mapping a file of 400 MB takes longer than all copies: each of its 100,000 pages is mapped by itself. So a few threads
-read and write the file, and page-locked buffers are between it and the GPU.
+read and write the file, with a buffer between it and the GPU. The buffers are not page-locked: that would wait until
+the driver has freed the memory of the rank that has died.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from phalanx.errors import JoinError
 
-BUFFER = 16 << 20  # bytes, of each thread
+BUFFER = 4 << 20  # bytes, of each thread
 _THREADS = 4
 
 Piece = tuple[torch.Tensor, int]  # bytes, and where they are in the file
@@ -74,7 +75,7 @@ def _copy_all(tensors: Sequence[Piece], copy: Callable[[torch.Tensor, torch.Tens
     def run() -> None:
         try:
             with torch.no_grad(), torch.cuda.device(gpu if gpu is not None else -1):  # -1: none
-                buffer = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=gpu is not None)
+                buffer = torch.empty(BUFFER, dtype=torch.uint8)
                 while not errors:
                     with taking:
                         piece, place = next(rest, (None, 0))

@@ -72,6 +72,7 @@ class MessageDispatcher:
                 self._regrouper.unresponsive.rescued(worker, message)
             case worker_messages.Keeping() | worker_messages.HaltedAt():
                 self._observer.halt_message(worker.seat.rank, message)
+        self._regrouper.keep_spares()
 
     def _connected(self, worker: Worker, hello: worker_messages.Hello) -> None:
         worker.enter(WorkerState.CONNECTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection
@@ -23,6 +24,8 @@ from phalanx.launcher.workers.stopper import Stopper
 from phalanx.launcher.workers.worker import Worker
 from phalanx.launcher.workers.worker_channels import WorkerChannels
 from phalanx.launcher.workers.workers import Workers
+
+_RECOVERY = 10.0  # seconds: a recovery that takes longer does not delay the start of spares
 
 
 class ReadinessReporter:
@@ -70,6 +73,7 @@ class Regrouper:
         self._readiness = ReadinessReporter(context.observer)
         self.unresponsive = UnresponsiveWatch(workers, channels, stopper, context.note)
         self._halt: worker_messages.Halt | None = None  # the latest halt message
+        self._regrouped = -math.inf  # when the latest generation but the first began
 
     @property
     def forming(self) -> bool:
@@ -88,7 +92,7 @@ class Regrouper:
         self._output.renumber(ranks)
         for seat in to.plan.seats:
             self._fill(seat, names.get(seat.local_rank))
-        self._keep_spares()
+        self._regrouped = time.monotonic()
         self.report_readiness()
         self.unresponsive.start(to.generation)
 
@@ -158,14 +162,15 @@ class Regrouper:
         if self._halt is not None and not worker.spare:
             self._channels.send(worker.pid, self._halt)
         self.report_readiness()
-        self._keep_spares()
 
     def spare_exited(self, name: str, worker: Worker, code: int) -> bool:
         """Replace a spare that has ended. Return False if that has no use and the node cannot take part."""
         return self._spares.exited(self.formation, name, worker, code)
 
-    def _keep_spares(self) -> None:
-        if self._readiness.current.connected and not self._stopper.stopping:
+    def keep_spares(self) -> None:
+        """Start missing spares, but not while the ranks recover: opening a CUDA context delays all that use the driver."""
+        recovers = self.forming and time.monotonic() - self._regrouped < _RECOVERY
+        if self._readiness.current.connected and not recovers and not self._stopper.stopping:
             self._spares.keep(self.formation)
 
     def report_readiness(self) -> None:
