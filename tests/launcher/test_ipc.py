@@ -255,7 +255,9 @@ def test_a_killed_worker_is_noticed_before_it_is_reaped() -> None:
     closed: list[int] = []
 
     async def scene() -> None:
-        server = PacketServer("phalanx-test", Decoder(Note), lambda _: True, lambda *_: None, closed.append)
+        server: PacketServer[Note] = PacketServer(
+            "phalanx-test", Decoder(Note), lambda _: True, lambda *_: None, closed.append
+        )
         worker = subprocess.Popen([sys.executable, "-S", "-c", _CONNECTS, server.name])
         try:
             await until(lambda: [*server.connections.values()] == [worker.pid])
