@@ -202,6 +202,7 @@ class RecoverBenchmark:
         try:
             group = training.settle(settled)
             alone = median(training.step_times())
+            training.watch(RECOVERY_LAUNCHERS[name].pause)
             kill = training.kill(group, self._rng, alone or 0.0)
             rank = kill.rank
             found = training.recovered(kill)

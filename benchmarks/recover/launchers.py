@@ -20,6 +20,7 @@ class RecoveryLauncher:
     variables: dict[str, str] = field(default_factory=dict)
     learns: bool = False  # faster after a first run, in which it learns what the script imports
     opt_in: bool = False  # takes part only where --contenders names it
+    pause: float = 0.0  # seconds before each kill, until the next spare is ready
 
     def command(self, ranks: int, *, gpu: bool = False) -> list[str]:
         """Return the command line that starts the training; the caller appends its configuration."""
@@ -50,7 +51,9 @@ RECOVERY_LAUNCHERS = {
     one.launcher.name: one
     for one in (
         RecoveryLauncher(Launcher("phalanx", "phalanx", LAUNCHERS["phalanx"].command), "phalanx", learns=True),
-        RecoveryLauncher(Launcher("spare", "phalanx, with a spare", _spare), "phalanx", learns=True, opt_in=True),
+        RecoveryLauncher(
+            Launcher("spare", "phalanx, with a spare", _spare), "phalanx", learns=True, opt_in=True, pause=3.0
+        ),
         RecoveryLauncher(Launcher("restart", "phalanx, plain script", _restart), "plain", learns=True),
         RecoveryLauncher(
             Launcher("torchrun", "torchrun, plain script", _torchrun),
