@@ -167,7 +167,8 @@ def _copied(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int
     for name, tensor in tensors.items():
         places[name] = end
         end += tensor.nbytes + -tensor.nbytes % ALIGNED
-    os.ftruncate(fd, end)
+    if end:
+        os.posix_fallocate(fd, 0, end)  # writing would allocate it as well, page by page
     staged_copies.write(fd, [(tensor, places[name]) for name, tensor in tensors.items()])
     os.lseek(fd, end, os.SEEK_SET)
     return places, end
