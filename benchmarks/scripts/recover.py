@@ -81,12 +81,12 @@ def through_main(config: dict[str, Any]) -> None:
         if not progress:
             progress.append(ProgressWriter(config, run.rank))
         writer = progress[0]
-        writer.report("met", run.generation)
+        writer.report("met", run.group.generation)
         model, opt = run.once(make)
         data = run.loader(dataset(config["params"]), batch_size=_BATCH, shuffle=True)
         run.keep(model=model, opt=opt, data=data)
         ddp = run.wrap(model)
-        writer.report("ready", run.generation)
+        writer.report("ready", run.group.generation)
         for _ in run.epochs(1 << 30):
             batches = iter(run.batches(data))
             while True:
@@ -98,7 +98,7 @@ def through_main(config: dict[str, Any]) -> None:
                 loss = loss_of(ddp(x), y)
                 run.backward(loss)
                 run.step(opt, loss=loss)
-                writer.report("step", run.generation, run.steps)
+                writer.report("step", run.group.generation, run.steps)
 
     phalanx.main(train, device=None if config["gpus"] else "cpu")
 

@@ -47,7 +47,7 @@ accuracy = 0.5
 """
 # For fragments that use a run.
 RUNNING = """
-run = phalanx.init(device="cpu")
+run = phalanx.Run(phalanx.init(device="cpu"))
 model = Net()
 opt = optimizer = torch.optim.AdamW(model.parameters())
 data = run.loader(dataset, global_batch=60, shuffle=True)
