@@ -87,7 +87,7 @@ class Run(DataRun):
         membership = group.membership
         self._group = group
         self._recovery = recovery if recovery is not None else RecoveryState()
-        self._warnings = ScriptWarnings()
+        warnings = ScriptWarnings()
         self._counter = TrainingProgress()
         self._stepper = Stepper(self.world_size)
         self._kept = KeptObjects(self._stepper)
@@ -96,7 +96,7 @@ class Run(DataRun):
             kept=self._kept,
             counter=self._counter,
             stepper=self._stepper,
-            warnings=self._warnings,
+            warnings=warnings,
         )
         self._reporter = RunReporter(
             self._counter,
@@ -113,11 +113,11 @@ class Run(DataRun):
         parts = RunParts(membership, self._kept, self._counter, self._stepper, self._checkpoints, self._snapshots)
         self._recovery.attach(parts)
         self._agreement = Agreement(self._kept, self._recovery.reference)
-        self._restoration = Restoration(parts, self._snapshots, self._recovery, self._reader, self._warnings)
+        self._restoration = Restoration(parts, self._snapshots, self._recovery, self._reader, warnings)
         self._uncommitted: dict[str, Any] = {}  # metrics of steps with commit=False
         self._guard = self._make_guard()
         survives = self._recovery.generation.regroups and not self._recovery.generation.number
-        self._misuse = MisuseChecks(membership, self._kept, self._warnings, survives=survives)
+        self._misuse = MisuseChecks(membership, self._kept, warnings, survives=survives)
         group.print_inside(self._reporter.aside)
         group.close_with(self._close)
 
