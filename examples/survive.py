@@ -29,18 +29,18 @@ def train(run: phalanx.Run) -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--die", metavar="RANK:STEP", default="", help="kill this rank after that step, once")
     options = parser.parse_args()
-    entered.append(run.generation)
+    entered.append(run.group.generation)
 
     images, labels = (t.to(run.device) for t in idx.load(test=True))
     loader = run.loader(TensorDataset(*idx.load()), global_batch=64, shuffle=True)
     model, optimizer = run.once(make)  # made once per process, however often train is called
     run.keep(model, optimizer, loader)
-    if run.generation:
+    if run.group.generation:
         run.print(f"the group was formed again, and continues after step {run.steps}")
     ddp = run.wrap(model)
     for _ in run.epochs(options.epochs):
         for x, y in run.batches(loader):
-            if options.die == f"{run.rank}:{run.steps}" and not run.generation:
+            if options.die == f"{run.rank}:{run.steps}" and not run.group.generation:
                 os.kill(os.getpid(), signal.SIGKILL)
             loss = nn.functional.cross_entropy(ddp(x), y)
             run.backward(loss)

@@ -56,7 +56,7 @@ def train(run: phalanx.Run) -> None:
             loss = nn.functional.mse_loss(ddp(x), y)
             run.backward(loss)
             run.step(optimizer, loss=loss)
-            if (run.rank, run.steps) == tuple(options.kill) and run.generation == 0:
+            if (run.rank, run.steps) == tuple(options.kill) and run.group.generation == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             if (run.rank, run.steps) == tuple(options.stuck[:2]):
                 dataset.stuck = options.stuck[2]

@@ -82,12 +82,12 @@ def through_main(config: dict[str, Any]) -> None:
         if not progress:
             progress.append(ProgressWriter(config, run.rank))
         writer = progress[0]
-        writer.report("met", run.generation)
+        writer.report("met", run.group.generation)
         model, opt = run.once(make)
         data = run.loader(dataset(config["params"]), batch_size=_BATCH, shuffle=True)
         run.keep(model=model, opt=opt, data=data)
         wrapped = run.wrap(model, config["strategy"], precision=config["precision"], compile=config["compile"])
-        writer.report("ready", run.generation)
+        writer.report("ready", run.group.generation)
         for _ in run.epochs(1 << 30):
             batches = iter(run.batches(data))
             while True:
@@ -101,7 +101,7 @@ def through_main(config: dict[str, Any]) -> None:
                 run.step(opt, loss=loss)
                 if config["turns"] and run.device.type == "cuda":
                     torch.cuda.synchronize()  # as in the other loop: the update is part of the time
-                writer.report("step", run.generation, run.steps)
+                writer.report("step", run.group.generation, run.steps)
 
     phalanx.main(train, device=None if config["gpus"] else "cpu")
 

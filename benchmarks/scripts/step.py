@@ -69,7 +69,7 @@ class TrainingSetup:
         def drop() -> None:
             model.reducer = model.logger = None
 
-        self.run.before_close(drop)
+        self.run.group.before_close(drop)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return AdamW for a model."""
@@ -236,7 +236,7 @@ def timed(loop: Loop, steps: int, device: torch.device) -> float:
 def main() -> None:
     """Run all rounds; rank 0 writes the times."""
     config = json.loads(sys.argv[1])
-    run = phalanx.init(device="cpu" if config["device"] == "cpu" else None)
+    run = phalanx.Run(phalanx.init(device="cpu" if config["device"] == "cpu" else None))
     device = run.device
     setup = TrainingSetup(config, run)
     loops: dict[str, Loop] = {}
@@ -264,7 +264,7 @@ def main() -> None:
             json.dump({"samples": samples, "failures": failures}, file)
     loops.clear()
     gc.unfreeze()
-    run.close()
+    run.group.close()
 
 
 main()

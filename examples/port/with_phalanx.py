@@ -59,7 +59,7 @@ def main(run: phalanx.Run) -> None:
         best = max(best, accuracy)
         run.state["best"] = best
         run.print(f"epoch {epoch}: accuracy {accuracy:.1%}, best {best:.1%}")
-    run.export(model, "model.pt")
+    model.export("model.pt")
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_sums_are_the_same_wherever_they_lie() -> None:
 
 def trained() -> tuple[bool, int, int]:
     """Whether a model of run.wrap has the parameters that one of DDP alone has; mappings of it, and after it."""
-    run = phalanx.init()
+    run = phalanx.Run(phalanx.init())
     models = []
     for way in ("wrap", "ddp"):
         torch.manual_seed(0)

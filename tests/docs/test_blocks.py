@@ -20,6 +20,7 @@ from phalanx.cli.commands.run.chaos import _parse as parse_chaos
 from phalanx.cli.main import HIDDEN, VERBS
 from phalanx.cli.options import HelpRequested, parse_plan, parse_run
 from phalanx.errors import PhalanxError
+from phalanx.worker.process_group.group import WorkerProcessGroup
 from tests.docs import blocks
 from tests.docs.blocks import EXAMPLES, ROOT, Block, of_language
 
@@ -108,11 +109,11 @@ def test_targets_of_make_exist(block: Block) -> None:
 
 @pytest.mark.parametrize("block", of_language("python"), ids=str)
 def test_python_compiles_and_its_calls_exist(block: Block) -> None:
-    """Functions of phalanx and methods of `run`, with the keywords that they take."""
+    """Functions of phalanx and methods of `run` and `run.group`, with the keywords that they take."""
     tree = ast.parse(block.text.replace("…", "..."))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in OBJECTS:
-            assert node.attr in OBJECTS[node.value.id], f"{block}: {ast.unparse(node)}"
+        if isinstance(node, ast.Attribute) and (owner := ast.unparse(node.value)) in OBJECTS:
+            assert node.attr in OBJECTS[owner], f"{block}: {ast.unparse(node)}"
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         function = _function(call.func)
         if function is not None:
@@ -123,13 +124,14 @@ def test_python_compiles_and_its_calls_exist(block: Block) -> None:
 OBJECTS = {
     "phalanx": set(phalanx.__all__),
     "run": set(dir(phalanx.Run)),
+    "run.group": {*dir(WorkerProcessGroup), "store", "folder"},
 }
 
 
 def _function(node: ast.expr) -> object:
-    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+    if not isinstance(node, ast.Attribute):
         return None
-    owner = {"phalanx": phalanx, "run": phalanx.Run}.get(node.value.id)
+    owner = {"phalanx": phalanx, "run": phalanx.Run, "run.group": WorkerProcessGroup}.get(ast.unparse(node.value))
     found = getattr(owner, node.attr, None)
     return found if inspect.isroutine(found) else None
 

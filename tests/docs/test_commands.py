@@ -47,7 +47,7 @@ accuracy = 0.5
 """
 # For fragments that use a run.
 RUNNING = """
-run = phalanx.init(device="cpu")
+run = phalanx.Run(phalanx.init(device="cpu"))
 model = Net()
 opt = optimizer = torch.optim.AdamW(model.parameters())
 data = run.loader(dataset, global_batch=60, shuffle=True)
@@ -177,7 +177,7 @@ def test_python_runs(block: Block, folder: Path) -> None:
     for text in alternatives(block.text):
         before = PRELUDE
         if not re.search(rf"{FORMS_A_GROUP}|phalanx\.(main|launch)\(|def train\(", text):
-            before += RUNNING + ("" if re.search(r"run\.(keep|on_resize|checkpoints)\(", text) else WRAPPED)
+            before += RUNNING + ("" if re.search(r"run\.(keep|group\.on_resize|checkpoints)\(", text) else WRAPPED)
         if "phalanx.launch(" in text:
             script.write_text(f"{before}\nif __name__ == '__main__':\n{textwrap.indent(text, '    ')}\n")
             result = imported.python(str(script), cwd=str(folder))

@@ -29,7 +29,7 @@ def main(train):
     def watched(run):
         train(run)
         peak = torch.cuda.max_memory_allocated() if run.device.type == "cuda" else 0
-        print(f"on {run.device} by {run.backend}, {peak / 2**20:.0f} MiB at most", flush=True)
+        print(f"on {run.device} by {run.group.backend}, {peak / 2**20:.0f} MiB at most", flush=True)
     real(watched)
 phalanx.main = main
 sys.argv = sys.argv[1:]

@@ -30,17 +30,17 @@ def train(run):
     data = run.loader(torch.utils.data.TensorDataset(torch.randn(40, 4)), batch_size=2, shuffle=True)
     run.keep(model, opt, data)
     net = run.wrap(model)
-    print("rank", run.rank, run.generation, MINE, helper.MINE, LEAF, __name__, flush=True)
+    print("rank", run.rank, run.group.generation, MINE, helper.MINE, LEAF, __name__, flush=True)
     for _ in run.epochs(1):
         for (x,) in run.batches(data):
             loss = net(x).mean()
             run.backward(loss)
             run.step(opt, loss=loss)
-            run.barrier()
-            if run.is_main and run.steps == 3 and not run.generation:
+            run.group.barrier()
+            if run.is_main and run.steps == 3 and not run.group.generation:
                 change()
-            run.barrier()
-            if run.rank == 1 and run.steps == 5 and not run.generation:
+            run.group.barrier()
+            if run.rank == 1 and run.steps == 5 and not run.group.generation:
                 os.kill(os.getpid(), 9)
 
 if __name__ == "__main__":

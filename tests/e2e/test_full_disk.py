@@ -43,11 +43,11 @@ def train(run):
             run.step(opt, loss=loss)
             with open("commits." + str(run.rank), "a") as file:
                 file.write(str(run.steps) + "\\n")
-            run.barrier()
+            run.group.barrier()
             if run.is_main and run.steps == at:
                 fill(disk)
-            run.barrier()
-            if run.rank == 1 and run.generation == 0 and run.steps == die:
+            run.group.barrier()
+            if run.rank == 1 and run.group.generation == 0 and run.steps == die:
                 os.kill(os.getpid(), 9)
 
 phalanx.main(train)

@@ -28,7 +28,7 @@ step = Run.step
 
 def dies(run, *args, **options):
     update = step(run, *args, **options)
-    if (run.steps, run.rank, run.generation) == (30, 1, 0) and run.resumed is None:
+    if (run.steps, run.rank, run.group.generation) == (30, 1, 0) and run._resumed is None:
         os.kill(os.getpid(), signal.SIGKILL)
     return update
 

@@ -111,7 +111,7 @@ def digest(model: nn.Module) -> str:
 def train(run: phalanx.Run) -> None:
     Dies.run = run
     steps = open(folder / f"steps.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
-    print(f"formed {run.rank} {run.generation} {time.time():.3f}", file=steps)
+    print(f"formed {run.rank} {run.group.generation} {time.time():.3f}", file=steps)
     dies(run, "start")
     data = Rows(told["steps"] * told["samples"], told["width"])
     loader = run.loader(data, global_batch=told["samples"], shuffle=True)
@@ -123,7 +123,7 @@ def train(run: phalanx.Run) -> None:
     if told["precision"]:
         wrapping["precision"] = told["precision"]
     net = run.wrap(model, told["strategy"], **wrapping)
-    print(f"wrapped {run.rank} {run.generation} {time.time():.3f}", file=steps)
+    print(f"wrapped {run.rank} {run.group.generation} {time.time():.3f}", file=steps)
     for _ in run.epochs(1):
         for x, number in run.batches(loader):
             dies(run, "forward")
@@ -133,7 +133,7 @@ def train(run: phalanx.Run) -> None:
             dies(run, "optimizer")
             run.step(opt)
             ids = ",".join(map(str, number.tolist()))
-            print(f"step {run.rank} {run.steps} {run.generation} {time.time():.4f} {ids}", file=steps)
+            print(f"step {run.rank} {run.steps} {run.group.generation} {time.time():.4f} {ids}", file=steps)
             dies(run, "idle")
             if told["pause"]:
                 time.sleep(told["pause"])
@@ -148,6 +148,6 @@ if __name__ == "__main__":
     if told["ready"]:
         phalanx.main(train)
     else:
-        run = phalanx.init()
+        run = phalanx.Run(phalanx.init())
         train(run)
-        run.close()
+        run.group.close()

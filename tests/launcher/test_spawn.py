@@ -89,8 +89,8 @@ def adopted() -> tuple[int, int, float]:
     """`phalanx.init` takes the group that is there."""
     import phalanx
 
-    run = phalanx.init()
-    return run.rank, run.world_size, run.sum(run.rank)
+    group = phalanx.init()
+    return group.rank, group.world_size, group.sum(group.rank)
 
 
 def test_after_torch_has_used_threads() -> None:
@@ -147,7 +147,7 @@ def test_the_hint_of_python_is_part_of_the_error() -> None:
 
 def test_a_training_function_gets_its_run() -> None:
     def train(run: phalanx.Run, factor: int, *, more: int = 0) -> int:
-        return factor * run.sum(run.rank) + more
+        return factor * run.group.sum(run.rank) + more
 
     assert spawn(train, 3, args=(10,), kwargs={"more": 1}) == [31, 31, 31]
 
@@ -330,8 +330,8 @@ def test_init_inside() -> None:
     def total() -> tuple[int, int, float]:
         import phalanx
 
-        run = phalanx.init()
-        return run.rank, run.world_size, run.sum(run.rank + 1)
+        group = phalanx.init()
+        return group.rank, group.world_size, group.sum(group.rank + 1)
 
     assert spawn(total, 3, timeout=60) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
 

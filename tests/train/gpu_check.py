@@ -81,7 +81,7 @@ def wait() -> None:
 @contextmanager
 def runs(*, ddp: bool = False) -> Iterator[phalanx.Run]:
     """In the group of one. `ddp`: it says two, so that models are wrapped as in a larger one, with DDP and hooks."""
-    with phalanx.init(device=str(DEVICE)) as run:
+    with phalanx.Run(phalanx.init(device=str(DEVICE))) as run:
         if ddp:
             pretend(run, 2)
         yield run
@@ -89,8 +89,8 @@ def runs(*, ddp: bool = False) -> Iterator[phalanx.Run]:
 
 def pretend(run: phalanx.Run, world_size: int) -> None:
     """Make a run of one rank say another world size."""
-    placement = dataclasses.replace(run.membership.placement, world_size=world_size)
-    run.membership = dataclasses.replace(run.membership, placement=placement)
+    placement = dataclasses.replace(run.group.membership.placement, world_size=world_size)
+    run.group.membership = dataclasses.replace(run.group.membership, placement=placement)
 
 
 def check(name: str, question: Callable[[], str]) -> None:
@@ -179,7 +179,7 @@ def resumes(how: str, **options: Any) -> Callable[[], str]:
 
     def train(folder: str, stop: int | None) -> tuple[int, list[float]]:
         with runs(ddp=how == "ddp") as run:
-            run.seed_everything()
+            run.group.seed_everything()
             net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 16))
             opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
             wrapped = run.wrap(net, how, **options)
@@ -219,7 +219,7 @@ def times(name: str, *, precision: str | None = None, compile: bool = False) -> 
 
     def question() -> str:
         with runs(ddp=True) as run, tempfile.TemporaryDirectory() as folder:
-            run.folder = folder
+            run.group.folder = folder
             loops = {
                 "raw": raw(precision, compile),
                 "again": raw(precision, compile),

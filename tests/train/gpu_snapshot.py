@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def check(name: str) -> None:
-    run = phalanx.init()
+    run = phalanx.Run(phalanx.init())
     for how in ("ddp", "fsdp"):
         model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)]).to(run.device)
         net = run.wrap(model, how)
         opt = torch.optim.AdamW(model.parameters())
         kept = {"model": model, "opt": opt}
-        snapshots = Snapshots(run, SnapshotMemoryClient(name, how))
+        snapshots = Snapshots(run.group, SnapshotMemoryClient(name, how))
         x = torch.randn(64, 2048, device=run.device)
 
         def step(net: nn.Module = net, opt: torch.optim.Optimizer = opt, x: torch.Tensor = x) -> None:
@@ -109,7 +109,7 @@ def check(name: str) -> None:
         assert pins
         assert ratio < 1
         snapshots.close()
-    run.close()
+    run.group.close()
 
 
 def tensors(model: nn.Module, opt: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -15,16 +15,14 @@ from torch import nn
 
 import phalanx
 from phalanx.errors import UsageError
-from phalanx.train.data_run import DataRun
 from phalanx.train.run import Run
-from phalanx.train.stateful_run import StatefulRun
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[phalanx.Run]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with phalanx.init(device="cpu") as run:
+    with phalanx.Run(phalanx.init(device="cpu")) as run:
         yield run
 
 
@@ -50,13 +48,13 @@ def test_a_number_of_epochs(run: phalanx.Run) -> None:
 
 
 def test_the_loss_of_a_step_can_be_given_by_position(run: phalanx.Run, tmp_path: Path) -> None:
-    run.folder = str(tmp_path)
+    run.group.folder = str(tmp_path)
     model = nn.Linear(1, 1)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     for loss in (0.5, numpy.float32(0.25), torch.tensor(0.125)):
         run.backward(model(torch.ones(1, 1)).mean())
         run.step(opt, loss, lr=0.1)
-    run.close()
+    run.group.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["loss"], line["lr"]) for line in lines] == [(0.5, 0.1), (0.25, 0.1), (0.125, 0.1)]
 
@@ -90,17 +88,80 @@ def test_a_model(run: phalanx.Run) -> None:
         run.wrap(nn.Linear(1, 1), find_unused_parameters=True)  # type: ignore[call-arg]
 
 
-def names(owner: type) -> set[str]:
+def names(owner: object) -> set[str]:
     return {name for name in dir(owner) if not name.startswith("_")}
 
 
-def test_run_is_small_and_documented() -> None:
-    """It adds at most 20 names to those of the process group, and each has a docstring that begins with its use."""
-    assert len(names(Run) - names(WorkerProcessGroup)) <= 20
-    source = "".join(map(inspect.getsource, (Run, DataRun, StatefulRun, WorkerProcessGroup)))
-    for name in names(Run):
-        text = inspect.getdoc(getattr(Run, name)) or ""
-        assert f"run.{name}" in text or f"`run.{name}" in source or name == "join", name
+def test_run_is_small_and_documented(run: phalanx.Run) -> None:
+    """20 names, beside another one for `save`; each has a docstring that begins with its use. So has the group's."""
+    assert dir(run) == sorted(names(Run))
+    assert len(names(Run) - {"checkpoint"}) <= 20
+    assert Run.checkpoint is Run.save
+    for name in names(Run) - {"checkpoint"}:
+        assert f"run.{name}" in (inspect.getdoc(getattr(Run, name)) or "").partition("\n")[0], name
+    internal = {"join", "print_inside", "seed_generator", "resized", "close_with", "abandon"}
+    for name in names(WorkerProcessGroup) - internal:
+        assert f"group.{name}" in (inspect.getdoc(getattr(WorkerProcessGroup, name)) or ""), name
     signatures = [inspect.signature(getattr(Run, name)) for name in ("wrap", "backward", "checkpoints")]
     kinds = {parameter.kind for signature in signatures for parameter in signature.parameters.values()}
     assert inspect.Parameter.VAR_KEYWORD not in kinds
+
+
+def test_a_name_of_another_object_says_where_it_is(run: phalanx.Run) -> None:
+    moved = names(run.group) - names(run)
+    assert {"barrier", "mean", "local_rank", "store", "on_resize", "close", "folder"} <= moved
+    for name in moved:
+        with pytest.raises(AttributeError, match=rf"^Run has no '{name}'\. .*: run\.group\.{name}(\(\))?$"):
+            getattr(run, name)
+    for name, there in (
+        ("barrier", "The process group has it: run.group.barrier()"),
+        ("local_group", "The process group has it: run.group.local_group"),
+        ("export", "The module that run.wrap returns has it: ddp.export()"),
+    ):
+        with pytest.raises(AttributeError) as caught:
+            getattr(run, name)
+        assert str(caught.value) == f"Run has no '{name}'. {there}"
+        assert not hasattr(run, name)
+    with pytest.raises(AttributeError, match=r"^Run has no 'batchs'$") as caught:
+        run.batchs  # type: ignore[attr-defined]  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("batchs", run)  # so that Python finds: Did you mean: 'batches'?
+    with pytest.raises(AttributeError, match=r"no 'keep'. Training needs a run: run = phalanx\.Run\(group\)$"):
+        run.group.keep  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_an_error_inside_a_property_is_not_hidden(run: phalanx.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "steps", property(lambda run: run._counter.stepz))
+    with pytest.raises(AttributeError, match="'TrainingProgress' object has no attribute 'stepz'"):
+        run.steps  # noqa: B018
+
+
+def test_a_process_group(run: phalanx.Run) -> None:
+    for wrong in (None, run, "gloo"):
+        with pytest.raises(UsageError, match=r"Run\(\) was given .*, expected a process group\n.*phalanx\.init\(\)\)"):
+            phalanx.Run(wrong)  # type: ignore[arg-type]
+
+
+def test_a_run_is_closed_with_its_group(tmp_path: Path) -> None:
+    """The process group closes what was made in it, and raises what that raises."""
+    group = phalanx.init(device="cpu")
+    run = phalanx.Run(group)
+    assert run.group is group
+    model = nn.Linear(1, 1)
+    run.checkpoints(tmp_path / "kept")
+    run.keep(model)
+    run.backward(model(torch.ones(1, 1)).mean())
+    run.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    run.save()
+    closed: list[bool] = []
+
+    def refuses(failed: bool) -> None:
+        closed.append(failed)
+        raise OSError("no space left")
+
+    group.close_with(refuses)
+    with pytest.raises(OSError, match="no space left"):
+        group.close()
+    assert (closed, group.closed) == ([False], True)
+    assert [path.name for path in (tmp_path / "kept").iterdir() if "step" in path.name]
+    group.close()
+    assert closed == [False]

@@ -218,28 +218,28 @@ def test_once_gives_the_same_object_and_the_same_numbers() -> None:
 
 
 def test_once_refuses_what_belongs_to_one_group() -> None:
-    run = phalanx.init(device="cpu")
+    run = phalanx.Run(phalanx.init(device="cpu"))
     try:
         with pytest.raises(UsageError, match="made a Loader, which belongs to one process group"):
             Once().get(lambda: (model(), run.loader([1, 2], batch_size=1)), CPU)
     finally:
-        run.close()
+        run.group.close()
 
 
 def test_once_and_on_resize_want_functions() -> None:
-    run = phalanx.init(device="cpu")
+    run = phalanx.Run(phalanx.init(device="cpu"))
     try:
         with pytest.raises(UsageError, match="given a Linear, expected a function"):
             run.once(model())  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="given a tuple, expected a function"):
             run.once((model(), 1))  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="given a NoneType, expected a function of two numbers"):
-            run.on_resize(None)  # type: ignore[arg-type]
+            run.group.on_resize(None)  # type: ignore[arg-type]
         run.keep(model=model())
         with pytest.raises(UsageError, match="called after keep"):
-            run.on_resize(lambda before, now: None)
+            run.group.on_resize(lambda before, now: None)
     finally:
-        run.close()
+        run.group.close()
 
 
 def test_numbers_are_begun_again_where_steps_draw_them() -> None:

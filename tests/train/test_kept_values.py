@@ -179,8 +179,8 @@ def run(tmp_path: Path) -> Iterator[phalanx.Run]:
 
 
 def alone(folder: Path) -> phalanx.Run:
-    run = phalanx.init(device="cpu")
-    run.folder = str(folder)
+    run = phalanx.Run(phalanx.init(device="cpu"))
+    run.group.folder = str(folder)
     return run
 
 

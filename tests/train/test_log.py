@@ -153,8 +153,8 @@ def test_what_is_logged_again_after_a_resume_is_there_once(tmp_path: Path) -> No
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[phalanx.Run]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with phalanx.init(device="cpu") as run:
-        run.folder = str(tmp_path)
+    with phalanx.Run(phalanx.init(device="cpu")) as run:
+        run.group.folder = str(tmp_path)
         yield run
 
 
@@ -167,7 +167,7 @@ def test_at_any_time(run: phalanx.Run, tmp_path: Path) -> None:
         run.step(opt, loss=torch.tensor(0.5))
         run.log({"val/accuracy": 0.25}, lr=0.1)
     run.log()
-    run.close()
+    run.group.close()
     assert lines(tmp_path) == [
         {"step": 0, "begun": 1.0},
         {"step": 1, "loss": 0.5},
@@ -179,7 +179,7 @@ def test_at_any_time(run: phalanx.Run, tmp_path: Path) -> None:
 
 def test_without_a_step_too(run: phalanx.Run, tmp_path: Path) -> None:
     run.log(accuracy=0.5)
-    run.close()
+    run.group.close()
     assert lines(tmp_path) == [{"step": 0, "accuracy": 0.5}]
 
 
@@ -312,6 +312,10 @@ def test_a_tracker_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
     assert said.endswith("pip install wandb")
 
 
-def test_a_tracker_that_is_not_known() -> None:
-    with pytest.raises(UsageError, match=r"log_to='tensorbord' is not known\n.*wandb, mlflow, or a function"):
-        phalanx.init(device="cpu", log_to="tensorbord")
+def test_a_tracker_that_is_not_known(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        phalanx.main(lambda run: run.rank, log_to="tensorbord")
+    assert "log_to='tensorbord' is not known" in capfd.readouterr().err
+    expected = r"log_to='tensorbord' is not known\n.*wandb, mlflow, or a function"
+    with phalanx.init(device="cpu") as group, pytest.raises(UsageError, match=expected):
+        phalanx.Run(group, log_to="tensorbord")

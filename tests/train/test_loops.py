@@ -36,8 +36,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[phalanx.Run
 
 
 def alone(folder: Path) -> phalanx.Run:
-    run = phalanx.init(device="cpu")
-    run.folder = str(folder)
+    run = phalanx.Run(phalanx.init(device="cpu"))
+    run.group.folder = str(folder)
     return run
 
 
@@ -226,7 +226,7 @@ def test_steps_of_one_batch_are_one_commit(run: phalanx.Run, tmp_path: Path) -> 
     for x, y in run.batches(run.loader(numbers(), batch_size=5)):
         training.step(x, y, commit=False, first=1.0)
         training.step(x, y, second=2.0)
-    run.close()
+    run.group.close()
     found = lines(tmp_path)
     assert [line["step"] for line in found] == [1, 2]
     assert all((line["first"], line["second"]) == (1.0, 2.0) for line in found)
@@ -257,7 +257,7 @@ def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) ->
     training = Training(run)
     data = run.loader(numbers(), batch_size=4, drop_last=False)
     data.world_size = 2  # as a rank of two would see it
-    run._reader._placement = replace(run.membership.placement, world_size=2)
+    run._reader._placement = replace(run.group.membership.placement, world_size=2)
 
     def epoch() -> None:
         for x, y in run.batches(data):
@@ -288,7 +288,7 @@ def test_epochs_go_on(run: phalanx.Run) -> None:
                 training.step(x, y)
             seen.append((epoch, data.epoch))
     assert seen == [(0, 0), (1, 1), (2, 2), (3, 3)]
-    assert (run.epoch, run.steps) == (4, 8)
+    assert (run._counter.epoch, run.steps) == (4, 8)
 
 
 def test_progress_counts_updates_to_the_very_end(run: phalanx.Run) -> None:
@@ -310,7 +310,7 @@ def test_metrics_of_a_loop_of_ones_own(run: phalanx.Run, tmp_path: Path) -> None
     training = Training(run)
     for _ in range(3):
         training.step(*numbers()[:])
-    run.close()
+    run.group.close()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
 
 
@@ -365,8 +365,7 @@ def test_what_a_script_draws_before_its_loop_does_not_matter(tmp_path: Path) -> 
             training = Training(run)
             data = run.loader(numbers(), batch_size=2, shuffle=True)
             run.checkpoints(folder, every=1)
-            run.keep(model=training.model, opt=training.opt, data=data)
-            if run.resumed is not None:
+            if run.keep(model=training.model, opt=training.opt, data=data) is not None:
                 torch.randn(5)
             for _ in run.epochs(2):
                 for x, y in run.batches(data):

@@ -13,6 +13,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import CheckpointError, JoinError, PhalanxError, UsageError
+from phalanx.worker.process_group.group import WorkerProcessGroup
 from tests.kit.cli import PHALANX, PYTHON, terminal
 from tests.kit.cli import phalanx as command
 
@@ -39,10 +40,10 @@ def raising(error: BaseException) -> Any:
 
 def test_what_train_returns_is_returned() -> None:
     def train(run: phalanx.Run) -> tuple[phalanx.Run, int, int]:
-        return run, run.seed, run.world_size
+        return run, run.group.seed, run.world_size
 
     run, seed, world = phalanx.main(train, seed=3)
-    assert (seed, world, run.closed) == (3, 1, True)
+    assert (seed, world, run.group.closed) == (3, 1, True)
 
 
 @pytest.mark.parametrize(
@@ -81,14 +82,14 @@ def test_any_other_exception_propagates_and_is_reported_at_once(report: Path) ->
             held.append(json.loads(report.read_text())["time"])
 
     def train(run: phalanx.Run) -> None:
-        run.before_close(Slow().close)
+        run.group.before_close(Slow().close)
         held.append(run)
         raise ValueError("a broken sample")
 
     with pytest.raises(ValueError, match="a broken sample"):
         phalanx.main(train)
     found = json.loads(report.read_text())
-    assert held[0].closed
+    assert held[0].group.closed
     assert found["message"]["message"] == "ValueError: a broken sample"
     assert 'raise ValueError("a broken sample")' in found["message"]["extraInfo"]["py_callstack"]
     assert [frame[2] for frame in found["frames"]] == ["train"]
@@ -122,13 +123,13 @@ def test_an_earlier_report_is_not_replaced(report: Path) -> None:
 @pytest.mark.parametrize(("code", "failed"), [(None, False), (0, False), (3, True), ("in words", True)])
 def test_an_exit_keeps_its_code(code: object, failed: bool, report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
-    real = phalanx.Run.close
+    real = WorkerProcessGroup.close
 
-    def close(self: phalanx.Run, *, failed: bool = False) -> None:
+    def close(self: WorkerProcessGroup, *, failed: bool = False) -> None:
         ends.append(failed)
         real(self, failed=failed)
 
-    monkeypatch.setattr(phalanx.Run, "close", close)
+    monkeypatch.setattr(WorkerProcessGroup, "close", close)
     with pytest.raises(SystemExit) as caught:
         phalanx.main(raising(SystemExit(code)))
     assert caught.value.code == code
@@ -139,13 +140,13 @@ def test_an_exit_keeps_its_code(code: object, failed: bool, report: Path, monkey
 def test_what_fails_at_the_end_comes_second(
     report: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = phalanx.Run.close
+    real = WorkerProcessGroup.close
 
-    def close(self: phalanx.Run, *, failed: bool = False) -> None:
+    def close(self: WorkerProcessGroup, *, failed: bool = False) -> None:
         real(self, failed=failed)
         raise CheckpointError("step 8 is not on the disk")
 
-    monkeypatch.setattr(phalanx.Run, "close", close)
+    monkeypatch.setattr(WorkerProcessGroup, "close", close)
     with pytest.raises(ValueError, match="a broken sample") as caught:
         phalanx.main(raising(ValueError("a broken sample")))
     assert caught.value.__notes__ == ["and while the run was closed, CheckpointError: step 8 is not on the disk"]
@@ -175,7 +176,7 @@ from phalanx.errors import UsageError
 def deep(run):
     if run.rank == 1 or run.world_size == 1:
         raise ValueError("a broken sample")
-    run.barrier()
+    run.group.barrier()
 
 def words(run):
     raise UsageError("a rate of zero", details=["rates: 0.1"], fix="lr=0.1")
@@ -246,7 +247,7 @@ def test_ctrl_c_ends_a_training_and_its_bar(
 def test_one_training_may_follow_another(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(
-        "import phalanx\nfor _ in range(2):\n    phalanx.main(lambda run: run.print('sum', run.sum(1)))\n"
+        "import phalanx\nfor _ in range(2):\n    phalanx.main(lambda run: run.print('sum', run.group.sum(1)))\n"
     )
     done = command("run", "-g", "2", "--cpu", str(script))
     assert done.code == 0, done.err

@@ -42,7 +42,7 @@ def train(run):
             loss = nn.functional.mse_loss(net(xb), yb)
             run.backward(loss)
             run.step(opt, clip=1.0, scheduler=decay, loss=loss)
-            losses.append(run.sum(loss * len(xb)) / 30)
+            losses.append(run.group.sum(loss * len(xb)) / 30)
             if run.steps == STOP:
                 run._checkpoints.checkpoints.wait()  # the test is about resuming, not about timing
                 print("stopping", flush=True)

@@ -86,7 +86,7 @@ def test_a_failure_is_told_once_however_long_its_replacement_takes(tmp_path: Pat
     late.write_text(
         "import os, time, torch, phalanx\n"
         "def train(run):\n"
-        f"    if run.generation: time.sleep({withheld.DELAY} + 2)\n"
+        f"    if run.group.generation: time.sleep({withheld.DELAY} + 2)\n"
         "    model = torch.nn.Linear(1, 1)\n"
         "    opt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "    run.keep(model, opt)\n"
@@ -94,7 +94,7 @@ def test_a_failure_is_told_once_however_long_its_replacement_takes(tmp_path: Pat
         "    while run.steps < 4:\n"
         "        run.backward(net(torch.ones(1, 1)).sum())\n"
         "        run.step(opt)\n"
-        "        if run.rank == 1 and run.steps == 2 and not run.generation: raise ValueError('a broken sample')\n"
+        "        if (run.rank, run.steps, run.group.generation) == (1, 2, 0): raise ValueError('a broken sample')\n"
         "phalanx.main(train)\n"
     )
     done = phalanx("run", "-g", "2", "--cpu", str(late), env=places)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import OptionError, UsageError
+from phalanx.train.checkpoint.peers import SingleRank
 from phalanx.train.model.compression import PowerSGD
 from phalanx.train.model.replaced_parameters import ReplacedParameters
 from phalanx.train.model.sharding import units
@@ -173,8 +174,7 @@ def test_the_group_is_let_go_while_everything_is_still_held() -> None:
 # -- one process
 
 
-class Nobody:
-    world_size = 1
+class Nobody(SingleRank):
     device = torch.device("cpu")
 
     def before_close(self, call: Callable[[], object]) -> None:

@@ -14,10 +14,10 @@ EVERYTHING = str(Path(__file__).parent / "scripts" / "everything.py")
 # How one process ends, and the exit code of that.
 ENDS = {
     "pass": 0,
-    "run.close()": 0,
+    "group.close()": 0,
     "raise SystemExit(3)": 3,
     "raise ValueError('enough')": 1,
-    "work = dist.all_reduce(torch.ones(9, device=run.device), async_op=True)": 0,
+    "work = dist.all_reduce(torch.ones(9, device=group.device), async_op=True)": 0,
 }
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     good(run(1, backend="nccl"), ", nccl on cuda:0")
     good(run(1, adopt="nccl"), "cuda:nccl on cuda:0")  # a process group of the script's own
     for end, code in ENDS.items():
-        text = f"import torch, torch.distributed as dist, phalanx\nrun = phalanx.init()\nrun.barrier()\n{end}"
+        text = f"import torch, torch.distributed as dist, phalanx\ngroup = phalanx.init()\ngroup.barrier()\n{end}"
         (alone,) = run(1, "-c", text)
         assert alone.returncode == code, (end, alone)
         assert "destroy_process_group" not in alone.stderr, alone.stderr

@@ -13,7 +13,7 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.worker.process_group import objects
-from phalanx.worker.process_group.seeds import derive, generator, seed_all
+from phalanx.worker.process_group.seeds import RankGenerator, derive, seed_all
 
 
 @pytest.mark.parametrize(
@@ -114,4 +114,17 @@ def test_seeds() -> None:
     assert not torch.equal(first, torch.rand(3))
     seed_all(derive(1, "rank", 0))
     assert torch.equal(first, torch.rand(3))
-    assert torch.equal(torch.rand(2, generator=generator(1, "a")), torch.rand(2, generator=generator(1, "a")))
+
+
+def test_the_generator_of_a_rank() -> None:
+    def draw(own: RankGenerator) -> float:
+        return torch.rand(1, generator=own.get()).item()
+
+    own, same, other = RankGenerator(1, 0), RankGenerator(1, 0), RankGenerator(1, 1)
+    first = draw(own)
+    assert first == draw(same) != draw(other)
+    assert draw(own) == draw(same) != first
+    own.seed(7)
+    same.seed(7)
+    assert own.get() is own.get()
+    assert draw(own) == draw(same) != draw(own)

@@ -103,12 +103,12 @@ def test_what_all_have_to_do_together() -> None:
     store = SignedStore(HashStore(), "")
     said: list[str] = []
     with pytest.raises(JoinError) as caught:
-        roll_call.together(store, person(2), 3.2, name="run.leader_group", say=said.append)
-    assert caught.value.what == "run.leader_group was asked for by rank 2, and in 3.2 s not by ranks 0-1, 3"
-    assert said == ["rank 2 waits for ranks 0-1, 3 in run.leader_group, which all ranks make together"]
+        roll_call.together(store, person(2), 3.2, name="group.leader_group", say=said.append)
+    assert caught.value.what == "group.leader_group was asked for by rank 2, and in 3.2 s not by ranks 0-1, 3"
+    assert said == ["rank 2 waits for ranks 0-1, 3 in group.leader_group, which all ranks make together"]
     for rank in (0, 1):
-        store.set(f"run.leader_group/{rank}", "")
-    roll_call.together(store, person(3), 20, name="run.leader_group", say=said.append)
+        store.set(f"group.leader_group/{rank}", "")
+    roll_call.together(store, person(3), 20, name="group.leader_group", say=said.append)
 
 
 def test_a_rank_that_is_there_already() -> None:

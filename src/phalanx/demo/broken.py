@@ -8,7 +8,7 @@ def train(run: phalanx.Run) -> None:
     for step in range(1000):
         if run.rank == 1 and step == 30:
             raise RuntimeError("this rank has read a broken sample")
-        run.sum(step)
+        run.group.sum(step)
 
 
 if __name__ == "__main__":

@@ -59,25 +59,8 @@ _METHODS = {  # of what a library gives: calls that every rank has to make
     ),
     "trainer": frozenset(["fit", "validate", "test", "predict", "save_checkpoint", "train", "evaluate"]),
     "strategy": frozenset(["barrier", "broadcast", "reduce", "all_gather", "all_reduce"]),
-    "run": frozenset(
-        [
-            "barrier",
-            "mean",
-            "sum",
-            "max",
-            "broadcast",
-            "gather",
-            "first",
-            "step",
-            "backward",
-            "keep",
-            "checkpoint",
-            "export",
-            "wrap",
-            "loader",
-            "finish",
-        ]
-    ),
+    "run": frozenset(["step", "backward", "keep", "save", "checkpoint", "wrap", "loader", "evaluate"]),
+    "group": frozenset(["barrier", "mean", "sum", "max", "broadcast", "gather", "first"]),
 }
 _MAKERS = {"Accelerator": "accelerator", "PartialState": "accelerator", "Fabric": "fabric", "Trainer": "trainer"}
 _LIBRARIES = {  # whose objects go by these names
@@ -86,6 +69,7 @@ _LIBRARIES = {  # whose objects go by these names
     "trainer": ("lightning", "pytorch_lightning"),
     "strategy": ("lightning", "lightning_fabric", "pytorch_lightning"),
     "run": ("phalanx",),
+    "group": ("phalanx",),
 }
 _DDP = ("DistributedDataParallel", "DDP")
 _FSDP = ("FullyShardedDataParallel", "FSDP")
@@ -171,6 +155,8 @@ class Operations:
             return None
         if last == "state_dict" and self.wrapped(call.func.value, call) == "fsdp":
             return RankOperation(call, "state_dict", "model")
+        if last == "export" and self.wrapped(call.func.value, call) == "run":
+            return RankOperation(call, "export")
         if last == "backward" and self._follows(call.func.value, call, 4):
             return RankOperation(call, "backward", "model")
         return None
@@ -223,16 +209,16 @@ class Operations:
     # -- what things are
 
     def holder(self, node: ast.expr) -> str:
-        """Return what an object of a library is: accelerator, fabric, trainer, strategy, run; empty: none."""
+        """Return what an object of a library is: accelerator, fabric, trainer, strategy, run, group; empty: none."""
         if not isinstance(node, ast.Name | ast.Attribute):
             return ""
         for one in self.script.lookup(node):
             if isinstance(one.value, ast.Call) and one.kind == "value":
                 if made := _MAKERS.get(self.script.last(one.value.func)):
                     return made
-                if self.script.name(one.value.func) == "phalanx.init":
-                    return "run"
-                return ""
+                return {"phalanx.init": "group", "phalanx.Run": "run"}.get(self.script.name(one.value.func), "")
+            if isinstance(one.value, ast.Attribute) and one.kind == "value" and one.value.attr == "group":
+                return self.holder(one.value)  # group = run.group
         name = self.script.last(node).lstrip("_")
         return name if name in _LIBRARIES and self.script.uses(*_LIBRARIES[name]) else ""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.worker.process_group.group import WorkerProcessGroup
 
 
 def kind(value: object) -> str:
@@ -18,6 +19,12 @@ def kind(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def check_group(group: object) -> None:
+    """Raise unless this is a process group of phalanx."""
+    if not isinstance(group, WorkerProcessGroup):
+        raise UsageError(f"Run() was given {kind(group)}, expected a process group", fix="phalanx.Run(phalanx.init())")
 
 
 def check_model(model: object) -> None:

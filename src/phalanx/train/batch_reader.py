@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from phalanx.errors import UsageError
 from phalanx.train.data import rng
 from phalanx.train.data.loader import Loader
@@ -15,7 +13,7 @@ from phalanx.train.data.order import count_steps
 from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
 from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.train.stepping.stepper import Stepper
-from phalanx.worker.rendezvous.membership import Membership
+from phalanx.worker.process_group.group import WorkerProcessGroup
 
 
 @dataclass(slots=True, eq=False)
@@ -34,26 +32,22 @@ class BatchReader:
 
     def __init__(
         self,
-        membership: Membership,
-        seed: int,
-        generator: torch.Generator,
+        group: WorkerProcessGroup,
         *,
         kept: KeptObjects,
         counter: TrainingProgress,
         stepper: Stepper,
         warnings: ScriptWarnings,
     ) -> None:
-        self._placement = membership.placement
-        self._device = membership.device
-        self._seed = seed
+        self._group = group
+        self._placement = group.membership.placement
+        self._device = group.device
         self._kept = kept
         self._counter = counter
         self._stepper = stepper
         self._warnings = warnings
         self._readings: list[BatchReading] = []
         self._current: BatchReading | None = None  # whose batch was read last
-        self._generator = generator
-        self._batch_seed = self._seeded = 0  # of the current batch; the one that the generator was seeded with
         self._restored: dict[str, Any] | None = None  # random state of a checkpoint, until the first epoch
 
     def epochs(self, count: int, *, begun: Callable[[], None]) -> Iterator[int]:
@@ -114,9 +108,9 @@ class BatchReader:
         fresh = self._stepper.fresh
         while True:
             epoch, consumed = data.taken
-            number = rng.number(self._seed, self._placement.rank, epoch, consumed)
+            number = rng.number(self._group.seed, self._placement.rank, epoch, consumed)
             fresh.begin(number, self._device)
-            self._batch_seed = number + 1
+            self._group.seed_generator(number + 1)
             try:
                 batch = next(batches)
             except StopIteration:
@@ -132,26 +126,18 @@ class BatchReader:
 
     # -- random numbers
 
-    @property
-    def generator(self) -> torch.Generator:
-        """This rank's generator. It is seeded per batch, when it is asked for."""
-        if self._seeded != self._batch_seed:
-            self._seeded = self._batch_seed
-            self._generator.manual_seed(self._batch_seed)
-        return self._generator
-
     def remember_rng(self) -> None:
         """Remember the random state that was just restored: a script may draw before its first epoch."""
         from phalanx.train.checkpoint import randomness
 
-        self._restored = randomness.packed(randomness.taken([self.generator]))
+        self._restored = randomness.packed(randomness.taken([self._group.generator]))
 
     def restore_rng(self) -> None:
         """Restore the remembered random state, once."""
         if self._restored is not None:
             from phalanx.train.checkpoint import randomness
 
-            randomness.restore([self._restored], 0, [self.generator])
+            randomness.restore([self._restored], 0, [self._group.generator])
             self._restored = None
 
     # -- the current batch

@@ -18,7 +18,7 @@ from phalanx.train.stateful_run import StatefulRun
 
 
 class DataRun(StatefulRun):
-    """A process group with the state and the data of a training. `Run` makes the parts that this uses."""
+    """The state and the data of a training. `Run` makes the parts that this uses."""
 
     _reader: BatchReader
     _misuse: MisuseChecks
@@ -91,7 +91,7 @@ class DataRun(StatefulRun):
         }
         if isinstance(dataset, DataLoader):
             dataset, options = dataset.dataset, options_of(dataset, options)
-        loader = Loader(dataset, self, **options)
+        loader = Loader(dataset, self._group, **options)
         loader.read_through(self.batches)
         return loader
 
@@ -102,7 +102,7 @@ class DataRun(StatefulRun):
         """
         for epoch in self._reader.epochs(check_epochs(count), begun=self._epoch_begun):
             yield epoch
-            self._checkpoints.epoch_ended(self, epoch)
+            self._checkpoints.epoch_ended(self._group, epoch)
         self._kept.values.commit()
 
     def batches(self, data: Any) -> Iterator[Any]:
@@ -112,7 +112,7 @@ class DataRun(StatefulRun):
                 ...
             for x, y in run.batches(test):      # without a step nothing is committed: the next loop starts again
                 correct += int((net(x).argmax(1) == y).sum())
-            accuracy = run.sum(correct) / len(test_set)
+            accuracy = run.group.sum(correct) / len(test_set)
 
         A loop can be inside another one, to evaluate in the middle of an epoch. With `pad_last` and `drop_last=False`
         the first `data.last_count` samples count, and the rest is padding. `data` comes from `run.loader`; any other
@@ -149,7 +149,7 @@ class DataRun(StatefulRun):
         with evaluation.evaluating(self._kept.models):
             for batch in self.batches(data):
                 means.add(evaluation.measure_batch(measure, batch), data.last_count, data.last_size)
-        return evaluation.merge(self.gather(means.totals(), all=True) or [])
+        return evaluation.merge(self._group.gather(means.totals(), all=True) or [])
 
     def _halt_if_asked(self) -> None:
         should_halt = self._recovery.generation.hooks.should_halt

@@ -15,6 +15,7 @@ from phalanx.train.reporting.trackers import LogTo, trackers
 from phalanx.train.run import Run
 from phalanx.worker import error_file, given_hyperparameters
 from phalanx.worker.process_group.ending import is_failure
+from phalanx.worker.process_group.group import WorkerProcessGroup
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -31,9 +32,8 @@ def init(
     seed: int = 0,
     device: Any = None,
     hyperparameters: Mapping[str, Any] | None = None,
-    log_to: LogTo | Sequence[LogTo] | None = None,
-) -> Run:
-    """`run = phalanx.init()`: join the process group of this run, whatever launcher started the process.
+) -> WorkerProcessGroup:
+    """`group = phalanx.init()`: join the process group of this run, whatever launcher started the process.
 
     - `backend`: Default: `cpu:gloo,cuda:nccl` with a GPU, else the shared memory of phalanx or gloo
     - `method`: where to meet: `env://` (as the launcher says), `tcp://HOST:PORT`, `file:///SHARED/PATH`
@@ -44,14 +44,12 @@ def init(
     - `device`: Default: this rank's GPU, if there is one; "cpu" for none
     - `hyperparameters`: to record with the run, such as vars(args): `phalanx ps --json`, the page and the report show
       them. Default: those in the arguments of the script
-    - `log_to`: where metrics go beside `metrics.jsonl` and TensorBoard: "wandb", "mlflow", a function of a step and its
-      values, or a list of them
 
-    It waits until all ranks are here. Every rank then draws the same random numbers until its model is wrapped.
+    It waits until all ranks are here. Every rank then draws the same random numbers until its model is wrapped. The
+    training API is on top of the group: `run = phalanx.Run(group)`.
     """
     given_hyperparameters.record(hyperparameters, environment())
-    trackers(log_to)  # an unknown one is an error before the group forms
-    run = Run.join(
+    group = WorkerProcessGroup.join(
         backend,
         method=method,
         rank=rank,
@@ -60,16 +58,19 @@ def init(
         timeout=timeout,
         seed=seed,
         device=device,
-        log_to=log_to,
     )
-    run.seed_everything()
-    return run
+    group.seed_everything()
+    return group
 
 
-def main(train: Callable[[Run], Result], **options: Any) -> Result:
+def main(train: Callable[[Run], Result], *, log_to: LogTo | Sequence[LogTo] | None = None, **options: Any) -> Result:
     """`phalanx.main(train)`: call `train` with a `Run`, close the run, and return what `train` returned.
 
-        phalanx.main(train, seed=3)     # options are those of `phalanx.init`
+        phalanx.main(train, seed=3, log_to="wandb")
+
+    - `log_to`: where metrics go beside `metrics.jsonl` and TensorBoard: "wandb", "mlflow", a function of a step and its
+      values, or a list of them
+    - `options`: those of `phalanx.init`
 
     Under `phalanx run`, `train` is called again after a failure of another rank.
 
@@ -80,9 +81,10 @@ def main(train: Callable[[Run], Result], **options: Any) -> Result:
     try:
         if not callable(train):
             raise UsageError(f"main() takes a function, not {train!r}", fix="phalanx.main(train)")
+        trackers(log_to)  # an unknown one is an error before the group forms
         given_hyperparameters.record(options.pop("hyperparameters", None), environment())
         line = environment().get(LINE)
-        return _survive(train, line, options) if line else _run(train, options)
+        return _survive(train, line, options, log_to) if line else _run(train, options, log_to)
     except PhalanxError as error:
         error_file.write(error)
         notes: list[str] = getattr(error, "__notes__", [])
@@ -99,31 +101,31 @@ def call_with_run(train: Callable[[Run], Result]) -> Result:
 
     They report its exceptions to their caller.
     """
-    return main(train) if environment().get(LINE) else _run(train, {})
+    return main(train) if environment().get(LINE) else _run(train, {}, None)
 
 
-def _run(train: Callable[[Run], Result], options: dict[str, Any]) -> Result:
-    run = init(**options)
+def _run(train: Callable[[Run], Result], options: dict[str, Any], log_to: Any) -> Result:
+    run = Run(init(**options), log_to=log_to)
     try:
         result = train(run)
         run._finish()
     except BaseException as error:
         _close_after(error, run)
         raise
-    run.close()
+    run.group.close()
     return result
 
 
-def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any]) -> Result:
+def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any], log_to: Any) -> Result:
     """Train under `phalanx run`, which replaces a rank that dies."""
     from phalanx.train.elastic.elastic_loop import ElasticLoop
 
-    loop = ElasticLoop(line, options)
+    loop = ElasticLoop(line, options, log_to)
     try:
         run, result = loop.live(train)
     except Halted:
         if loop.run is not None:
-            loop.run.close(failed=True)  # waits for nobody: the checkpoint is on the disk
+            loop.run.group.close(failed=True)  # waits for nobody: the checkpoint is on the disk
         raise SystemExit(0) from None  # the script must not continue as if the training were complete
     except BaseException as error:
         if loop.run is not None:
@@ -131,7 +133,7 @@ def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any])
         raise
     finally:
         loop.close()
-    run.close()
+    run.group.close()
     return result
 
 
@@ -141,7 +143,7 @@ def _close_after(error: BaseException, run: Run) -> None:
         error_file.write(error)
     failed = is_failure(error)  # sys.exit(0) is not
     try:
-        run.close(failed=failed)
+        run.group.close(failed=failed)
     except Exception as later:
         if not failed:
             raise

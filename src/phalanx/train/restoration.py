@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from phalanx.cluster.sources.surroundings import environment
@@ -36,7 +35,6 @@ class Restoration:
         self._recovery = recovery
         self._reader = reader
         self._warnings = warnings
-        self.resize_hook: Callable[[int, int], object] | None = None  # world size before and now
 
     def restore(self, group: WorkerProcessGroup) -> Info | None:
         """Restore from the newest state. Return the checkpoint, if it was one."""
@@ -46,14 +44,13 @@ class Restoration:
         options = checkpoints.options
         folder, every = options.folder or environ.get(CHECKPOINTS), options.every
         recovery.take_over()
-        snapshots.open(group, recovery, self._reader.generator)
+        snapshots.open(group, recovery)
         if folder is not None:
             if every is None:
                 every = environ.get(CHECKPOINT_EVERY, checkpoint_schedule.EVERY)
             key = read_key(environ[CHECKPOINT_KEY]) if CHECKPOINT_KEY in environ else b""
             begins = not recovery.generation.number and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-            generator = self._reader.generator
-            checkpoints.open(group, folder, every, waited=recovery.waited, generator=generator, key=key, begins=begins)
+            checkpoints.open(group, folder, every, waited=recovery.waited, key=key, begins=begins)
         elif options != CheckpointOptions() and group.is_main:
             self._warnings.warn(
                 "folder",
@@ -81,9 +78,7 @@ class Restoration:
         """Make the other models equal on all ranks, call the hook if the number of ranks has changed, and report where
         checkpoints are saved."""
         self._recovery.models.make_equal(self._parts.kept, group.world_size)
-        before = self._parts.stepper.ranks_before
-        if self.resize_hook is not None and before is not None and before != group.world_size:
-            self.resize_hook(before, group.world_size)
+        group.resized(self._parts.stepper.ranks_before)
         self._recovery.restored()
         folder, report = self._parts.checkpoints.folder, self._recovery.generation.hooks.checkpoint_folder
         if folder is not None and report is not None:

@@ -1,12 +1,10 @@
-"""`phalanx.Run`: the process group of a training, and the loop around model, data, checkpoints and metrics."""
+"""`phalanx.Run`: the training API: the loop around model, data, checkpoints and metrics."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +13,7 @@ from phalanx.collectives import mismatch
 from phalanx.collectives.errors import LeftEarly
 from phalanx.contract.variables import ON_NAN
 from phalanx.errors import UsageError
-from phalanx.train.arguments import check_loss, check_model, check_step
+from phalanx.train.arguments import check_group, check_loss, check_model, check_step
 from phalanx.train.batch_reader import BatchReader
 from phalanx.train.data_run import DataRun
 from phalanx.train.elastic.recovery_state import RecoveryState, RunParts
@@ -30,24 +28,22 @@ from phalanx.train.non_finite_guard import NonFiniteGuard, checked_policy
 from phalanx.train.reporting.metrics import held
 from phalanx.train.reporting.rank_log import RankLog
 from phalanx.train.reporting.reporter import RunReporter
+from phalanx.train.reporting.trackers import LogTo
 from phalanx.train.reporting.trackers import trackers as named_trackers
 from phalanx.train.restoration import Restoration
 from phalanx.train.schedule.checkpoint_schedule import CheckpointSchedule
 from phalanx.train.schedule.snapshot_schedule import SnapshotSchedule
 from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.train.stepping.stepper import OptimizerUpdate, Stepper
-from phalanx.worker.process_group import ending
+from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.rendezvous.store import Store
-
-if TYPE_CHECKING:
-    from phalanx.worker.rendezvous.membership import Membership
 
 T = TypeVar("T")
 _SNAPSHOT_PATIENCE = 1.0  # seconds for a snapshot that is nearly complete when the group is lost: it may be the newest
 
 
 class Run(DataRun):
-    """A training run, as one rank sees it. `phalanx.main(train)` calls `train` with it; `phalanx.init()` returns one.
+    """A training run, as one rank sees it. `phalanx.main(train)` calls `train` with it.
 
         def train(run: phalanx.Run) -> None:
             model = Net()
@@ -69,33 +65,43 @@ class Run(DataRun):
     A step is committed when `run.step` returns: its update, its samples and its metrics count together. After a failure
     `train` is called again, and continues after the last committed step.
 
-    A run is also the process group: `rank`, `world_size`, `device`, `is_main`, `barrier()`, `mean()`, `gather()` and
-    others are inherited from it. It works the same with one process, where nothing is sent.
+    The process group is `run.group`: `run.group.barrier()`, `run.group.mean(x)`, `run.group.local_rank` and others. It
+    works the same with one process, where nothing is sent.
+
+    Without `phalanx.main`, make a run of the group: `run = phalanx.Run(phalanx.init())`. Close it with
+    `run.group.close()`, or use it in a `with` statement; without, it is closed when the process ends. `log_to` is that
+    of `phalanx.main`, which also gives `recovery`: what it knows about the groups before this one.
+
+    There are 20 names, and `checkpoint`, which people look for first: it is `save`.
     """
 
     def __init__(
-        self, membership: Membership, *, seed: int = 0, recovery: RecoveryState | None = None, log_to: Any = None
+        self,
+        group: WorkerProcessGroup,
+        *,
+        log_to: LogTo | Sequence[LogTo] | None = None,
+        recovery: RecoveryState | None = None,
     ) -> None:
         trackers = named_trackers(log_to)
-        super().__init__(membership, seed=seed)
+        check_group(group)
+        membership = group.membership
+        self._group = group
         self._recovery = recovery if recovery is not None else RecoveryState()
-        self._warnings = ScriptWarnings()
+        warnings = ScriptWarnings()
         self._counter = TrainingProgress()
         self._stepper = Stepper(self.world_size)
         self._kept = KeptObjects(self._stepper)
         self._reader = BatchReader(
-            membership,
-            seed,
-            super().generator,
+            group,
             kept=self._kept,
             counter=self._counter,
             stepper=self._stepper,
-            warnings=self._warnings,
+            warnings=warnings,
         )
         self._reporter = RunReporter(
             self._counter,
             self._recovery.generation.hooks.measured,
-            folder=lambda: self._checkpoints.folder or self.folder,
+            folder=lambda: self._checkpoints.folder or group.folder,
             rank_log=RankLog(Store(membership.store.at("metrics"), membership.timeout), self.rank, self.world_size)
             if self.world_size > 1
             else None,
@@ -107,20 +113,22 @@ class Run(DataRun):
         parts = RunParts(membership, self._kept, self._counter, self._stepper, self._checkpoints, self._snapshots)
         self._recovery.attach(parts)
         self._agreement = Agreement(self._kept, self._recovery.reference)
-        self._restoration = Restoration(parts, self._snapshots, self._recovery, self._reader, self._warnings)
+        self._restoration = Restoration(parts, self._snapshots, self._recovery, self._reader, warnings)
         self._uncommitted: dict[str, Any] = {}  # metrics of steps with commit=False
-        self._guard = self._make_guard(membership)
-        survives = self._recovery.generation.regroups and not self.generation
-        self._misuse = MisuseChecks(membership, self._kept, self._warnings, survives=survives)
+        self._guard = self._make_guard()
+        survives = self._recovery.generation.regroups and not self._recovery.generation.number
+        self._misuse = MisuseChecks(membership, self._kept, warnings, survives=survives)
+        group.print_inside(self._reporter.aside)
+        group.close_with(self._close)
 
-    def _make_guard(self, membership: Membership) -> NonFiniteGuard | None:
+    def _make_guard(self) -> NonFiniteGuard | None:
         """Return what checks updates, if `--on-nan` says so."""
         policy = checked_policy(environment().get(ON_NAN))
         if policy == "report":
             return None
         guard = NonFiniteGuard(
             policy,
-            membership.device,
+            self.device,
             self.world_size,
             kept=self._kept,
             counter=self._counter,
@@ -136,21 +144,6 @@ class Run(DataRun):
     def steps(self) -> int:
         """`run.steps`: the number of committed steps since the very first start of the training."""
         return self._counter.steps
-
-    @property
-    def epoch(self) -> int:
-        """`run.epoch`: the current epoch, counted from 0."""
-        return self._counter.epoch
-
-    @property
-    def generation(self) -> int:
-        """`run.generation`: how often the process group was formed again after a failure; 0 the first time."""
-        return self._recovery.generation.number
-
-    @property
-    def generator(self) -> torch.Generator:
-        """`run.generator`: a random generator for this rank alone, seeded again for every batch."""
-        return self._reader.generator
 
     # -- model
 
@@ -213,13 +206,13 @@ class Run(DataRun):
         each holds only a part of the model.
         """
         check_model(model)
-        self._agreement.compare_model(self, model)
+        self._agreement.compare_model(self._group, model)
         equal = self._recovery.layout_for(model, how)
-        elastic = self.generation > 0
+        elastic = self._recovery.generation.number > 0
         wrapped = wrap(
             model,
             how,
-            group=self,
+            group=self._group,
             stepper=self._stepper,
             accumulate=accumulate,
             precision=precision,
@@ -236,8 +229,8 @@ class Run(DataRun):
         self._kept.adopt()
         if how == "hsdp":
             self._recovery.commit_in_two_phases(self._reader.loaders)
-        if self.resumed is None and not self._recovery.from_snapshot:  # else the random state of each rank is restored
-            self.seed_apart()
+        if self._resumed is None and not self._recovery.from_snapshot:  # else the random state of each rank is restored
+            self._group.seed_apart()
         return wrapped
 
     def backward(self, loss: Any, *, retain_graph: bool | None = None, create_graph: bool = False) -> None:
@@ -275,7 +268,8 @@ class Run(DataRun):
         - `scheduler`: a learning rate scheduler, stepped after every update
         - `commit`: False if more steps follow for the same batch, with any optimizer; only the last one commits. A
           checkpoint in between would count the batch without its other updates.
-        - `metrics`: numbers or tensors of one number, written as rank 0 has them; `loss=run.mean(loss)`: over all ranks
+        - `metrics`: numbers or tensors of one number, written as rank 0 has them. `loss=run.group.mean(loss)`: the mean
+          over all ranks
 
             run.step(opt_d, commit=False, loss_d=loss_d)
             ...
@@ -291,7 +285,7 @@ class Run(DataRun):
         if not self._misuse.done:
             self._misuse.stepping(opt)
         if not self._agreement.complete and self._stepper.models:
-            self._agreement.compare_data(self, self._reader.data)
+            self._agreement.compare_data(self._group, self._reader.data)
         if self._guard is not None:
             self._guard.check_stopped()
             self._guard.add_metrics(metrics)
@@ -337,8 +331,8 @@ class Run(DataRun):
                 self._reporter.committed(samples, values, reported=reported)
         else:
             self._reporter.post()
-        self._checkpoints.committed(self, values)
-        self._snapshots.committed(self)
+        self._checkpoints.committed(self._group, values)
+        self._snapshots.committed(self._group)
 
     # -- the end
 
@@ -352,9 +346,9 @@ class Run(DataRun):
         self._reporter.finish()
         try:
             with mismatch.ending():
-                return self._checkpoints.finish(self)
+                return self._checkpoints.finish(self._group)
         except LeftEarly:  # the others report that they have lost this rank
-            self.close(failed=True)
+            self._group.close(failed=True)
             return True
 
     def _save_last_step(self) -> int | None:
@@ -364,21 +358,13 @@ class Run(DataRun):
             return None
         values = self._kept.values
         values.replace(values.committed.state_dict())
-        return self._checkpoints.save_and_wait(self)
+        return self._checkpoints.save_and_wait(self._group)
 
-    def close(self, *, failed: bool = False) -> None:
-        """`run.close()`: wait until everything is saved, and end the process group. Raises if a save has failed.
-
-        `failed=True` does not wait for other ranks. A run closes by itself at the end of `phalanx.main`, and when the
-        process ends.
-        """
-        if self.closed or self.pid != os.getpid():  # a fork is not part of its parent's run
-            return
-        failed = failed or ending.is_failure(sys.exc_info()[1])
+    def _close(self, failed: bool) -> None:
+        """Wait until everything is saved. The process group calls it when it closes. Raises if a save has failed."""
         with contextlib.ExitStack() as stack:  # each of them is closed, even if another one raises
             stack.enter_context(contextlib.suppress(LeftEarly))  # as in `_finish`
             stack.enter_context(mismatch.ending())
-            stack.callback(super().close, failed=failed)
             stack.callback(self._checkpoints.close, broken=failed)
             stack.callback(self._misuse.unhook if failed else self._misuse.close)
             stack.callback(self._snapshots.close)
@@ -398,7 +384,7 @@ class Run(DataRun):
             stack.callback(self._checkpoints.close, broken=True, patience=0.0, needless=has_state)
             if left is not None:
                 stack.callback(left)
-            stack.callback(super()._abandon)
+            stack.callback(self._group.abandon)
             stack.callback(self._misuse.unhook)
             stack.callback(self._snapshots.close, _SNAPSHOT_PATIENCE)
             stack.callback(self._reporter.close)

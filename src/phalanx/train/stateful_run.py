@@ -1,10 +1,10 @@
-"""The state of a training as a script sees it: what is kept, saved, exported and logged."""
+"""The process group and the state of a training as a script sees them: what is kept, saved and logged."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, Self
 
 from phalanx.errors import UsageError
 from phalanx.train.arguments import check_metrics
@@ -17,15 +17,19 @@ from phalanx.train.reporting.metrics import held
 from phalanx.train.reporting.reporter import RunReporter
 from phalanx.train.restoration import Restoration
 from phalanx.train.schedule.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
+from phalanx.worker.process_group import ending
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 if TYPE_CHECKING:
+    import torch
+
     from phalanx.train.checkpoint.format.folder import Info
 
 
-class StatefulRun(WorkerProcessGroup):
-    """A process group with the state of a training. `Run` makes the parts that this uses."""
+class StatefulRun:
+    """The state of a training in a process group. `Run` makes the parts that this uses."""
 
+    _group: WorkerProcessGroup
     _agreement: Agreement
     _counter: TrainingProgress
     _kept: KeptObjects
@@ -34,8 +38,48 @@ class StatefulRun(WorkerProcessGroup):
     _checkpoints: CheckpointSchedule
     _restoration: Restoration
 
-    resumed: Info | None = None
-    """`run.resumed`: the checkpoint that the run was restored from, or None."""
+    _resumed: Info | None = None  # the checkpoint that `keep` has restored from
+
+    # -- the process group
+
+    @property
+    def group(self) -> WorkerProcessGroup:
+        """`run.group.barrier()`: the process group, and all that its ranks do together.
+
+            with run.group.first():                              # one rank per node first
+                path = download()
+            total = run.group.sum(count)                         # also mean, max, broadcast, gather
+            print(run.group.node_rank, run.group.local_rank)     # where this rank is
+
+        See `WorkerProcessGroup`; `phalanx.init()` returns the same.
+        """
+        return self._group
+
+    @property
+    def rank(self) -> int:
+        """`run.rank`: the number of this process, from 0 to `world_size - 1`."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """`run.world_size`: the number of ranks."""
+        return self._group.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """`run.is_main`: whether this is rank 0."""
+        return self._group.is_main
+
+    @property
+    def device(self) -> torch.device:
+        """`run.device`: where this rank computes: its GPU, or the CPU."""
+        return self._group.device
+
+    def print(self, *args: object, **options: Any) -> None:
+        """`run.print("text")`: print on rank 0 only, above the progress bar."""
+        self._group.print(*args, **options)
+
+    # -- state
 
     def keep(self, *objects: object, **named: object) -> Info | None:
         """`run.keep(model, opt, data, best=0.0)`: name what must survive, and restore it.
@@ -53,14 +97,14 @@ class StatefulRun(WorkerProcessGroup):
         if not objects and not named:
             raise UsageError("keep() was given nothing to keep", fix="run.keep(model, opt, data)")
         if not self._kept.add(objects, named):
-            return self.resumed
-        self._agreement.compare_kept(self)
-        self.resumed = info = self._restoration.restore(self)
-        self._restoration.conclude(self)
+            return self._resumed
+        self._agreement.compare_kept(self._group)
+        self._resumed = self._restoration.restore(self._group)
+        self._restoration.conclude(self._group)
         if self._recovery.generation.halt:
-            self._checkpoints.find_newest(self)
+            self._checkpoints.find_newest(self._group)
             self._halt()
-        return info
+        return self._resumed
 
     @property
     def state(self) -> MutableMapping[str, Any]:
@@ -115,26 +159,6 @@ class StatefulRun(WorkerProcessGroup):
         options.check()
         self._checkpoints.options = options
 
-    def on_resize(self, hook: Callable[[int, int], object]) -> None:
-        """`run.on_resize(hook)`: let `run.keep` call `hook(before, now)` if the number of ranks has changed.
-
-            run.on_resize(lambda before, now: scale(opt, now / before))     # the learning rate, for example
-
-        It changes when nodes join or leave, or when a checkpoint of a run of another size is resumed. Call this before
-        `run.keep`. With `run.loader(global_batch=...)` the global batch stays the same and there is nothing to do; with
-        `batch_size=...` the batch of each rank does.
-        """
-        if self._kept.objects:
-            raise UsageError(
-                "on_resize() was called after keep(), which calls the hook", fix="run.on_resize(…) before run.keep(…)"
-            )
-        if not callable(hook):
-            raise UsageError(
-                f"on_resize() was given a {type(hook).__name__}, expected a function of two numbers of ranks",
-                fix="run.on_resize(lambda before, now: …)",
-            )
-        self._restoration.resize_hook = hook
-
     def save(self, **metrics: Any) -> bool:
         """`run.save()`: save a checkpoint now, in the background. All ranks must call it.
 
@@ -147,15 +171,6 @@ class StatefulRun(WorkerProcessGroup):
 
     checkpoint = save
     """`run.checkpoint()`: the same as `run.save()`."""
-
-    def export(self, model: Any, path: str | os.PathLike[str]) -> None:
-        """`run.export(model, "model.safetensors")`: write the whole model to one file, .safetensors or .pt.
-
-        All ranks must call it. Names are those of your own module.
-        """
-        from phalanx.train.checkpoint.export import export
-
-        export(model.module if isinstance(model, Wrapped) else model, path, self)
 
     # -- output
 
@@ -173,14 +188,46 @@ class StatefulRun(WorkerProcessGroup):
             self._reporter.log(found)
             self._checkpoints.logged(found)
 
-    def print(self, *args: object, **options: Any) -> None:
-        """`run.print("text")`: print on rank 0 only, above the progress bar."""
-        with self._reporter.aside():
-            super().print(*args, **options)
-
     def _halt(self) -> None:
         """End the training when a checkpoint of the last committed step is on the disk. Without a folder, continue."""
-        saved = self._checkpoints.save_and_wait(self)
+        saved = self._checkpoints.save_and_wait(self._group)
         if saved is not None:
             self._reporter.finish()
             raise Halted(saved)
+
+    # -- as an object
+
+    if not TYPE_CHECKING:  # a type checker must not think that there is every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Say where a name is that another object has: most are those of the process group."""
+            group = self.__dict__.get("_group")
+            if name.startswith("_") or hasattr(type(self), name) or group is None:
+                return object.__getattribute__(self, name)  # raises as Python does
+            raise AttributeError(f"Run has no {name!r}{_home(name, group)}", name=name, obj=self)
+
+    def __dir__(self) -> list[str]:
+        return [name for name in dir(type(self)) if not name.startswith("_")]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        self._group.close(failed=ending.is_failure(error))
+
+    def __repr__(self) -> str:
+        group = self._group
+        return f"<{type(self).__name__} rank {group.rank} of {group.world_size} on {group.device}, by {group.launcher}>"
+
+
+def _home(name: str, group: WorkerProcessGroup) -> str:
+    """Return what to type for a name that `Run` does not have, if another object has it."""
+    owner: type
+    if name in dir(group):
+        owner, what, where = WorkerProcessGroup, "process group", "run.group"
+    elif hasattr(Wrapped, name):
+        owner, what, where = Wrapped, "module that run.wrap returns", "ddp"
+    else:
+        return ""
+    call = "()" if callable(getattr(owner, name, None)) else ""
+    return f". The {what} has it: {where}.{name}{call}"

@@ -221,7 +221,8 @@ class Log:
 
     def __init__(self, run: phalanx.Run) -> None:
         self._file = os.open(FOLDER / f"log.{run.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        group = (os.environ.get("PHALANX_RUN", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), run.generation)
+        environ = os.environ
+        group = environ.get("PHALANX_RUN", ""), environ.get("TORCHELASTIC_RESTART_COUNT", ""), run.group.generation
         self._group, self._size = " ".join(map(str, group)), run.world_size
         self._file_of_pid = FOLDER / f"pid.{run.rank}"
         self._file_of_pid.write_text(str(os.getpid()))
@@ -246,7 +247,7 @@ def train(run: phalanx.Run) -> None:
     data = run.loader(Numbered(), global_batch=12, shuffle=True)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(DROPOUT), nn.Linear(16, 1))
     opt = torch.optim.AdamW(model.parameters(), lr=settings.LEARNING_RATE)
-    if run.generation:
+    if run.group.generation:
         faulty("handover", run.rank)
     run.keep(model=model, opt=opt, data=data, begun=[0])
     ddp = run.wrap(model)
@@ -275,7 +276,7 @@ def train(run: phalanx.Run) -> None:
             if EPOCHS and run.is_main:
                 with open(FOLDER / "epochs", "a") as file:
                     file.write(json.dumps(parameters()) + "\n")
-            if not EPOCHS and run.broadcast((FOLDER / "end").exists()):
+            if not EPOCHS and run.group.broadcast((FOLDER / "end").exists()):
                 break
     # Whatever was repeated, values have counted it once.
     assert run.state["begun"] == [run.steps], (run.state["begun"], run.steps)

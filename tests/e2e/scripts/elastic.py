@@ -41,14 +41,14 @@ def train(run: phalanx.Run) -> None:
     width = 17 if BAD == "shape" else 16
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run.on_resize(lambda before, now: run.print(f"resized from {before} to {now}"))
+    run.group.on_resize(lambda before, now: run.print(f"resized from {before} to {now}"))
     run.keep(model=model, opt=opt, data=data)
     ddp = run.wrap(model)
-    group = f"{run.world_size} by {run.backend}, pid {os.getpid()}"
-    print(f"generation {run.generation}: rank {run.rank} of {group}", flush=True)
-    for _ in run.epochs(EPOCHS or 10_000):
+    group = f"{run.world_size} by {run.group.backend}, pid {os.getpid()}"
+    print(f"generation {run.group.generation}: rank {run.rank} of {group}", flush=True)
+    for epoch in run.epochs(EPOCHS or 10_000):
         for x, y, places in run.batches(data):
-            taken = [run.generation, run.world_size, places.tolist()]
+            taken = [run.group.generation, run.world_size, places.tolist()]
             own = FOLDER / f".{os.uname().nodename} {os.getpid()}"  # whole or not at all: this rank may be killed
             own.write_text(json.dumps(taken))
             own.rename(FOLDER / f"{run.steps + 1}.{run.rank}")
@@ -59,10 +59,10 @@ def train(run: phalanx.Run) -> None:
             time.sleep(0 if EPOCHS else PAUSE)  # the pace of a training, not a wait for anything
         end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
         if EPOCHS is not None:
-            (FOLDER / f"result.{run.epoch + 1}").write_text(json.dumps(end))
-        elif run.broadcast((FOLDER / "end").exists()):
+            (FOLDER / f"result.{epoch + 1}").write_text(json.dumps(end))
+        elif run.group.broadcast((FOLDER / "end").exists()):
             if run.is_main:
-                (FOLDER / "result").write_text(json.dumps([run.epoch + 1, run.steps, end]))
+                (FOLDER / "result").write_text(json.dumps([epoch + 1, run.steps, end]))
             break
 
 

@@ -24,11 +24,11 @@ def train(run: phalanx.Run) -> None:
         for (x,) in run.batches(data):
             loss = (ddp(x) - x).pow(2).mean()
             run.backward(loss)
-            if run.rank == run.world_size - 1 and not run.generation and os.path.exists(DIE):
+            if run.rank == run.world_size - 1 and not run.group.generation and os.path.exists(DIE):
                 os.kill(os.getpid(), 9)
             time.sleep(0.02)
             run.step(opt, loss=loss, odd=float("nan"))
-            if run.broadcast(os.path.exists(END)):
+            if run.group.broadcast(os.path.exists(END)):
                 return
 
 

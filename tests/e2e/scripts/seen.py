@@ -32,13 +32,13 @@ def train(run: phalanx.Run) -> None:
                 wait_for_data()
             loss = (ddp(x) - x).pow(2).mean()
             run.backward(loss)
-            if run.rank == run.world_size - 1 and not run.generation and os.path.exists(DIE):
+            if run.rank == run.world_size - 1 and not run.group.generation and os.path.exists(DIE):
                 os.kill(os.getpid(), 9)
             time.sleep(0.02)
             run.step(opt, loss=loss)
             if run.steps % 50 == 0:
                 run.print(f"step {run.steps} is made")
-            if run.broadcast(os.path.exists(END)):
+            if run.group.broadcast(os.path.exists(END)):
                 return
 
 

@@ -131,7 +131,33 @@ BAD: dict[str, dict[str, str]] = {
 
             def train(run: phalanx.Run):
                 if run.rank == 0:
-                    run.barrier()  # !
+                    run.group.barrier()  # !
+                    run.save()  # !
+
+            phalanx.main(train)
+        """,
+        "of a group of phalanx": """
+            import phalanx
+
+            group = phalanx.init()
+            if group.is_main:
+                group.gather(1)  # !
+        """,
+        "of a run in a group of phalanx": """
+            import phalanx
+
+            run = phalanx.Run(phalanx.init())
+            ranks = run.group
+            if run.is_main:
+                ranks.sum(1)  # !
+        """,
+        "of a model of phalanx": """
+            import phalanx
+
+            def train(run: phalanx.Run):
+                net = run.wrap(Net())
+                if run.is_main:
+                    net.export("model.pt")  # !
 
             phalanx.main(train)
         """,
@@ -250,7 +276,7 @@ GOOD: dict[str, dict[str, str]] = {
             import phalanx
 
             def train(run: phalanx.Run):
-                with run.first() as first:
+                with run.group.first() as first:
                     if first:
                         load()
                 if run.is_main:

@@ -41,7 +41,7 @@ def train(run: phalanx.Run) -> None:
     def measure(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         nonlocal batches
         batches += 1
-        if run.rank == VICTIM and run.generation == 0 and batches == 2:
+        if run.rank == VICTIM and run.group.generation == 0 and batches == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         assert not torch.is_grad_enabled()
         assert not any(part.training for part in (net, *model.modules()))
@@ -56,8 +56,8 @@ def train(run: phalanx.Run) -> None:
         assert net.training
         assert [part.training for part in model] == [True, False, True, True, True]
         with torch.no_grad():  # as in a plain script
-            counted = run.sum({"n": sum(len(y) for _, y in run.batches(test))})
-        run.print(json.dumps({**metrics, "counted": counted["n"], "generation": run.generation}))
+            counted = run.group.sum({"n": sum(len(y) for _, y in run.batches(test))})
+        run.print(json.dumps({**metrics, "counted": counted["n"], "generation": run.group.generation}))
 
 
 phalanx.main(train)

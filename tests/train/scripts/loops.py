@@ -66,7 +66,7 @@ def padded() -> Any:
     """81 samples in steps of 16: the last has 1, so that rank 0 has 7 of padding and another rank nothing else."""
     found: dict[str, Any] = {"plain": plain([[part] for part in parts(16)] * 2)}
     for name in ("each", "mean"):
-        with phalanx.init() as run, warnings.catch_warnings(record=True) as told:
+        with phalanx.Run(phalanx.init()) as run, warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             net = run.wrap(mlp())
             opt = sgd(net)
@@ -88,7 +88,7 @@ def windows() -> Any:
     epoch = [batches[:4], batches[4:8], batches[8:]]
     found: dict[str, Any] = {"plain": plain(epoch * 2, clip=0.5)}
     for how in ("ddp", "fsdp"):
-        with phalanx.init() as run:
+        with phalanx.Run(phalanx.init()) as run:
             net = run.wrap(mlp(), how, accumulate=4)
             opt = sgd(net)
             data = run.loader(DATA, global_batch=8, drop_last=False)
@@ -122,13 +122,13 @@ def evaluated(run: phalanx.Run, net: Any, test: Any) -> int:
     for x, _ in run.batches(test):
         counted += len(net(x)[: test.last_count])
     net.train()
-    return int(run.sum(counted))
+    return int(run.group.sum(counted))
 
 
 @question
 def foreign() -> Any:
     """A script that wraps its model itself, and lets `run.backward` weigh."""
-    with phalanx.init() as run:
+    with phalanx.Run(phalanx.init()) as run:
         ddp = torch.nn.parallel.DistributedDataParallel(mlp())
         opt = sgd(ddp)
         for x, y in run.batches(run.loader(DATA, global_batch=16, weights=[3, 1], drop_last=False)):
@@ -155,7 +155,7 @@ def kept() -> Any:
 
 def resumable(how: str, order: str, folder: str | None, stop: int | None) -> tuple[int, list[float]]:
     """5 batches an epoch, in windows of 2. Stopped in the middle of one, with a checkpoint there."""
-    with phalanx.init() as run:
+    with phalanx.Run(phalanx.init()) as run:
         model = mlp()
         data = run.loader(DATA, global_batch=16, shuffle=True)
         net: Any = None
@@ -186,7 +186,7 @@ def rivals() -> Any:
     """Two models and two optimizers, of which one accumulates."""
     found: dict[str, Any] = {"plain": plain_rivals()}
     for how in ("ddp", "fsdp"):
-        with phalanx.init() as run:
+        with phalanx.Run(phalanx.init()) as run:
             first, second, opt_first, opt_second = pair()
             maker, judge = run.wrap(first, how, accumulate=2), run.wrap(second, how)
             steps = []
@@ -243,7 +243,7 @@ class Mine(torch.utils.data.Dataset):
 
 def looped(data: Any, wrap: str = "run", how: str = "run", *, direct: bool = False) -> list[str]:
     """What a training with `data` is warned of. `direct`: its loop does without `run.batches`."""
-    with phalanx.init() as run, warnings.catch_warnings(record=True) as told:
+    with phalanx.Run(phalanx.init()) as run, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         model = mlp()
         model[0].weight.requires_grad_(how != "frozen")
@@ -267,7 +267,7 @@ def looped(data: Any, wrap: str = "run", how: str = "run", *, direct: bool = Fal
                 opt.zero_grad()
             else:
                 run.step(opt, accumulate=3 if how == "accumulate" else None)
-        run.barrier()  # all ranks have told what they have, before rank 0 looks a last time
+        run.group.barrier()  # all ranks have told what they have, before rank 0 looks a last time
         if wrap == "torch":
             net.reducer = net.logger = None
     return [str(warning.message) for warning in told]
@@ -316,7 +316,7 @@ def different() -> Any:
     """What the ranks should have in common, and do not: refused before the first update."""
 
     def refusal(*, seed: int = 0, width: int = 6, samples: int = 80, batch: int = 4, keep: bool = False) -> str:
-        with phalanx.init(seed=seed) as run:
+        with phalanx.Run(phalanx.init(seed=seed)) as run:
             model = torch.nn.Linear(width, 2)
             opt = sgd(model)
             data = run.loader(TensorDataset(X[:samples], Y[:samples]), batch_size=batch, shuffle=True)

@@ -60,7 +60,7 @@ def forked() -> None:
 def aborted(run: Run, group: object) -> float:
     """Seconds until rank 0 stops waiting for a missing rank after it was interrupted."""
     if run.rank:
-        run.store.get("aborted")
+        run.group.store.get("aborted")
         return 0.0
     timer = threading.Timer(0.2, registry.abort)
     timer.start()
@@ -68,7 +68,7 @@ def aborted(run: Run, group: object) -> float:
     try:
         dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
     except GroupAborted:
-        run.store.set("aborted", "")
+        run.group.store.set("aborted", "")
         return time.monotonic() - begin
     raise AssertionError("it did not wait")
 
@@ -81,7 +81,7 @@ def main() -> None:
         regions = trained(run) if number % 10 == 0 else None
         if number % 10 == 1:
             forked()
-        assert run.sum(1) == run.world_size
+        assert run.group.sum(1) == run.world_size
         assert aborted(run, pair) < 30 if number % 10 == 2 else True
         del pair
         run._abandon()

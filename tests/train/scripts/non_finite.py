@@ -56,7 +56,7 @@ def train(run: phalanx.Run) -> None:
     for _ in run.epochs(EPOCHS):
         for x, y, places in run.batches(data):
             before = [buffer.clone() for buffer in model.buffers()]
-            bad = bool(run.sum(sum(place in BAD for place in places.tolist())))
+            bad = bool(run.group.sum(sum(place in BAD for place in places.tolist())))
             loss = nn.functional.mse_loss(net(x), y)
             if bad and "gradients" in WORDS:
                 loss = loss + torch.sqrt(net(x).sum() * 0)  # 0, with an infinite derivative times 0
@@ -66,7 +66,7 @@ def train(run: phalanx.Run) -> None:
                 with torch.no_grad():
                     for buffer, old in zip(model.buffers(), before, strict=True):
                         buffer.copy_(old)
-            metrics = {"loss": run.mean(loss)} if "mean" in WORDS else {} if "plain" in WORDS else {"loss": loss}
+            metrics = {"loss": run.group.mean(loss)} if "mean" in WORDS else {} if "plain" in WORDS else {"loss": loss}
             try:
                 update = run.step(opt, **metrics)
             except NonFiniteError:
@@ -75,7 +75,7 @@ def train(run: phalanx.Run) -> None:
                 continue
             if update.done:
                 run.state["done"] = [*run.state["done"], run.steps]
-            if run.steps == 5 and run.rank == 1 and "kill" in WORDS and not run.generation:
+            if run.steps == 5 and run.rank == 1 and "kill" in WORDS and not run.group.generation:
                 os.kill(os.getpid(), signal.SIGKILL)
             if run.steps == 5 and "poison" in WORDS:
                 with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,11 @@ class Party:
         self._calls: list[Callable[[], object]] = []
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        told = [obj]
+        dist.broadcast_object_list(told, src)
+        return told[0]
 
     def before_close(self, call: Callable[[], object]) -> None:
         self._calls.append(call)

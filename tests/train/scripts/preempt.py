@@ -71,7 +71,7 @@ def train(run: phalanx.Run) -> None:
                 file.write(f"{run.steps} {os.getpid()}\n")
             if run.steps == 6 and run.rank == 1:
                 if "hang" in WORDS and once("hung"):
-                    run.barrier()
+                    run.group.barrier()
                 while "stuck" in WORDS:
                     torch.rand(1000)
             if run.steps >= 6 and not (FOLDER / "continue").exists():

@@ -21,6 +21,7 @@ from phalanx.train.elastic.handover import Handover
 from phalanx.train.elastic.recovery_state import Generation, RecoveryState
 from phalanx.train.elastic.state_offer import StateOffer
 from phalanx.train.run import Run
+from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.rendezvous.membership import form
 
 
@@ -47,13 +48,14 @@ def join(generation: int, offer: StateOffer | None, *, number: int = 0) -> Run:
         handover = Handover(membership, offer)
         handover.prepare()
     described = Generation(number=number, training=0, handover=handover)
-    run = Run(membership, recovery=RecoveryState(described, offer))
-    run.seed_everything()
+    run = Run(WorkerProcessGroup(membership), recovery=RecoveryState(described, offer))
+    run.group.seed_everything()
     return run
 
 
 def trained(run: Run, until: int, first: str) -> dict[str, list[float]]:
-    torch.manual_seed(run.generation)  # what a model is made with does not matter where it is handed over
+    # What a model is made with does not matter where it is handed over.
+    torch.manual_seed(run._recovery.generation.number)
     model = nn.Sequential(nn.Linear(6, 15), nn.Tanh(), nn.Linear(15, 1))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if first == "keep":

@@ -92,7 +92,7 @@ def train(run: phalanx.Run) -> None:
             note(step=run.steps + 1, epoch=epoch, samples=index[: data.last_count].tolist())
             run.step(opt, clip=1.0, loss=loss)
             die("checkpoint")
-    run.export(model, FOLDER / f"{PLAY['name']}.safetensors")
+    net.export(FOLDER / f"{PLAY['name']}.safetensors")
     run.print(f"done after {run.steps} steps")
 
 

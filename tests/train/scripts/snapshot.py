@@ -77,6 +77,6 @@ def train(run: phalanx.Run) -> None:
 
 
 if HOW == "init":
-    train(phalanx.init())
+    train(phalanx.Run(phalanx.init()))
 else:
     phalanx.main(train)

@@ -59,14 +59,14 @@ def memories(*rooms: int) -> Iterator[list[str]]:
 
 class Rank:
     def __init__(self, nodes: Nodes, names: list[str], how: str) -> None:
-        self.run = phalanx.init()
-        membership, topology = self.run.membership, Topology(nodes, self.run.rank)
+        self.run = phalanx.Run(phalanx.init())
+        membership, topology = self.run.group.membership, Topology(nodes, self.run.rank)
         placement = roll_call.placement(membership.participants, topology)
-        self.run.membership = dataclasses.replace(membership, topology=topology, placement=placement)
+        self.run.group.membership = dataclasses.replace(membership, topology=topology, placement=placement)
         self.said: list[str] = []
         each = len(names) > len(nodes)  # a memory for each rank, and not for each node
-        self.memory = SnapshotMemoryClient(names[self.run.rank if each else self.run.node_rank])
-        self.snapshots = Snapshots(self.run, self.memory, say=self.said.append)
+        self.memory = SnapshotMemoryClient(names[self.run.rank if each else self.run.group.node_rank])
+        self.snapshots = Snapshots(self.run.group, self.memory, say=self.said.append)
         if each:
             self.snapshots.held_in(names)
         torch.manual_seed(1)
@@ -104,7 +104,7 @@ class Rank:
             "phalanx.worker.process_group.nccl.abort", side_effect=AssertionError
         ):  # the training's own groups stay
             self.snapshots.close()
-        self.run.close()
+        self.run.group.close()
 
 
 def play(nodes: Nodes, names: list[str], how: str, act: Callable[[Rank], Any]) -> list[Any]:

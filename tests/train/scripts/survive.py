@@ -104,12 +104,12 @@ def train(run: phalanx.Run) -> None:
     if ONCE:
         # New ranks and survivors draw the same random numbers from here on.
         drawn = [torch.rand(1).item(), random.random(), float(numpy.random.random())]
-        assert drawn == run.broadcast(drawn)
+        assert drawn == run.group.broadcast(drawn)
         assert all(parameter.grad is None for parameter in model.parameters())
         with open(FOLDER / f"made.{run.rank}.{os.getpid()}", "a") as file:
             file.write(f"{id(model)}\n")
     pair = dist.new_group([0, 1]) if ONCE else None
-    if run.generation:
+    if run.group.generation:
         faulty(run, "handover")
     rate = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: (1 + epoch) / EPOCHS)
     ddp = run.wrap(model) if EARLY else None
@@ -124,7 +124,7 @@ def train(run: phalanx.Run) -> None:
             faulty(run, "step")
             if pair is not None and run.rank < 2:  # where it waits, nobody of the others is
                 dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait()
-            own = torch.rand(1, generator=run.generator).item()
+            own = torch.rand(1, generator=run.group.generator).item()
             noise = 0.01 * (random.random() + float(numpy.random.random()) + own)
             loss = nn.functional.mse_loss(ddp(x) + noise, y)
             loss.register_hook(lambda _: faulty(run, "within"))
@@ -133,17 +133,17 @@ def train(run: phalanx.Run) -> None:
             run.step(opt, commit=not HALVES)
             if HALVES:
                 faulty(run, "half")
-                run.barrier()
+                run.group.barrier()
                 run.step(idle)
         rate.step()
         run.state["epochs"] += 1
         faulty(run, "end")
-        run.barrier()  # as those do who evaluate together
+        run.group.barrier()  # as those do who evaluate together
     # Whatever was repeated, values have counted it once.
     kept = {"epochs": EPOCHS, "begun": [run.steps]}
     assert dict(run.state) == kept, (dict(run.state), kept)
     end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
-    (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, run.generation, end]))
+    (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, run.group.generation, end]))
 
 
 phalanx.main(train)

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from phalanx.errors import CheckpointError, OptionError
 from phalanx.train.checkpoint.format import integrity, tensorfile
 from phalanx.train.checkpoint.format.buffer import Buffer
-from phalanx.train.checkpoint.peers import Peers, SingleRank
+from phalanx.train.checkpoint.peers import Broadcaster, SingleRank
 from phalanx.train.checkpoint.shares import Chunk
 from phalanx.train.checkpoint.state import plain_name, unwrapped
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
-def export(model: nn.Module, path: str | os.PathLike[str], peers: Peers | None = None) -> None:
+def export(model: nn.Module, path: str | os.PathLike[str], peers: Broadcaster | None = None) -> None:
     """Write the model to one file, atomically. Every rank must call it; rank 0 writes.
 
     Sharded tensors are gathered one at a time. A .safetensors file is written tensor by tensor, so that no rank holds

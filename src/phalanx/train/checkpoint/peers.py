@@ -10,21 +10,25 @@ from phalanx.errors import CheckpointError
 T = TypeVar("T")
 
 
-class Peers(Protocol):
-    """All ranks that save together. Values are JSON-like; only the training thread calls it."""
+class Broadcaster(Protocol):
+    """All ranks that write one file together."""
 
     @property
     def rank(self) -> int:
         """The number of this rank."""
         ...
 
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src`."""
+        ...
+
+
+class Peers(Broadcaster, Protocol):
+    """All ranks that save together. Values are JSON-like; only the training thread calls it."""
+
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        ...
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of rank `src`."""
         ...
 
     def gather(self, obj: Any, *, all: bool = False) -> Any:  # noqa: A002

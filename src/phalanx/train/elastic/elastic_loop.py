@@ -28,6 +28,7 @@ from phalanx.train.run import Run
 from phalanx.worker.agent_channel import AgentChannel
 from phalanx.worker.ignored_signals import IgnoredSignals
 from phalanx.worker.process_group.aborter import GroupAborter
+from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.rendezvous.device import cuda_device, warm_up
 from phalanx.worker.rendezvous.membership import Membership, form
 
@@ -51,8 +52,9 @@ class LastGroup:
 class ElasticLoop:
     """Calls `train` for one generation of the process group after the other, as the agent assigns them."""
 
-    def __init__(self, channel: str, options: dict[str, Any]) -> None:
+    def __init__(self, channel: str, options: dict[str, Any], log_to: Any = None) -> None:
         self._options = options
+        self._log_to = log_to
         self._training = next(trainings)
         self._aborter = GroupAborter()
         self._unwatch = self._aborter.watch_groups()
@@ -119,7 +121,7 @@ class ElasticLoop:
     def _begin(self, assignment: messages.Assignment) -> Run:
         self._channel.send(messages.Entering(assignment.generation, self._holds()))
         options = {**self._options}
-        seed, log_to = options.pop("seed", 0), options.pop("log_to", None)
+        seed = options.pop("seed", 0)
         with self._aborter.watching():
             membership = form(
                 **options,
@@ -128,12 +130,13 @@ class ElasticLoop:
                 met=self._met if assignment.generation else None,
             )
             recovery = RecoveryState(self._generation(assignment, membership), self._last.offer)
-            run = Run(membership, seed=seed, recovery=recovery, log_to=log_to)
+            group = WorkerProcessGroup(membership, seed=seed)
+            run = Run(group, log_to=self._log_to, recovery=recovery)
         self._recovery = recovery
         self._run = run
         self._handover = None
         self._last = replace(self._last, offer=None)
-        run.seed_everything()
+        group.seed_everything()
         self._once.enter()
         if self._channel.has_moved(assignment):  # it was cut before there was a group to cut
             self._aborter.cut()

@@ -32,7 +32,12 @@ _FOR = {  # options that not every kind of wrapping has
 
 
 class WrapGroup(Protocol):
-    """A process group, as far as wrapping needs it."""
+    """A process group, as far as a wrapped model needs it."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        ...
 
     @property
     def world_size(self) -> int:
@@ -42,6 +47,10 @@ class WrapGroup(Protocol):
     @property
     def device(self) -> Any:
         """The device of this rank."""
+        ...
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src`."""
         ...
 
     def before_close(self, call: Callable[[], object], /) -> object:
@@ -117,6 +126,7 @@ def wrap(
         model,
         engine,
         how,
+        peers=group,
         device=device,
         world_size=size,
         precision=mixed,

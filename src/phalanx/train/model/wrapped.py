@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from phalanx.train.model.precision import Precision, widened
 from phalanx.train.model.replaced_parameters import ReplacedParameters
 
 if TYPE_CHECKING:
+    from phalanx.train.checkpoint.peers import Broadcaster
     from phalanx.train.stepping.stepper import OptimizerUpdate, Stepper
 
 
@@ -37,6 +39,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         engine: Any,
         how: str,
         *,
+        peers: Broadcaster,
         device: Any,
         world_size: int,
         precision: Precision,
@@ -58,6 +61,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             synchronised=True,
             wanted=True,
             _engine=engine,
+            _peers=peers,
             _replaced=ReplacedParameters(became),
             _sharded=sharded,
             _casts=precision.name is not None and not sharded,
@@ -117,6 +121,17 @@ class Wrapped(nn.Module):  # type: ignore[misc]
     def scaler(self) -> Any:
         """The gradient scaler of fp16; None without."""
         return self.stepper.scaling.scaler
+
+    # -- afterwards
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """`ddp.export("model.safetensors")`: write the whole model to one file, .safetensors or .pt.
+
+        All ranks must call it. Names are those of your own module.
+        """
+        from phalanx.train.checkpoint.export import export
+
+        export(self.module, path, self.__dict__.get("_peers"))  # after unpickling there are none
 
     # -- for the stepper
 
@@ -187,6 +202,10 @@ class Wrapped(nn.Module):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the user's module, as averaging of weights needs it: a process group cannot be copied."""
         return copy.deepcopy(self.module, memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled, as by `torch.save(ddp)`: a process group cannot be."""
+        return {name: value for name, value in self.__dict__.items() if name != "_peers"}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the user's module."""

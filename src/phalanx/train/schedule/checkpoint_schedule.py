@@ -12,8 +12,6 @@ from phalanx.train.reporting.metrics import held, read
 from phalanx.train.schedule.interval import Interval
 
 if TYPE_CHECKING:  # importing them takes most of a second: only for a run that has a folder for checkpoints
-    import torch
-
     from phalanx.train.checkpoint.checkpoints import Checkpoints
     from phalanx.train.checkpoint.format.folder import Info
     from phalanx.worker.process_group.group import WorkerProcessGroup
@@ -69,7 +67,6 @@ class CheckpointSchedule:
         every: str | int,
         *,
         waited: float,
-        generator: torch.Generator,
         key: bytes = b"",
         begins: bool = True,
     ) -> None:
@@ -90,7 +87,7 @@ class CheckpointSchedule:
             keep_best=options.keep_best,
             best=options.metric,
             mode=options.mode,
-            generators=[generator],
+            generators=[group.generator],
             key=key,
             required=begins,
         )

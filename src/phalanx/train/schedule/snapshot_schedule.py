@@ -14,8 +14,6 @@ from phalanx.train.schedule.interval import Interval
 from phalanx.train.stepping.stepper import Stepper
 
 if TYPE_CHECKING:  # importing them takes most of a second: only for a run that takes snapshots
-    import torch
-
     from phalanx.train.elastic.recovery_state import RecoveryState
     from phalanx.train.schedule.checkpoint_schedule import CheckpointSchedule
     from phalanx.train.snapshot.cadence import Cadence
@@ -43,14 +41,14 @@ class SnapshotSchedule:
         """Whether snapshots are taken."""
         return self.snapshots is not None
 
-    def open(self, group: WorkerProcessGroup, recovery: RecoveryState, generator: torch.Generator) -> None:
+    def open(self, group: WorkerProcessGroup, recovery: RecoveryState) -> None:
         """Take snapshots from now on, if the agents of all ranks hold memory for them and would restart the run."""
         environ = environment()
         if RUN not in environ:
             return
         self._training = recovery.generation.training
         every = environ.get(SNAPSHOT_EVERY)
-        snapshots = self._connect(group, environ, recovery, generator)
+        snapshots = self._connect(group, environ, recovery)
         waited = snapshots.waited() if snapshots is not None else 0.0
         # Nodes may have been given different options, and a new rank does not know how long checkpoints have waited.
         mine = [snapshots is not None, every, waited, recovery.waited, environ.get(MEMORY, "")]
@@ -68,11 +66,7 @@ class SnapshotSchedule:
         self.snapshots = snapshots
 
     def _connect(
-        self,
-        group: WorkerProcessGroup,
-        environ: Mapping[str, str],
-        recovery: RecoveryState,
-        generator: torch.Generator,
+        self, group: WorkerProcessGroup, environ: Mapping[str, str], recovery: RecoveryState
     ) -> Snapshots | None:
         every = environ.get(SNAPSHOT_EVERY)
         restarts = recovery.generation.regroups or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -83,7 +77,7 @@ class SnapshotSchedule:
 
         with contextlib.suppress(LaunchError):
             memory = SnapshotMemoryClient(environ[MEMORY], str(self._training))
-            return Snapshots(group, memory, generators=[generator])
+            return Snapshots(group, memory, generators=[group.generator])
         return None
 
     def load(

@@ -1,6 +1,6 @@
 """The process group of a run, as one rank sees it: who it is, and what all ranks do together.
 
-group = WorkerProcessGroup.join()
+group = phalanx.init()            # in `phalanx.main(train)`: run.group
 group.print(f"{group.world_size} ranks")
 loss = group.mean(loss)
 group.close()                     # optional: it closes with the process
@@ -38,17 +38,32 @@ FAREWELL = 5.0  # seconds for the other ranks to leave, before the store that th
 
 
 class WorkerProcessGroup(GroupMember):
-    """The ranks of a run, and what they do together. With one process nothing is sent, and no port is opened."""
+    """The ranks of a run, and what they do together. `phalanx.init()` returns it; in a `Run` it is `run.group`.
+
+        group = phalanx.init()
+        with group.first():                 # one rank per node first
+            data = load(download())
+        ...
+        loss = group.mean(loss)             # over all ranks
+        group.print(f"{group.world_size} ranks: {loss:.3f}")
+
+    With one process nothing is sent, and no port is opened. The group closes with the process.
+    """
 
     def __init__(self, membership: Membership, *, seed: int = 0) -> None:
         super().__init__(membership)
         self.pid = os.getpid()
         self.seed = seed
         self.store = Store(_prefixed(membership.store.torch_store, "run"), membership.timeout)
-        """`run.store`: keys and values that all ranks share."""
+        """`group.store`: keys and values that all ranks share."""
         self.closed = False
         self._values = ValueExchange(membership)
         self._firsts = 0
+        self._generator = seeds.RankGenerator(seed, self.rank)
+        self._resize_hook: Callable[[int, int], object] | None = None
+        self._size_settled = False  # the hook was called, if it had to be
+        self._printing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self._closers: list[Callable[[bool], object]] = []
         self._hooks: list[Callable[[], Callable[[], object] | None]] = []
         ending.watch(self)
 
@@ -64,12 +79,8 @@ class WorkerProcessGroup(GroupMember):
         timeout: float | timedelta = 300.0,
         seed: int = 0,
         device: str | torch.device | None = None,
-        **more: Any,
     ) -> Self:
-        """Join the process group of this run, when all ranks are here. The arguments are those of `phalanx.init`.
-
-        `more` goes to the constructor of the class.
-        """
+        """Join the process group of this run, when all ranks are here. The arguments are those of `phalanx.init`."""
         membership = form(
             backend,
             method=method,
@@ -79,30 +90,30 @@ class WorkerProcessGroup(GroupMember):
             timeout=timeout,
             device=device,
         )
-        return cls(membership, seed=seed, **more)
+        return cls(membership, seed=seed)
 
     # -- groups
 
     @cached_property
     def local_group(self) -> Any:
-        """`run.local_group`: a `torch.distributed` group of the ranks of this node.
+        """`group.local_group`: a `torch.distributed` group of the ranks of this node.
 
         It is made at first use, which all ranks must do together.
         """
-        return _new_group(self.membership, "run.local_group", self.topology.local_group)
+        return _new_group(self.membership, "group.local_group", self.topology.local_group)
 
     @cached_property
     def leader_group(self) -> Any:
-        """`run.leader_group`: a `torch.distributed` group of the first rank of every node.
+        """`group.leader_group`: a `torch.distributed` group of the first rank of every node.
 
         It is made at first use, which all ranks must do together.
         """
-        return _new_group(self.membership, "run.leader_group", self.topology.leader_group)
+        return _new_group(self.membership, "group.leader_group", self.topology.leader_group)
 
     # -- together
 
     def barrier(self) -> None:
-        """`run.barrier()`: wait until all ranks have called it."""
+        """`group.barrier()`: wait until all ranks have called it."""
         if self.backend:
             import torch.distributed as dist
 
@@ -110,15 +121,20 @@ class WorkerProcessGroup(GroupMember):
             dist.barrier(device_ids=[self.device.index] if alone else None)
 
     def print(self, *args: object, **options: Any) -> None:
-        """`run.print("text")`: print on rank 0 only."""
+        """`group.print("text")`: print on rank 0 only. In a run, above its progress bar."""
         if self.is_main:
-            print(*args, **{"flush": True, **options})  # noqa: T201
+            with self._printing():
+                print(*args, **{"flush": True, **options})  # noqa: T201
+
+    def print_inside(self, context: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+        """Let `print` enter `context()`: a run that draws a progress bar makes room for the text."""
+        self._printing = context
 
     @contextlib.contextmanager
     def first(self, per: Literal["node", "world"] = "node") -> Iterator[bool]:
-        """`with run.first():`: let one rank per node, or per world, run the block first; the others wait for it.
+        """`with group.first():`: let one rank per node, or per world, run the block first; the others wait for it.
 
-            with run.first():
+            with group.first():
                 path = download()      # the other ranks find what the first one has downloaded
 
         There is no timeout. The value is True on the first rank.
@@ -148,7 +164,7 @@ class WorkerProcessGroup(GroupMember):
     @overload
     def mean(self, x: Number) -> float: ...
     def mean(self, x: Any) -> Any:
-        """`run.mean(x)`: return the mean over all ranks, of a number or of each number in a dict.
+        """`group.mean(x)`: return the mean over all ranks, of a number or of each number in a dict.
 
         A dict takes one exchange.
         """
@@ -163,7 +179,7 @@ class WorkerProcessGroup(GroupMember):
     @overload
     def sum(self, x: Number) -> float: ...
     def sum(self, x: Any) -> Any:
-        """`run.sum(x)`: return the sum over all ranks, of a number or of each number in a dict. Of ints, an int."""
+        """`group.sum(x)`: return the sum over all ranks, of a number or of each number in a dict. Of ints, an int."""
         return self._values.reduce(x, "sum")
 
     @overload
@@ -175,15 +191,18 @@ class WorkerProcessGroup(GroupMember):
     @overload
     def max(self, x: Number) -> float: ...
     def max(self, x: Any) -> Any:
-        """`run.max(x)`: return the maximum over all ranks, of a number or of each number in a dict. Of ints, an int."""
+        """`group.max(x)`: return the maximum over all ranks, of a number or of each in a dict. Of ints, an int."""
         return self._values.reduce(x, "max")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """`run.broadcast(obj)`: return the object of rank `src` on every rank. Plain data and tensors, never pickle."""
+        """`group.broadcast(obj)`: return the object of rank `src` on every rank.
+
+        Plain data and tensors, never pickle.
+        """
         return self._values.broadcast(obj, src)
 
     def gather(self, obj: T, *, all: bool = False) -> list[T] | None:  # noqa: A002
-        """`run.gather(obj)`: return the objects of all ranks on rank 0, None elsewhere; `all=True`: on every rank.
+        """`group.gather(obj)`: return the objects of all ranks on rank 0, None elsewhere; `all=True`: on every rank.
 
         Plain data and tensors, never pickle.
         """
@@ -192,22 +211,55 @@ class WorkerProcessGroup(GroupMember):
     # -- random numbers
 
     def seed_everything(self) -> None:
-        """`run.seed_everything()`: seed all random generators the same on every rank, so that models are equal."""
+        """`group.seed_everything()`: seed all random generators the same on every rank, so that models are equal."""
         seeds.seed_all(self.seed)
 
     def seed_apart(self) -> None:
-        """`run.seed_apart()`: seed each rank differently, for dropout and augmentation. `run.wrap` calls it."""
+        """`group.seed_apart()`: seed each rank differently, for dropout and augmentation. `run.wrap` calls it."""
         seeds.seed_all(seeds.derive(self.seed, "rank", self.rank))
 
-    @cached_property
+    @property
     def generator(self) -> torch.Generator:
-        """`run.generator`: a random generator for this rank alone."""
-        return seeds.generator(self.seed, "generator", self.rank)
+        """`group.generator`: a random generator for this rank alone. `run.batches` seeds it again for every batch."""
+        return self._generator.get()
+
+    def seed_generator(self, value: int) -> None:
+        """Seed `generator` with `value` before it is used again."""
+        self._generator.seed(value)
+
+    # -- another number of ranks
+
+    def on_resize(self, hook: Callable[[int, int], object]) -> None:
+        """`run.group.on_resize(hook)`: let `run.keep` call `hook(before, now)` if the number of ranks has changed.
+
+            run.group.on_resize(lambda before, now: scale(opt, now / before))     # the learning rate, for example
+
+        It changes when nodes join or leave, or when a checkpoint of a run of another size is resumed. Call this before
+        `run.keep`. With `run.loader(global_batch=...)` the global batch stays the same and there is nothing to do; with
+        `batch_size=...` the batch of each rank does.
+        """
+        if self._size_settled:
+            raise UsageError(
+                "on_resize() was called after keep(), which calls the hook",
+                fix="run.group.on_resize(…) before run.keep(…)",
+            )
+        if not callable(hook):
+            raise UsageError(
+                f"on_resize() was given a {type(hook).__name__}, expected a function of two numbers of ranks",
+                fix="run.group.on_resize(lambda before, now: …)",
+            )
+        self._resize_hook = hook
+
+    def resized(self, before: int | None) -> None:
+        """Call the hook of `on_resize` if there were `before` ranks, and now there are more or fewer."""
+        self._size_settled = True
+        if self._resize_hook is not None and before is not None and before != self.world_size:
+            self._resize_hook(before, self.world_size)
 
     # -- the end
 
     def before_close(self, callback: Callable[[], object]) -> None:
-        """`run.before_close(callback)`: call `callback()` before the process group ends, to release what holds it.
+        """`group.before_close(callback)`: call `callback()` before the process group ends, to release what holds it.
 
         A bound method does not keep its object alive; any other callback is kept.
         """
@@ -216,17 +268,31 @@ class WorkerProcessGroup(GroupMember):
         else:
             self._hooks.append(lambda: callback)
 
+    def close_with(self, close: Callable[[bool], object]) -> None:
+        """Let `group.close()` call `close(failed)` first, and raise at its end what that raises."""
+        self._closers.append(close)
+
     def close(self, *, failed: bool = False) -> None:
-        """`run.close()`: end the process group. After a failure it waits for no rank. Calling it again does nothing."""
-        if self.closed or os.getpid() != self.pid:
+        """`group.close()`: end the process group. Calling it again does nothing.
+
+        In a run, wait until everything is saved, and raise if a save has failed. `failed=True` does not wait for other
+        ranks. A group closes by itself at the end of `phalanx.main`, and when the process ends.
+        """
+        if self.closed or os.getpid() != self.pid:  # a fork is not part of its parent's group
             return
-        failed = failed or ending.is_failure(sys.exc_info()[1])  # as in `finally: run.close()`
+        failed = failed or ending.is_failure(sys.exc_info()[1])  # as in `finally: group.close()`
+        with contextlib.ExitStack() as stack:  # each of them is closed, even if another one raises
+            stack.callback(self._end, failed)
+            for close in self._closers:
+                stack.callback(close, failed)
+
+    def _end(self, failed: bool) -> None:
         self._let_go()
         if self.membership.owned:
             _destroy(failed)
             _say_farewell(self.membership, failed)
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Leave a group whose connections are cut, without waiting, so that the next one can form."""
         if self.closed:
             return
@@ -240,6 +306,7 @@ class WorkerProcessGroup(GroupMember):
         """Release all that holds the group."""
         self.closed = True
         ending.forget(self)
+        self._closers.clear()
         hooks, self._hooks = self._hooks, []
         for hook in reversed(hooks):
             if (callback := hook()) is not None:
@@ -252,6 +319,15 @@ class WorkerProcessGroup(GroupMember):
         if hooks and self.membership.owned:
             # The last holder of a gloo group joins its threads with the GIL held: that must not be a model.
             gc.collect()
+
+    if not TYPE_CHECKING:  # a type checker must not think that there is every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Say where the training API is: a name that is not here may be one of its."""
+            if name.startswith("_") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # raises as Python does
+            message = f"{type(self).__name__} has no {name!r}. Training needs a run: run = phalanx.Run(group)"
+            raise AttributeError(message, name=name, obj=self)
 
     def __enter__(self) -> Self:
         return self

@@ -30,8 +30,25 @@ def seed_all(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def generator(seed: int, *names: object) -> torch.Generator:
-    """Return a generator on the CPU, as samplers and loaders need it."""
-    import torch
+class RankGenerator:
+    """A random generator for one rank alone, on the CPU, as samplers and loaders need it."""
 
-    return torch.Generator().manual_seed(derive(seed, *names))
+    def __init__(self, seed: int, rank: int) -> None:
+        self._seed = derive(seed, "generator", rank)
+        self._due = True  # it is seeded when it is used: seeding takes too long for every small step
+        self._torch: torch.Generator | None = None
+
+    def seed(self, value: int) -> None:
+        """Seed it with `value` before it is used again."""
+        self._seed, self._due = value, True
+
+    def get(self) -> torch.Generator:
+        """Return the generator, seeded."""
+        import torch
+
+        if self._torch is None:
+            self._torch = torch.Generator()
+        if self._due:
+            self._due = False
+            self._torch.manual_seed(self._seed)
+        return self._torch

@@ -56,7 +56,7 @@ class ValueExchange:
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise UsageError(
                     f"{how} takes one number per rank, not a tensor of shape {list(value.shape)}",
-                    fix=f"run.{how}(x.mean()), or torch.distributed.all_reduce(x) for the tensor itself",
+                    fix=f"group.{how}(x.mean()), or torch.distributed.all_reduce(x) for the tensor itself",
                 )
         numbers = _stacked(values, self.wire, how)
         if not self._backend:
@@ -147,7 +147,7 @@ def _plain(value: Any, how: str) -> float:
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(
-            f"{how} takes a number or a dict of them, not {value!r}", fix=f"run.{how}(float(x)), run.gather(x)"
+            f"{how} takes a number or a dict of them, not {value!r}", fix=f"group.{how}(float(x)), group.gather(x)"
         ) from None
 
 

@@ -336,7 +336,7 @@ def _refuse_another(
         raise UsageError(
             f"this process is already in a process group: rank {there['rank']} of {there['world_size']}",
             details=wrong,
-            fix="phalanx.init() uses that group; for another, first run.close() or dist.destroy_process_group()",
+            fix="phalanx.init() uses that group; for another, first group.close() or dist.destroy_process_group()",
         )
 
 

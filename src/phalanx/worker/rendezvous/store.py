@@ -1,8 +1,8 @@
 """Keys and values that all ranks share: the store of torch.distributed, with a prefix for the run.
 
-run.store.set("best", "0.93")
-run.store.wait("ready")
-tickets = run.store.add("tickets", 1)
+group.store.set("best", "0.93")
+group.store.wait("ready")
+tickets = group.store.add("tickets", 1)
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from phalanx.errors import JoinError
 
 
 class Store:
-    """`run.store`: values are strings or bytes, and are returned as bytes."""
+    """`group.store`: values are strings or bytes, and are returned as bytes."""
 
     def __init__(self, torch_store: Any, timeout: float) -> None:
         self.torch_store = torch_store  # for torch: new groups, RPC
         self.timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        """`run.store.set(key, value)`: set a value."""
+        """`group.store.set(key, value)`: set a value."""
         self.torch_store.set(key, value)
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
-        """`run.store.get(key)`: return a value; wait until it is set."""
+        """`group.store.get(key)`: return a value; wait until it is set."""
         self.wait(key, timeout=timeout)
         return bytes(self.torch_store.get(key))
 
     def add(self, key: str, amount: int = 1) -> int:
-        """`run.store.add(key, 1)`: add to a number, which starts at 0, and return the sum."""
+        """`group.store.add(key, 1)`: add to a number, which starts at 0, and return the sum."""
         return int(self.torch_store.add(key, amount))
 
     def check(self, *keys: str | Sequence[str]) -> bool:
-        """`run.store.check(key)`: return whether all keys are set, without waiting. A list is accepted, as in torch."""
+        """`group.store.check(key)`: return whether all keys are set, without waiting. It takes a list, as in torch."""
         return bool(self.torch_store.check(_flat(keys)))
 
     def wait(self, *given: str | Sequence[str], timeout: float | None = None) -> None:
-        """`run.store.wait(key)`: wait until all keys are set. `timeout`: seconds. Default: that of the run.
+        """`group.store.wait(key)`: wait until all keys are set. `timeout`: seconds. Default: that of the run.
 
         A list of keys is accepted, as in torch.
         """
@@ -55,7 +55,7 @@ class Store:
             pause = min(pause * 1.4, 0.02)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """`run.store.compare_set(key, expected, value)`: set the value if it is `expected`; "": if it is not set.
+        """`group.store.compare_set(key, expected, value)`: set the value if it is `expected`; "": if it is not set.
 
         Returns the value afterwards; b"": still not set.
         """
@@ -64,7 +64,7 @@ class Store:
         return b"" if found == expected.encode() != value.encode() else found
 
     def delete(self, key: str) -> bool:
-        """`run.store.delete(key)`: delete a key; return whether it existed."""
+        """`group.store.delete(key)`: delete a key; return whether it existed."""
         return bool(self.torch_store.delete_key(key))
 
 

@@ -58,7 +58,7 @@ def _caught(model: Model, call: ast.Call) -> bool:
 
 
 def _first(model: Model, call: ast.Call) -> bool:
-    """Return whether it is inside `with accelerator.main_process_first():`, `with run.first():` or a lock."""
+    """Return whether it is inside `with accelerator.main_process_first():`, `with group.first():` or a lock."""
     return any(
         "first" in ast.unparse(item.context_expr).lower() or "lock" in ast.unparse(item.context_expr).lower()
         for above in model.script.above(call)
