@@ -82,7 +82,7 @@ def train(run):
         for (x,) in run.batches(data):
             run.backward(ddp(x).pow(2).mean())
             run.step(opt)
-            if (run.rank, run.steps, run.generation) == (1, 4, 0):
+            if (run.rank, run.steps, run.group.generation) == (1, 4, 0):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 phalanx.main(train)

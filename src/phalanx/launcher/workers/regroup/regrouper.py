@@ -168,7 +168,7 @@ class Regrouper:
         return self._spares.exited(self.formation, name, worker, code)
 
     def keep_spares(self) -> None:
-        """Start missing spares, but not while the ranks recover: opening a CUDA context delays all that use the driver."""
+        """Start missing spares, but not while the ranks recover: opening a CUDA context delays all GPU calls."""
         recovers = self.forming and time.monotonic() - self._regrouped < _RECOVERY
         if self._readiness.current.connected and not recovers and not self._stopper.stopping:
             self._spares.keep(self.formation)
