@@ -26,7 +26,7 @@ def test_at_most_a_few_steps_per_second_are_reported_and_always_the_last() -> No
     assert len({one.step for one in told}) == len(told)
 
 
-def test_what_is_logged_is_reported_with_the_next_step() -> None:
+def test_what_is_logged_is_reported_with_the_next_step_or_after_a_while() -> None:
     told: list[words.MeasuredStep] = []
     now = [0.0]
     measuring = Measuring(told.append, None, clock=lambda: now[0])
@@ -36,12 +36,19 @@ def test_what_is_logged_is_reported_with_the_next_step() -> None:
     now[0] = 1.0
     measuring.advance(2, 0, {"loss": 0.4})
     measuring.log(2, 1, {"accuracy": 1.0})
-    measuring.close()
+    now[0] = 2.0
+    measuring.log(2, 1, {"accuracy": 1.1})  # nothing was sent for a while
     assert [(one.step, one.values) for one in told] == [
         (1, {"loss": 0.5}),
         (2, {"accuracy": 0.9, "loss": 0.4}),
-        (2, {"accuracy": 1.0}),
+        (2, {"accuracy": 1.1}),
     ]
+    measuring.log(2, 1, {"accuracy": torch.tensor(1.2)})
+    now[0] = 3.0
+    measuring.log(2, 1, {"lr": 0.1})  # would wait for a GPU
+    assert len(told) == 3
+    measuring.close()
+    assert told[-1].values.keys() == {"accuracy", "lr"}
 
 
 def test_a_gpu_value_is_read_only_after_a_synchronization() -> None:

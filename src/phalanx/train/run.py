@@ -96,9 +96,7 @@ class Run(DataRun):
             self._counter,
             self._recovery.generation.hooks.measured,
             folder=lambda: self._checkpoints.folder or self.folder,
-            rank_log=RankLog(Store(membership.store.at("metrics"), membership.timeout), self.rank, self.world_size)
-            if self.world_size > 1
-            else None,
+            rank_log=self._make_rank_log(membership) if self.world_size > 1 else None,
             rank=self.rank,
             trackers=trackers,
         )
@@ -112,6 +110,11 @@ class Run(DataRun):
         self._guard = self._make_guard(membership)
         survives = self._recovery.generation.regroups and not self.generation
         self._misuse = MisuseChecks(membership, self._kept, self._warnings, survives=survives)
+
+    def _make_rank_log(self, membership: Membership) -> RankLog:
+        stores = (membership.lasting_store, membership.store)
+        lasting, own = (Store(store.at("metrics"), membership.timeout) for store in stores)
+        return RankLog(lasting, self.rank, self.world_size, generation=self.generation, group_store=own)
 
     def _make_guard(self, membership: Membership) -> NonFiniteGuard | None:
         """Return what checks updates, if `--on-nan` says so."""

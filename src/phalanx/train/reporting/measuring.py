@@ -48,10 +48,18 @@ class Measuring:
         self.close()
 
     def log(self, step: int, epoch: int, values: Mapping[str, Any], *, epochs: int = 0) -> None:
-        """Send values that were logged with the next step's, or at the end. A newer value of a name replaces it."""
+        """Send values that were logged, if it is time and none is on a GPU; else with the next step's, or at the end.
+
+        A newer value of a name replaces it.
+        """
         self._logged = {**self._logged, **values}
         if self._last is None:
             self._last = (step, epoch, epochs, {})
+        now = self._clock()
+        waiting = (*self._logged.values(), *self._last[-1].values())
+        if now >= self._due and all(type(value) is float for value in waiting):
+            self._due = now + EVERY
+            self.close()
 
     def close(self) -> None:
         """Send the newest values, if they were not sent yet."""
