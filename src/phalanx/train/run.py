@@ -110,6 +110,8 @@ class Run(DataRun):
         self._guard = self._make_guard(membership)
         survives = self._recovery.generation.regroups and not self.generation
         self._misuse = MisuseChecks(membership, self._kept, self._warnings, survives=survives)
+        if self.world_size > 1:
+            self._stepper.hooks.first_forward = self._misuse.first_forward
 
     def _make_rank_log(self, membership: Membership) -> RankLog:
         stores = (membership.lasting_store, membership.store)
