@@ -51,6 +51,17 @@ def test_what_is_logged_is_reported_with_the_next_step_or_after_a_while() -> Non
     assert told[-1].values.keys() == {"accuracy", "lr"}
 
 
+def test_the_first_step_of_an_epoch_is_reported_soon() -> None:
+    """What a rank that stalls has reported last is shown as long as the stall lasts."""
+    told: list[words.MeasuredStep] = []
+    now = [0.0]
+    measuring = Measuring(told.append, None, clock=lambda: now[0])
+    for step, when, epoch in ((1, 1.0, 1), (2, 1.02, 2), (3, 1.06, 2), (4, 1.08, 2), (5, 1.1, 3), (6, 1.12, 3)):
+        now[0] = when
+        measuring.advance(step, epoch, {"loss": torch.tensor(0.5)}, epochs=9)
+    assert [(one.step, one.epoch) for one in told] == [(1, 1), (3, 2), (6, 3)]
+
+
 def test_a_gpu_value_is_read_only_after_a_synchronization() -> None:
     told: list[words.MeasuredStep] = []
     now = [0.0]
