@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.places import script
 from tests.kit.cli import phalanx, start
 from tests.kit.lab import Lab, Slurm
+from tests.watch.finished_run import left, record_at
 
 SCRIPT = script("outsider.py")
 
@@ -47,6 +48,19 @@ def test_of_a_run_that_failed(tmp_path: Path) -> None:
     facts = json.loads(phalanx("why", "--json", env=env).out)
     assert facts["first"] == "rank 1 failed: ValueError: no such sample"
     assert {event["event"] for event in facts["events"]} >= {"worker-started", "worker-exited", "worker-failed"}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("code", "preempted", "answer"),
+    [(0, False, 0), (130, False, 0), (143, False, 0), (75, True, 0), (75, False, 1), (3, False, 1)],
+)
+def test_only_what_is_wrong_is_an_error(tmp_path: Path, code: int, preempted: bool, answer: int) -> None:
+    """A run that its user has stopped, or that the scheduler has preempted, has not failed."""
+    record = left("ended", [], code=code, where=tmp_path / "runs")
+    record_at(record, preempted=preempted)
+    told = phalanx("why", "ended", env={"PHALANX_HOME": str(tmp_path)})
+    assert told.code == answer, told.out + told.err
 
 
 @pytest.mark.smoke

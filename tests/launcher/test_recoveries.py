@@ -55,6 +55,16 @@ def lived(monkeypatch: pytest.MonkeyPatch, *, resumed_at: int) -> tuple[str, str
     return line, found.summary(), folder.events
 
 
+def test_without_a_step_there_is_no_goodput(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, folder = Clock(), Folder()
+    monkeypatch.setattr(recoveries, "time", clock)
+    found = Recoveries(RestartPolicy(None), folder)  # type: ignore[arg-type]
+    found.decide(failure(step=None), can_regroup=True)
+    clock.now += 20
+    assert found.summary() == "1 fault survived; no step was committed"
+    assert not any(isinstance(event, events.GoodputMeasured) for event in folder.events)
+
+
 def test_steps_that_are_computed_again_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     line, summary, said = lived(monkeypatch, resumed_at=0)
     assert line.endswith("step 1 was committed 2.00 s later, 61 steps done again")

@@ -145,6 +145,15 @@ def test_the_hint_of_python_is_part_of_the_error() -> None:
         spawn(lambda: time.sleap(1), 1)  # type: ignore[attr-defined]
 
 
+def test_ranks_do_not_show_exceptions_as_a_notebook_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its hook sends messages, and has none of Python's hints."""
+    called = tmp_path / "called"
+    monkeypatch.setattr(sys, "excepthook", lambda *_: called.touch())
+    with pytest.raises(RankError, match=r"Did you mean: 'sleep'\?"):
+        spawn(lambda: time.sleap(1), 2)  # type: ignore[attr-defined]
+    assert not called.exists()
+
+
 def test_a_training_function_gets_its_run() -> None:
     def train(run: phalanx.Run, factor: int, *, more: int = 0) -> int:
         return factor * run.group.sum(run.rank) + more

@@ -18,7 +18,7 @@ from phalanx.errors import UsageError
 from phalanx.train.kept.kept_objects import TrainingProgress
 from phalanx.train.reporting import trackers
 from phalanx.train.reporting.metrics import Metrics
-from phalanx.train.reporting.rank_log import EVERY, LoggedRow, RankLog
+from phalanx.train.reporting.rank_log import LoggedRow, RankLog
 from phalanx.train.reporting.reporter import RunReporter
 
 
@@ -57,17 +57,51 @@ def test_rows_reach_rank_0_once() -> None:
     now = [0.0]
     store = Store()
     first, second = RankLog(store, 0, 2), RankLog(store, 1, 2, clock=lambda: now[0])
-    second.add(row(1, a=0.5))
-    second.add(row(2, a=0.6))  # too early for another post
-    assert first.take() == [row(1, a=0.5)]
-    second.post()
+    for step in range(1, 21):
+        second.add(row(step, a=0.5))
+    assert first.take() == [row(step, a=0.5) for step in range(1, 21)]  # each was posted at once
+    second.add(row(21, a=0.6))  # too many at a time
     assert first.take() == []
-    now[0] += EVERY
+    now[0] += 0.02
     second.post()
-    second.add(row(3, a=0.7))
+    second.add(row(22, a=0.7))
     second.end()
-    assert first.take_last() == [row(2, a=0.6), row(3, a=0.7)]
+    assert first.take_last() == [row(21, a=0.6), row(22, a=0.7)]
     assert store.values == {}
+
+
+def test_rank_0_of_the_next_generation_takes_what_dead_ranks_have_posted(tmp_path: Path) -> None:
+    """Each row once. What belongs to steps that the training repeats is left out."""
+    store = Store()
+    before, other = RankLog(store, 0, 2), RankLog(store, 1, 2)
+    other.add(row(1, a=0.5))
+    assert before.take() == [row(1, a=0.5)]
+    other.add(row(2, a=0.6))
+    other.add(row(2, a=0.7))
+    other.add(row(3, a=0.8))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "epoch": 0, "time": 1.0, "loss": 0.1}\n')
+
+    counter = TrainingProgress(steps=3, start=2)
+    later = RankLog(store, 0, 2, generation=1, group_store=Store())
+    reporter = RunReporter(counter, None, folder=lambda: str(tmp_path), rank_log=later)
+    again = RankLog(store, 1, 2, generation=1, group_store=later._group_store)
+    again.add(LoggedRow(2, 0, 2.0, {"a": 0.6}, 1, 1))  # the script repeats the end of an epoch
+    again.add(LoggedRow(2, 0, 2.0, {"b": 0.9}, 1, 1))
+    reporter.begin(None, {"loss": 0.2})
+    again.end()
+    reporter.finish()
+    reporter.close()
+    found = lines(tmp_path)
+    assert sorted(found, key=str) == sorted(
+        [
+            {"step": 2, "loss": 0.1},
+            {"step": 3, "loss": 0.2},
+            {"step": 2, "rank": 1, "a": 0.6},
+            {"step": 2, "rank": 1, "a": 0.7},
+            {"step": 2, "rank": 1, "b": 0.9},
+        ],
+        key=str,
+    )
 
 
 def test_a_late_or_invalid_message_delays_no_rank() -> None:

@@ -26,7 +26,7 @@ def test_at_most_a_few_steps_per_second_are_reported_and_always_the_last() -> No
     assert len({one.step for one in told}) == len(told)
 
 
-def test_what_is_logged_is_reported_with_the_next_step() -> None:
+def test_what_is_logged_is_reported_with_the_next_step_or_after_a_while() -> None:
     told: list[words.MeasuredStep] = []
     now = [0.0]
     measuring = Measuring(told.append, None, clock=lambda: now[0])
@@ -36,12 +36,30 @@ def test_what_is_logged_is_reported_with_the_next_step() -> None:
     now[0] = 1.0
     measuring.advance(2, 0, {"loss": 0.4})
     measuring.log(2, 1, {"accuracy": 1.0})
-    measuring.close()
+    now[0] = 2.0
+    measuring.log(2, 1, {"accuracy": 1.1})  # nothing was sent for a while
     assert [(one.step, one.values) for one in told] == [
         (1, {"loss": 0.5}),
         (2, {"accuracy": 0.9, "loss": 0.4}),
-        (2, {"accuracy": 1.0}),
+        (2, {"accuracy": 1.1}),
     ]
+    measuring.log(2, 1, {"accuracy": torch.tensor(1.2)})
+    now[0] = 3.0
+    measuring.log(2, 1, {"lr": 0.1})  # would wait for a GPU
+    assert len(told) == 3
+    measuring.close()
+    assert told[-1].values.keys() == {"accuracy", "lr"}
+
+
+def test_the_first_step_of_an_epoch_is_reported_soon() -> None:
+    """What a rank that stalls has reported last is shown as long as the stall lasts."""
+    told: list[words.MeasuredStep] = []
+    now = [0.0]
+    measuring = Measuring(told.append, None, clock=lambda: now[0])
+    for step, when, epoch in ((1, 1.0, 1), (2, 1.02, 2), (3, 1.06, 2), (4, 1.08, 2), (5, 1.1, 3), (6, 1.12, 3)):
+        now[0] = when
+        measuring.advance(step, epoch, {"loss": torch.tensor(0.5)}, epochs=9)
+    assert [(one.step, one.epoch) for one in told] == [(1, 1), (3, 2), (6, 3)]
 
 
 def test_a_gpu_value_is_read_only_after_a_synchronization() -> None:

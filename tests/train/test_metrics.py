@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import UsageError
 from phalanx.train.reporting import metrics
-from phalanx.train.reporting.metrics import FLUSH_EVERY, MOST, Metrics, cut, encode, held, read
+from phalanx.train.reporting.metrics import FLUSH_EVERY, LOG_FLUSH_EVERY, MOST, Metrics, cut, encode, held, read
 
 
 def steps(folder: Path) -> list[int]:
@@ -141,20 +141,40 @@ def test_cut(numbers: list[int], step: int, block: int, rest: bytes) -> None:
         assert cut(io.BytesIO(b"".join(lines) + rest), step) == len(kept)
 
 
-def test_others_can_read_it_while_it_grows(tmp_path: Path) -> None:
-    now = [0.0]
+def test_numbers_are_written_at_once(tmp_path: Path) -> None:
+    """What a killed process has logged is there, and others can read the file while it grows."""
+    with Metrics(str(tmp_path), clock=lambda: 0.0) as file:
+        for step in range(1, 51):
+            file.write(step, 0, {"loss": 1.0})
+            assert steps(tmp_path)[-1] == step
+        assert scalars(tmp_path, "loss")[-1] == (50, 1.0)
+        file.log(50, 0, 1.0, {"accuracy": 0.5})  # that was very often
+        assert len(steps(tmp_path)) == 50
+    assert len(steps(tmp_path)) == 51
+
+
+def test_what_is_on_a_gpu_waits_and_lines_after_it_do(tmp_path: Path) -> None:
+    now, there = [0.0], torch.tensor(0.5)  # `held` returns a tensor only if it is on a GPU
     with Metrics(str(tmp_path), tensorboard=False, clock=lambda: now[0]) as file:
-        file.write(1, 0, {"loss": 1.0})
+        file.write(1, 0, {"loss": there})
+        file.log(1, 0, 1.0, {"accuracy": 0.5})
         assert steps(tmp_path) == []
+        now[0] += LOG_FLUSH_EVERY
+        file.write(2, 0, {"loss": there})
+        assert steps(tmp_path) == []
+        file.log(2, 0, 1.0, {"accuracy": 0.5})  # not often
+        assert steps(tmp_path) == [1, 1, 2, 2]
+        file.write(3, 0, {"loss": there})
         now[0] += FLUSH_EVERY
-        file.write(2, 0, {"loss": 1.0})
-        assert steps(tmp_path) == [1, 2]
+        assert steps(tmp_path) == [1, 1, 2, 2]
+        file.write(4, 0, {"loss": there})
+        assert steps(tmp_path) == [1, 1, 2, 2, 3, 4]
 
 
 def test_what_waits_is_bounded(tmp_path: Path) -> None:
     with Metrics(str(tmp_path), tensorboard=False, clock=lambda: 0.0) as file:
         for step in range(1, MOST + 2):
-            file.write(step, 0, {"loss": 1.0})
+            file.write(step, 0, {"loss": torch.tensor(1.0)})
         assert len(steps(tmp_path)) == MOST
 
 

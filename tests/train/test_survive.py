@@ -104,6 +104,54 @@ def test_a_failure_is_told_once_however_long_its_replacement_takes(tmp_path: Pat
     assert "Traceback" not in done.err
 
 
+def test_what_a_rank_has_logged_just_before_a_kill_is_kept(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, signal, torch, phalanx\n"
+        "def train(run):\n"
+        "    model = torch.nn.Linear(1, 1)\n"
+        "    opt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    run.keep(model, opt)\n"
+        "    net = run.wrap(model)\n"
+        "    while run.steps < 9:\n"
+        "        run.backward(loss := net(torch.ones(1, 1)).sum())\n"
+        "        run.step(opt, loss=loss)\n"
+        "        if run.steps in (3, 6): run.barrier()\n"  # all have committed this step
+        "        if run.steps == 3 * (run.rank + 1):\n"
+        "            run.log(first=run.rank + 1.0)\n"
+        "            run.log(second=run.rank + 1.0)\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "phalanx.main(train)\n"
+    )
+    done = phalanx("run", "-g", "2", "--cpu", str(script), env=places)
+    assert done.code == 0, done.err
+    folder = Path(re.findall(r"output in (\S+)", done.err)[0])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 10))
+    logged = [(line["step"], line.get("rank", 0), *(line.keys() & {"first", "second"})) for line in lines]
+    expected = [(3, 0, "first"), (3, 0, "second"), (6, 1, "first"), (6, 1, "second")]
+    assert [one for one in logged if len(one) > 2] == expected
+
+
+def test_one_rank_that_fails_in_the_same_way_again_shows_its_traceback_once(tmp_path: Path) -> None:
+    script = tmp_path / "shapes.py"
+    script.write_text(
+        "import torch, phalanx\n"
+        "def train(run):\n"
+        "    print('Tr', end='', flush=True)\n"
+        "    torch.nn.Linear(4, 1)(torch.ones(4, 5))\n"
+        "phalanx.main(train)\n"
+    )
+    done = phalanx("run", "-g", "1", "--cpu", str(script), env=places)
+    assert done.code == 1, done.err
+    assert done.err.count("Traceback (most recent call last)") == 1
+    assert done.err.count("torch.nn.Linear(4, 1)(torch.ones(4, 5))") == 1
+    assert "not retrying: the same failure on the second try" in done.err
+    assert done.out == "TrTr"
+    folder = Path(re.findall(r"all of its output: (\S+)", done.err)[0])
+    assert (folder / "stderr.log").read_text().count("Traceback (most recent call last)") == 2
+
+
 @pytest.mark.extended
 def test_a_survivor_that_cannot_leave_the_group_is_replaced(tmp_path: Path) -> None:
     done = trained(tmp_path, 3, [5, 1, "stuck"], [5, 0, "then"])

@@ -77,6 +77,16 @@ def test_the_latest_loss_is_shown_although_an_evaluation_came_after_it() -> None
     assert (told.step, told.loss) == (5, 0.25)
 
 
+def test_the_last_steps_of_a_run_that_failed_are_in_its_metrics() -> None:
+    """An agent hears of metrics a few times per second, and a rank that fails reports nothing more."""
+    record = left("short", [events.MetricsMeasured(time=START, step=1, values={"loss": 0.9})], code=1)
+    lines = [f'{{"step": {step}, "epoch": 0, "time": {START}, "loss": {1 / step}}}\n' for step in (1, 2, 4)]
+    lines.append(f'{{"step": 4, "epoch": 0, "time": {START}, "accuracy": 0.5}}\n')
+    (Path(record.folder) / "metrics.jsonl").write_text("".join(lines))
+    told = summary.of(record)
+    assert (told.step, told.loss) == (4, 0.25)
+
+
 def io_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 

@@ -102,9 +102,7 @@ class Run(DataRun):
             self._counter,
             self._recovery.generation.hooks.measured,
             folder=lambda: self._checkpoints.folder or group.folder,
-            rank_log=RankLog(Store(membership.store.at("metrics"), membership.timeout), self.rank, self.world_size)
-            if self.world_size > 1
-            else None,
+            rank_log=self._make_rank_log() if self.world_size > 1 else None,
             rank=self.rank,
             trackers=trackers,
         )
@@ -118,8 +116,18 @@ class Run(DataRun):
         self._guard = self._make_guard()
         survives = self._recovery.generation.regroups and not self._recovery.generation.number
         self._misuse = MisuseChecks(membership, self._kept, warnings, survives=survives)
+        if self.world_size > 1:
+            self._stepper.hooks.first_forward = self._misuse.first_forward
         group.print_inside(self._reporter.aside)
         group.close_with(self._close)
+
+    def _make_rank_log(self) -> RankLog:
+        membership = self._group.membership
+        stores = (membership.lasting_store, membership.store)
+        lasting, own = (Store(store.at("metrics"), membership.timeout) for store in stores)
+        return RankLog(
+            lasting, self.rank, self.world_size, generation=self._recovery.generation.number, group_store=own
+        )
 
     def _make_guard(self) -> NonFiniteGuard | None:
         """Return what checks updates, if `--on-nan` says so."""

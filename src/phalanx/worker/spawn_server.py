@@ -68,7 +68,7 @@ def serve(sock: socket.socket, caller: int, call: Call) -> None:
 
 
 def _leave_caller() -> None:
-    """Undo what the caller has set up: session, signal handlers, exit functions, streams."""
+    """Undo what the caller has set up: session, signal handlers, exit functions, streams, how exceptions are shown."""
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
     signal.set_wakeup_fd(-1)
@@ -78,6 +78,7 @@ def _leave_caller() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     atexit._clear()
     _plain_streams()
+    sys.excepthook = sys.__excepthook__  # that of a notebook sends messages, and has none of Python's hints
 
 
 _former: list[Any] = []  # kept: their destructors would close the descriptors

@@ -27,6 +27,7 @@ torch.manual_seed(2)
 X = torch.randn(81, 6)
 Y = torch.stack([X.sum(1), X.prod(1)], 1)
 DATA = TensorDataset(X, Y)
+EVEN = TensorDataset(X[:80], Y[:80])
 
 
 def question(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -255,10 +256,12 @@ def looped(data: Any, wrap: str = "run", how: str = "run", *, direct: bool = Fal
         opt = sgd(net)
         if callable(data):
             data = data(run)
-        for batch in data if direct else run.batches(data):
+        for number, batch in enumerate(data if direct else run.batches(data)):
             x = batch[0] if isinstance(batch, list | tuple) else batch
-            if how == "evaluate":
+            if how == "evaluate" or (how == "every other batch" and number % run.world_size != run.rank):
                 continue
+            if how == "part of the batch":
+                x = x[run.rank :: run.world_size]
             loss = net(x).square().mean()
             if how != "no backward":
                 run.backward(loss)
@@ -307,6 +310,10 @@ def misused() -> Any:
             *looped(DataLoader(Mine(), batch_size=4), direct=True),
             *looped(X[HERE.rank : 80 : 2].split(4), direct=True),
             *looped(DataLoader(Counting(), batch_size=None)),
+            *looped(DataLoader(EVEN, batch_size=8), how="part of the batch", direct=True),
+            *looped(DataLoader(EVEN, batch_size=8, num_workers=1), how="part of the batch"),
+            *looped(DataLoader(EVEN, batch_size=8), how="every other batch", direct=True),
+            *looped(DataLoader(EVEN, batch_size=8), how="every other batch"),
         ],
     }
 

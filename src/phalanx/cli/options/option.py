@@ -32,6 +32,7 @@ class Option(NamedTuple):
     field: str = ""  # the field of RunOptions that it sets, as `group.name`
     exports: str = ""  # the environment variable of the workers that it sets
     convert: Callable[[Any], Any] | None = None  # turns the parsed value, or None, into that of the field
+    brief: str = ""  # one line for `--help`, if the first sentence of `help` does not fit
 
     @property
     def dest(self) -> str:

@@ -9,27 +9,31 @@ from phalanx.cli.options.table import OFTEN, OPTIONS, SECTIONS, options_of
 
 WIDTH = 100
 _COLUMN = 34
+_BRIEF_COLUMN = 28  # of `phalanx run --help`, which fits a terminal of 80 columns
 _GLUE = "\xa0"  # textwrap does not break here
 
 
 def help_text(verb: str, *, everything: bool = False) -> str:
     """Return the text of `phalanx VERB --help`, or of `phalanx VERB --help-all`."""
     first = {
-        "run": "Runs a script in several processes: one per GPU of this machine, or as many as -g says.",
+        "run": "Runs a script in several processes: one per GPU, or as many as -g says.",
         "chaos": "Runs a script as phalanx run does, and injects faults. --seed repeats a fault plan.",
         "plan": "Shows what phalanx run would do with the same arguments, and runs nothing.",
     }[verb]
     lines = [
         f"usage: phalanx {verb} [options] script [arguments of the script]",
         f"       phalanx {verb} [options] -m package.module [arguments of the module]",
-        f"       phalanx {verb} [options] - [arguments]        a script from standard input, for every rank",
+        f"       phalanx {verb} [options] - [arguments]        a script from standard input",
         "",
         first,
     ]
     options = options_of(verb)
+    own = [option for option in options if option.only]
+    if not everything and not own:
+        often = [_brief_entry(option) for option in options if option.section == OFTEN]
+        return "\n".join([*lines, "", *often, "", _MORE]) + "\n"
     if not everything:
-        own = [option for option in options if option.only]
-        options = (*own, *_HELP) if own else tuple(option for option in options if option.section == OFTEN)
+        options = (*own, *_HELP)
     for section in SECTIONS:
         entries = [line for option in options if option.section == section for line in _entry(option)]
         if entries:
@@ -46,13 +50,21 @@ _RULES = (
 )
 
 
+_MORE = "Put options before the script. Every torchrun option works: see --help-all."
+
+
 def _more(verb: str) -> tuple[str, ...]:
-    if verb == "run":
-        return ("Put options before the script. Every torchrun option works: phalanx run --help-all lists them.",)
     return (
         "Accepts every option of phalanx run, too: phalanx run --help lists those that are used most,",
         f"phalanx {verb} --help-all lists all. Put options before the script.",
     )
+
+
+def _brief_entry(option: Option) -> str:
+    """Return one line about an option: what fits."""
+    names = typed(option._replace(aliases=tuple(name for name in option.aliases if not name.startswith("--"))))
+    text = option.brief or option.help.partition(". ")[0].removesuffix(".") + "."
+    return f"  {names:<{_BRIEF_COLUMN - 2}}{text}{f' Default: {option.default}.' if option.default else ''}"
 
 
 def _entry(option: Option) -> list[str]:

@@ -170,6 +170,8 @@ class Recoveries:
         if not self.generation and not skipped:  # the steps lost since the last checkpoint are unknown
             whole = now - self._time.began
             return f"{', '.join(happened)}, {self._time.lost:.1f} s of {whole:.0f} s until all ranks were started again"
-        whole = max(now - (self._time.trained or self._time.began), 1e-3)
+        if not self._time.trained:
+            return f"{', '.join(happened)}; no step was committed"
+        whole = max(now - self._time.trained, 1e-3)
         self._folder.event(events.GoodputMeasured(time=time.time(), lost=lost, seconds=whole))
         return f"{', '.join(happened)}, {lost:.1f} s of {whole:.0f} s lost: goodput {max(0.0, 1 - lost / whole):.1%}"

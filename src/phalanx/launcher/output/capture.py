@@ -66,6 +66,7 @@ class OutputCapture:
         self._buffer = memoryview(bytearray(PIPE_SIZE))
         self._lost = LostOutput(console.say)
         self._filtered: FilteredLogs | None = None
+        self._places_shown: set[str] = set()  # of failures of a single rank whose tracebacks were shown
 
     def duplicate(
         self,
@@ -123,6 +124,7 @@ class OutputCapture:
         self, rank: int, folder: str, std: Std, *, show: Std, terminal: bool, traceback: str | None
     ) -> CapturedStream:
         shown = bool(show & std)
+        replaces = (rank, std) in self._streams
         live = terminal and shown and self._echo and self._console.terminal(std) and not self._console.hidden
         path = f"{folder}/{dict(NAMES)[std]}.log"
         log: int | None = None
@@ -141,7 +143,9 @@ class OutputCapture:
                 fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         stream = CapturedStream(rank, std, path, source, target, live, log, size, size, self._loop.create_future())
         if shown and self._echo:
-            stream.followers.append(self._console.attach(rank, std, log, size, live=live, traceback=traceback))
+            stream.followers.append(
+                self._console.attach(rank, std, log, size, live=live, traceback=traceback, replaces=replaces)
+            )
         if shown and self._forwarder is not None:
             stream.followers.append(self._forwarder.follow(rank, std, log, size, traceback=traceback))
         if self._filtered is not None:
@@ -176,10 +180,18 @@ class OutputCapture:
         tails = [one for one in stream.followers if isinstance(one, LogTail)] if stream is not None else []
         if not tails:
             return "no"
-        return "whole" if any(tail.withheld is None for tail in tails) else "without its traceback"
+        whole = self._console.alone or any(tail.withheld is None for tail in tails)
+        return "whole" if whole else "without its traceback"
 
-    def failed(self, rank: int) -> None:
-        """Keep the traceback of a rank that has failed off the console: a message about the failure follows."""
+    def failed(self, rank: int, place: str) -> None:
+        """Keep the traceback of a rank that has failed off the console: a message about the failure follows.
+
+        That of a single rank is shown, but once only: not if a worker before it has failed at the same `place`.
+        """
+        if self._console.alone and place not in self._places_shown:
+            self._places_shown.add(place)
+            self._console.release_withheld([rank])
+            return
         for stream in self._of([rank]):
             for follower in stream.followers:
                 if isinstance(follower, LogTail):

@@ -50,24 +50,37 @@ def _end_of(path: str) -> Iterator[events.AnyEvent]:
 
 
 def _measured(folder: str) -> tuple[int | None, float | None]:
-    """Return the latest step and loss. The latest metrics may be those of an evaluation, without a loss."""
+    """Return the latest step and loss. metrics.jsonl, if it is there, has those of the last moment, too."""
     seen: int | None = None
-    step: int | None = None
+    sampled: list[events.MetricsMeasured] = []  # from the newest
     for line in reversed(history.end(os.path.join(folder, "samples.jsonl"), _END).splitlines()):
         with contextlib.suppress(msgspec.MsgspecError):
             event = events.decode(line)
             if isinstance(event, events.MetricsMeasured):
-                step = event.step if step is None else step
-                if (loss := _loss(event)) is not None:
-                    return step, loss
+                sampled.append(event)
+                if _loss(event) is not None:
+                    break
             if isinstance(event, events.ClusterSample) and seen is None:
                 seen = max((sample.step for sample in event.ranks if sample.step >= 0), default=None)
-    for line in reversed(history.end(os.path.join(folder, history.METRICS), _END).splitlines()):
-        if (metrics := history.measured(line)) is not None:
-            step = metrics.step if step is None else step
-            if (loss := _loss(metrics)) is not None:
-                return step, loss
-    return seen if step is None else step, None
+    lines = reversed(history.end(os.path.join(folder, history.METRICS), _END).splitlines())
+    found = max(_latest(iter(sampled)), _latest(filter(None, map(history.measured, lines))), key=_step)
+    return seen if found[0] is None else found[0], found[1]
+
+
+def _latest(measured: Iterator[events.MetricsMeasured]) -> tuple[int | None, float | None]:
+    """Return the step of the first, and the first loss: the latest metrics may be those of an evaluation."""
+    step: int | None = None
+    for metrics in measured:
+        step = metrics.step if step is None else step
+        if (loss := _loss(metrics)) is not None:
+            return step, loss
+    return step, None
+
+
+def _step(found: tuple[int | None, float | None]) -> tuple[bool, int]:
+    """Order by what is known: a step with a loss, then the later step."""
+    step, loss = found
+    return loss is not None, -1 if step is None else step
 
 
 def _loss(event: events.MetricsMeasured) -> float | None:

@@ -261,9 +261,10 @@ class WorkerGroup:
         elif code == 0:
             self._regrouper.left(worker)
         elif not worker.stopped:
-            self.output.failed(worker.seat.rank)
+            failure = self.failures.of_worker(worker)
+            self.output.failed(failure.rank, failure.place)
             if self.stopping or not self._timeout_victims.take(worker):
-                self._context.worker_failed(self.failures.of_worker(worker))
+                self._context.worker_failed(failure)
             if not self.stopping:
                 return  # the decision follows: regroup, or stop the rest
         self._check_end()

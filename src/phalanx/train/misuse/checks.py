@@ -80,6 +80,10 @@ class MisuseChecks:
         if not self._comparison.done and not any(isinstance(model, Wrapped) for model in self._kept.models):
             self._comparison.take_parameters([one for group in opt.param_groups for one in group["params"]])
 
+    def first_forward(self, given: Any) -> None:
+        """A wrapped model is called for the first time, with these arguments."""
+        self._comparison.take_arguments(given)
+
     def committed(self, data: Any, *, idle: bool) -> None:
         """`run.step` has committed a step, with a batch of `data`; `idle`: an optimizer found no gradient."""
         self._commits += 1
@@ -88,10 +92,9 @@ class MisuseChecks:
         if self._commits == 1:
             if self._survives and not self._kept.objects:
                 self._tell("keep", NOT_KEPT)
-            if isinstance(data, DataLoader):
-                self._comparison.take_data(data)
-            elif data is None and not self._comparison.done:
-                self._comparison.take_data(iterated_data())
+            if (isinstance(data, DataLoader) or data is None) and not self._comparison.done:
+                read = iterated_data()
+                self._comparison.take_data(read if data is None else data, drawn=read.drawn if read else 0)
             self._scheduled = self._updates_counted()
         for found in self._comparison.committed(self._commits):
             self._tell(*found)

@@ -12,9 +12,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import RandomSampler
 
-from phalanx.train.misuse.samples import IteratedData, differ, fingerprint, sampled
+from phalanx.train.misuse.samples import IteratedData, differ, fingerprint, has_batch, sampled
 from phalanx.worker.rendezvous.membership import Membership
 
 logger = logging.getLogger(__name__)
@@ -49,15 +51,21 @@ class RankComparison:
         self._parameters: list[Any] = []  # of the first optimizer
         self._before: list[float] | None = None  # their values before the first step
         self._data: Any = None  # a DataLoader that is trained with
+        self._drawn = 0  # batches until the first commit
+        self._shapes: list[tuple[int, ...]] | None = None  # of what the model was given first; None: not known
         self._published = False
 
     def take_parameters(self, parameters: Sequence[Any]) -> None:
         """Take the parameters of an unwrapped model, before the first step."""
         self._before, self._parameters = sampled(parameters), list(parameters)
 
-    def take_data(self, data: Any) -> None:
-        """Take a DataLoader of the script, or what it reads."""
-        self._data = data
+    def take_arguments(self, given: Any) -> None:
+        """Take the arguments of the first forward of a wrapped model."""
+        self._shapes = [tuple(leaf.shape) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+
+    def take_data(self, data: Any, *, drawn: int = 0) -> None:
+        """Take a DataLoader of the script, or what it reads; `drawn`: how many batches it has drawn."""
+        self._data, self._drawn = data, drawn
 
     def committed(self, step: int) -> list[Found]:
         """Publish or look, after a committed step. Return what was found."""
@@ -82,10 +90,21 @@ class RankComparison:
     def _publish(self) -> None:
         after = sampled(self._parameters) if self._before is not None else None
         self._parameters = []
-        value = {"before": self._before, "after": after, "data": fingerprint(self._data)}
         with _harmless():
+            value = {"before": self._before, "after": after, "data": self._described_data()}
             self._store.set(f"{self._key}/{self._rank}", json.dumps(value))
             self._published = True
+
+    def _described_data(self) -> list[int] | None:
+        """Return what is equal on all ranks that read the same samples. None: the script divides them.
+
+        A script may read all samples on every rank, and give its model a part of each batch, or every so many batches:
+        then ranks have drawn different numbers of batches at their first commit.
+        """
+        checksum = fingerprint(self._data)
+        if checksum is None or (self._shapes is not None and not has_batch(self._shapes, self._data)):
+            return None
+        return [checksum, self._drawn]
 
     def _look(self) -> list[Found]:
         keys = [f"{self._key}/{rank}" for rank in range(self._ranks)]
@@ -97,8 +116,8 @@ class RankComparison:
             values = [json.loads(self._store.get(key)) for key in keys]
             if differ([value["before"] for value in values], [value["after"] for value in values]):
                 found.append(("unwrapped", NOT_WRAPPED.format(steps=COMPARED_AT)))
-            prints = {value["data"] for value in values}
-            if len(prints) == 1 and None not in prints:
+            data = [value["data"] for value in values]
+            if data[0] is not None and all(each == data[0] for each in data):
                 shuffle = ", shuffle=True" * isinstance(self._data.sampler, RandomSampler)
                 text = NOT_READ_THROUGH if isinstance(self._data, IteratedData) else NOT_DIVIDED
                 batch = self._data.batch_size

@@ -63,6 +63,7 @@ class IteratedData(NamedTuple):
     dataset: Any
     sampler: Any
     batch_size: int
+    drawn: int = 0  # batches
 
 
 def iterated_data() -> IteratedData | None:
@@ -77,7 +78,15 @@ def iterated_data() -> IteratedData | None:
     batches = getattr(iterators[0], "_index_sampler", None)
     if batches is None or type(batches) is not BatchSampler:  # None: torch has renamed it
         return None
-    return IteratedData(iterators[0]._dataset, batches.sampler, batches.batch_size)
+    drawn = getattr(iterators[0], "_num_yielded", 0)
+    return IteratedData(iterators[0]._dataset, batches.sampler, batches.batch_size, drawn)
+
+
+def has_batch(shapes: Sequence[tuple[int, ...]], data: Any) -> bool:
+    """Return whether one of these tensors has a dimension as long as a batch of `data`. Else the script may have taken
+    a part of the batch."""
+    size = min(data.batch_size, len(data.dataset))
+    return any(size in shape for shape in shapes)
 
 
 def fingerprint(data: Any) -> int | None:

@@ -79,6 +79,9 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         if learns:
             if self.stepper.stepped:
                 self.stepper.begin()
+                if self.stepper.hooks.first_forward is not None:
+                    self.stepper.hooks.first_forward((args, kwargs))
+                    self.stepper.hooks.first_forward = None
         elif self.how == "ddp":
             # Without gradients there is nothing to exchange: a rank can evaluate alone.
             engine = self.module

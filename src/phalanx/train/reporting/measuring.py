@@ -11,6 +11,7 @@ from phalanx.contract.messages.worker_messages import MeasuredStep
 from phalanx.train.reporting.metrics import read
 
 EVERY = 0.2  # seconds
+EPOCH_EVERY = 0.05  # the same for the first step of an epoch: a rank that stalls there does not show the one before
 READ_EVERY = 2.0  # seconds, for values on a GPU that nothing else has just synchronised
 _MOST = 64  # values per message, which is one packet
 _LONGEST = 100  # characters of a name
@@ -25,7 +26,8 @@ class Measuring:
         self._tell = tell
         self._total = total or 0
         self._clock = clock
-        self._due = 0.0
+        self._sent = -EVERY  # when values were sent
+        self._epoch = 0  # of the values that were sent last
         self._read = 0.0  # when values on a GPU are due
         self._last: tuple[int, int, int, Mapping[str, Any]] | None = None  # not sent yet
         self._logged: Mapping[str, Any] = {}  # to be sent with it
@@ -40,24 +42,32 @@ class Measuring:
         """
         self._last = (step, epoch, epochs, values)
         now = self._clock()
-        if now < self._due:
-            return
-        if not waited and now < self._read and any(type(value) is not float for value in values.values()):
-            return
-        self._due, self._read = now + EVERY, now + READ_EVERY
+        if epoch == self._epoch or now < self._sent + EPOCH_EVERY:
+            if now < self._sent + EVERY:
+                return
+            if not waited and now < self._read and any(type(value) is not float for value in values.values()):
+                return
+        self._read = now + READ_EVERY
         self.close()
 
     def log(self, step: int, epoch: int, values: Mapping[str, Any], *, epochs: int = 0) -> None:
-        """Send values that were logged with the next step's, or at the end. A newer value of a name replaces it."""
+        """Send values that were logged, if it is time and none is on a GPU; else with the next step's, or at the end.
+
+        A newer value of a name replaces it.
+        """
         self._logged = {**self._logged, **values}
         if self._last is None:
             self._last = (step, epoch, epochs, {})
+        waiting = (*self._logged.values(), *self._last[-1].values())
+        if self._clock() >= self._sent + EVERY and all(type(value) is float for value in waiting):
+            self.close()
 
     def close(self) -> None:
         """Send the newest values, if they were not sent yet."""
         if self._last is None:
             return
         (step, epoch, epochs, values), self._last = self._last, None
+        self._sent, self._epoch = self._clock(), epoch
         values, self._logged = {**self._logged, **values}, {}
         (numbers,) = read([dict(list(values.items())[:_MOST])])
         finite = {name[:_LONGEST]: value if math.isfinite(value) else None for name, value in numbers.items()}

@@ -31,17 +31,41 @@ from phalanx.train.reporting.trackers import Tracker, TrackerGroup
 
 NAME = "metrics.jsonl"
 PREVIOUS = "metrics.{}.jsonl"  # of earlier trainings in this folder
-FLUSH_EVERY = 1.0
+FLUSH_EVERY = 1.0  # seconds that a step's values on a GPU, TensorBoard's files and trackers may wait
+LOG_FLUSH_EVERY = 0.1  # the same for what `run.log` was given while values on a GPU wait
 MOST = 1000  # lines that wait to be written
 OURS = frozenset(("step", "epoch", "time", "rank"))
 _BLOCK = 1 << 16
 
 
+class WriteBudget:
+    """Limits how often something small is written or sent: `burst` times at once, then `rate` times per second."""
+
+    def __init__(self, *, burst: float, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._burst = burst
+        self._rate = rate
+        self._clock = clock
+        self._left = burst
+        self._since = clock()
+
+    def allows(self) -> bool:
+        """Return whether to write now, and count that."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._since) * self._rate, self._burst)
+        self._since = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
 class Metrics:
     """Writes metrics: `metrics = Metrics(folder, resumed_at=step)` on rank 0, then `write` every step, and `close`.
 
-    Lines are collected and written every second. Values on a GPU are read then, all at once, and not in the step of the
-    training. A full disk ends the metrics with a message, but not the training.
+    Numbers are written at once, so that the end of the process does not lose them. Values on a GPU are collected, and
+    read once per second, all together, and not in the step of the training; lines after them wait, because the file is
+    in the order of steps. Trackers get all metrics of a second together. A full disk ends the metrics with a message,
+    but not the training.
     """
 
     def __init__(
@@ -63,6 +87,9 @@ class Metrics:
         self._non_finite = NonFiniteWatch()
         self._reported: set[int] = set()  # steps whose loss is not finite, which the user knows already
         self._clock = clock
+        self._budget = WriteBudget(burst=50, rate=100, clock=clock)
+        self._on_gpu = False  # a value that waits is there
+        self._read_at = clock()  # when nothing on a GPU waited
         self._due = clock() + FLUSH_EVERY
         self._file: BinaryIO | None = None
         self._board: TensorBoardWriter | None = None
@@ -75,13 +102,30 @@ class Metrics:
             if trackers:
                 self._trackers = TrackerGroup(trackers, folder, resumed=resumed_at > 0, say=self._say)
 
-    def log(self, step: int, epoch: int, when: float, values: Mapping[str, Any], *, rank: int = 0) -> None:
-        """Add what was logged, as `held` returned it, unless the training before this one has logged it already."""
+    def log(
+        self,
+        step: int,
+        epoch: int,
+        when: float,
+        values: Mapping[str, Any],
+        *,
+        rank: int = 0,
+        earlier: bool = False,
+    ) -> None:
+        """Add what was logged, as `held` returned it, unless the training before this one has logged it already.
+
+        `earlier`: it was logged before the group formed again, so that the script may log it again for the same step.
+        """
         names = (*(("rank",) if rank else ()), *values)
-        if step == self._resumed_at and self._repeated[names]:
+        if step == self._resumed_at and earlier:
+            self._repeated[names] += 1
+        elif step == self._resumed_at and self._repeated[names]:
             self._repeated[names] -= 1
-        elif self._file is not None:
-            self._waiting.append((step, epoch, when, rank, values))
+            return
+        if self._file is not None:
+            self._add((step, epoch, when, rank, values))
+            if self._on_gpu and self._clock() - self._read_at >= LOG_FLUSH_EVERY:
+                self._write_lines()
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any], *, reported: bool = False) -> bool:
         """Add the values of a committed step, as `held` returned them; return whether a GPU was just synchronised.
@@ -92,16 +136,28 @@ class Metrics:
             return False
         if reported:
             self._reported.add(step)
-        self._waiting.append((step, epoch, time.time(), 0, values))
+        self._add((step, epoch, time.time(), 0, values))
         if len(self._waiting) < MOST and self._clock() < self._due:
             return False
         self.flush()
         return True
 
+    def _add(self, line: tuple[int, int, float, int, Mapping[str, Any]]) -> None:
+        self._waiting.append(line)
+        self._on_gpu = self._on_gpu or any(isinstance(value, torch.Tensor) for value in line[-1].values())
+        if not self._on_gpu and self._budget.allows():
+            self._write_lines()
+
     def flush(self) -> None:
         """Write all lines so far. Without fsync: a power cut may lose the last ones."""
-        waiting, self._waiting = self._waiting, []
         self._due = self._clock() + FLUSH_EVERY
+        self._write_lines()
+        if self._trackers is not None:
+            self._trackers.flush()
+
+    def _write_lines(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._on_gpu, self._read_at = False, self._clock()
         if self._file is None or not waiting:
             return
         rows = read(values for *_, values in waiting)
@@ -126,8 +182,6 @@ class Metrics:
                     self._trackers.write(step, named)
             if self._board is not None:
                 self._board.flush()
-            if self._trackers is not None:
-                self._trackers.flush()
 
     def close(self) -> None:
         """Write all lines and close the files."""

@@ -1,6 +1,8 @@
 """Values that ranks other than 0 log: they go to rank 0 through the store, without waiting for anybody.
 
-A rank posts what it has logged; rank 0 takes it when it writes its own metrics, about once a second.
+A rank posts what it has logged at once; rank 0 takes it when it writes its own metrics, about once a second. The store
+outlives ranks, and the keys are the same in all generations of the group: what a rank has posted before it died is
+taken by rank 0 of the next generation.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from typing import Protocol
 
 import msgspec
 
+from phalanx.train.reporting.metrics import WriteBudget
+
 logger = logging.getLogger(__name__)
 
-EVERY = 0.2  # seconds between two posts of a rank
 _MOST_ROWS = 1000  # of one post: more is dropped
 _MOST_POSTS = 256  # that rank 0 takes at a time
 _LONGEST = 1 << 20  # bytes of a post
 _FAREWELL = 5.0  # seconds that rank 0 waits for the last posts
-_POSTED, _ENDED = "posted", "ended"
+_POSTED, _TAKEN, _ENDED = "log/posted", "log/taken", "log/ended"
 
 
 class LogStore(Protocol):
@@ -53,6 +56,7 @@ class LoggedRow(msgspec.Struct, frozen=True, array_like=True):
     time: float
     values: dict[str, float]
     rank: int = 0
+    generation: int = 0  # of the group in which it was logged
 
 
 _decoder: msgspec.msgpack.Decoder[list[LoggedRow]] = msgspec.msgpack.Decoder(list[LoggedRow])
@@ -61,36 +65,45 @@ _decoder: msgspec.msgpack.Decoder[list[LoggedRow]] = msgspec.msgpack.Decoder(lis
 class RankLog:
     """One rank's end of it. If the store is lost, what is logged is dropped until the group forms again.
 
-    The store is not asked again then: torch prints a page of C++ frames each time.
+    The store is not asked again then: torch prints a page of C++ frames each time. `group_store` has the keys of this
+    generation only; None: `store` has no other.
     """
 
     def __init__(
-        self, store: LogStore, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
+        self,
+        store: LogStore,
+        rank: int,
+        world_size: int,
+        *,
+        generation: int = 0,
+        group_store: LogStore | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.generation = generation
         self._store = store
+        self._group_store = store if group_store is None else group_store
         self._rank = rank
         self._others = world_size - 1
         self._clock = clock
         self._waiting: list[LoggedRow] = []
-        self._due = 0.0
-        self._taken = 0
+        self._budget = WriteBudget(burst=20, rate=50, clock=clock)
+        self._taken: int | None = None  # None: not known yet, because rank 0 of another generation may have taken some
         self._late: list[int] = []  # numbers of posts that were announced and were not there yet
         self._lost = False  # the store is gone
 
     # -- on other ranks
 
     def add(self, row: LoggedRow) -> None:
-        """Post a row, at once or with the next ones."""
+        """Post a row: at once, or with the next ones if there are very many."""
         if len(self._waiting) < _MOST_ROWS:
             self._waiting.append(row)
         self.post()
 
     def post(self, *, now: bool = False) -> None:
-        """Post the rows that wait, if it is time or `now`."""
-        if not self._waiting or (not now and self._clock() < self._due):
+        """Post the rows that wait, if that is not too often or `now`."""
+        if not self._waiting or not (now or self._budget.allows()):
             return
         rows, self._waiting = self._waiting, []
-        self._due = self._clock() + EVERY
         body = msgspec.msgpack.encode(rows)
         if self._lost:
             return
@@ -98,7 +111,7 @@ class RankLog:
             logger.debug("rank %d has logged %d bytes at once, which are dropped", self._rank, len(body))
             return
         try:
-            self._store.set(f"log/{self._store.add(f'log/{_POSTED}')}", body)
+            self._store.set(f"log/{self._store.add(_POSTED)}", body)
         except RuntimeError:  # torch's, if the store is gone
             self._lose("posting what was logged")
 
@@ -108,7 +121,7 @@ class RankLog:
         if self._lost:
             return
         try:
-            self._store.add(f"log/{_ENDED}")
+            self._group_store.add(_ENDED)
         except RuntimeError:
             self._lose("posting the last of what was logged")
 
@@ -119,14 +132,18 @@ class RankLog:
     # -- on rank 0
 
     def take(self) -> list[LoggedRow]:
-        """Return what other ranks have posted since the last call."""
+        """Return what other ranks have posted since the last call, or since rank 0 of another generation took it."""
         if not self._others or self._lost:
             return []
         found: list[LoggedRow] = []
         try:
-            posted = min(self._store.add(f"log/{_POSTED}", 0), self._taken + _MOST_POSTS)
+            if self._taken is None:
+                self._taken = self._store.add(_TAKEN, 0)
+            posted = min(self._store.add(_POSTED, 0), self._taken + _MOST_POSTS)
             numbers, self._late = [*self._late, *range(self._taken + 1, posted + 1)], []
-            self._taken = posted
+            if posted > self._taken:
+                self._store.add(_TAKEN, posted - self._taken)
+                self._taken = posted
             for number in numbers:
                 key = f"log/{number}"
                 if not self._store.check(key):
@@ -142,7 +159,7 @@ class RankLog:
         """Return the rest, when all other ranks have posted their last rows, or after a few seconds."""
         end = self._clock() + _FAREWELL
         try:
-            while not self._lost and self._store.add(f"log/{_ENDED}", 0) < self._others and self._clock() < end:
+            while not self._lost and self._group_store.add(_ENDED, 0) < self._others and self._clock() < end:
                 time.sleep(0.002)
         except RuntimeError:
             self._lose("waiting for what other ranks log at last")

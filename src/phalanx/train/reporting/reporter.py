@@ -103,7 +103,8 @@ class RunReporter:
         if self._rank:
             if self._rank_log is not None:
                 (numbers,) = read([values])
-                self._rank_log.add(LoggedRow(counter.steps, counter.epoch, now, numbers, self._rank))
+                generation = self._rank_log.generation
+                self._rank_log.add(LoggedRow(counter.steps, counter.epoch, now, numbers, self._rank, generation))
         elif self.bar is None:
             self._early.append((counter.epoch, now, values))
         else:
@@ -126,15 +127,19 @@ class RunReporter:
 
     def _take(self, rows: list[LoggedRow], *, last: bool = False) -> None:
         """Write what other ranks have logged. A value that rank 0 has logged as well, and is the same, is left out: a
-        script may call `run.log` on all ranks."""
+        script may call `run.log` on all ranks. So is what was logged before the group formed again, for a step that
+        the training repeats."""
         rows, self._held = [*self._held, *rows], []
         for row in rows:
+            earlier = self._rank_log is not None and row.generation != self._rank_log.generation
+            if earlier and row.step > self._counter.start:
+                continue
             if row.step >= self._counter.steps and not last:  # rank 0 may still log the same
                 self._held.append(row)
                 continue
             (own,) = read([self._logged.get((row.step, tuple(row.values)), {})])
             if repr(own) != repr(row.values) and self._metrics is not None:  # repr: NaN is not equal to itself
-                self._metrics.log(row.step, row.epoch, row.time, row.values, rank=row.rank)
+                self._metrics.log(row.step, row.epoch, row.time, row.values, rank=row.rank, earlier=earlier)
                 if self._measuring is not None:
                     named = {f"{name}/rank {row.rank}": value for name, value in row.values.items()}
                     epoch, epochs = self._counted(row.epoch)

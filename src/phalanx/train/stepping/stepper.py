@@ -108,6 +108,7 @@ class StepHooks:
     before_update: list[Callable[[], None]] = field(default_factory=list)  # before gradients are used
     before_commit: Callable[[Any, Any], None] | None = None  # with optimizer and scheduler
     guard: UpdateGuard | None = None  # asked before every update
+    first_forward: Callable[[Any], None] | None = None  # called once, with the arguments of the first forward
 
 
 class Stepper:

@@ -56,6 +56,16 @@ class Membership:
         """Whether the store ends with one of the ranks."""
         return self.place.kind == "tcp" and not _hosted(self.identity, self.place)
 
+    @property
+    def lasting_store(self) -> SignedStore:
+        """The store for keys that the next generations of the group read, too."""
+        from torch.distributed import PrefixStore
+
+        if self.identity.generation is None:
+            return self.store
+        prefix = "/".join(["phalanx", *filter(None, [self.identity.attempt]), "all generations"])
+        return SignedStore(PrefixStore(prefix, self.store.torch_store.underlying_store), prefix)
+
 
 def form(
     backend: str | None = None,

@@ -88,6 +88,29 @@ def test_the_traceback_of_a_rank_that_succeeded_is_shown_and_that_of_a_living_on
         living.end()
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_single_rank_that_is_replaced_shows_a_traceback_only_if_it_is_not_reported(tmp_path: Path, size: int) -> None:
+    """Everything else passes at once, as bytes: unfinished lines, and what only looks like a traceback."""
+    printed = b"T 10%\rT 20%\nTraceback of nothing\n" + TRACED + b"the end"
+    (tmp_path / "traceback.txt").write_bytes(TRACED)
+    for report in (True, False):
+        with Captured(1) as shown:
+            tail = shown.console.attach(
+                0, Std.ERR, None, 0, live=False, traceback=str(tmp_path / "traceback.txt"), replaces=True
+            )
+            for start in range(0, len(printed), size):
+                tail.unkept(printed[start : start + size])
+                if start + size == 7:
+                    until(lambda: shown.err == printed[:7], lambda: shown.err)
+            tail.end()
+            rest = printed.replace(TRACED, b"")
+            until(lambda: shown.err == rest, lambda: shown.err)  # noqa: B023
+            if report:
+                shown.console.drop_withheld()
+            shown.console.close()
+            assert shown.err == rest + (b"" if report else TRACED)
+
+
 def test_a_failure_is_in_colour_on_a_terminal() -> None:
     block = "rank 1 failed: ValueError: bad\n  /w/a.py:3 in f\n      f(x)\n  afterwards: rank 0 lost the peer"
     with Captured(2, terminal=True) as shown:

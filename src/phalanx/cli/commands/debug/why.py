@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from phalanx.cli import run_lookup
 from phalanx.contract import encoding, events
+from phalanx.contract.exit_codes import stopped_by
 from phalanx.contract.visible import visible
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.evidence import stall_dump
@@ -38,7 +39,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="phalanx why",
         description="Say which rank is wrong, at which line and why: of a running job, or of one that has ended.",
-        epilog="exit code: 0 if nothing is wrong, 1 if something is",
+        epilog="exit code: 1 if the run is stalled, has failed or was killed; 0 if nothing is wrong, also if it was "
+        "stopped or preempted",
     )
     parser.add_argument("run", nargs="?", help="name from `phalanx ps`, or a prefix of it (default: the last run)")
     outside = parser.add_mutually_exclusive_group()
@@ -60,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `phalanx why`. Return 0 if nothing is wrong, else 1."""
+    """Run `phalanx why`. Return 0 if nothing is wrong with the run, else 1."""
     options = make_parser().parse_args(argv)
     if options.pid or options.slurm:
         if options.run:
@@ -125,4 +127,4 @@ def _ended(run: RunRecord, *, as_json: bool) -> int:
         sys.stdout.write(json.dumps(found) + "\n")
     else:
         sys.stdout.write(visible(postmortem.report(remains)) + "\n")
-    return 0 if run.code == 0 else 1
+    return 0 if run.code == 0 or run.preempted or stopped_by(run.code) else 1

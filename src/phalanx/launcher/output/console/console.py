@@ -9,7 +9,7 @@ cursor up and down, erase; colours are text. As long as no other process has pri
 finished rows too, as on a terminal; after that they are final, and the bars start again below. While a debugger has
 the terminal, output of other ranks waits in their logs, and the debugged rank has no prefix. What needs the whole
 screen (cursor addressing, the alternate screen) cannot be shared by ranks and is dropped. The output of a single rank
-passes unchanged.
+passes unchanged, except for the traceback of a replacement that fails as the worker before it did.
 """
 
 from __future__ import annotations
@@ -158,18 +158,27 @@ class Console:
         return self._prefixes.alone
 
     def attach(
-        self, rank: int, stream: Std, log: int | None, size: int, *, live: bool, traceback: str | None = None
+        self,
+        rank: int,
+        stream: Std,
+        log: int | None,
+        size: int,
+        *,
+        live: bool,
+        traceback: str | None = None,
+        replaces: bool = False,
     ) -> LogTail:
         """Show what is appended to the log from here on.
 
         `traceback`: the file with the last traceback of the worker, which is kept back until its failure was reported.
+        That of a single rank is kept back only if it replaces another worker, which may have shown the same.
         """
         sink = self._sink(stream)
         lines = None if self._prefixes.alone else LineModel(live=live)
         tail = LogTail(self._lock, lambda: self._enqueue(shown), None if log is None else os.dup(log), size)
         shown = ShownStream(sink, lines, tail, live=live)
         shown.rank, shown.prefix = rank, self._prefixes.of(rank, sink)
-        if traceback is not None and lines is not None:
+        if traceback is not None and (lines is not None or replaces):
             tail.withheld = Withheld(traceback)
         with self._lock:
             self._display.add(shown, first=stream == Std.ERR)  # stdout is painted last: users type at its prompt

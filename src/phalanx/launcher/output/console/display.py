@@ -164,7 +164,7 @@ class Display:
             return
         data, last = stream.tail.take(read=not stream.sink.dead)
         if stream.lines is None:
-            stream.sink.straight(data)
+            stream.sink.straight(stream.unwithheld(data, time.monotonic()))
         elif data:
             self._process(stream, data)
         if last:
@@ -200,6 +200,8 @@ class Display:
             return
         if stream.lines is not None:
             self._put(stream, stream.end())
+        else:
+            stream.sink.straight(stream.unwithheld(b"", time.monotonic(), last=True))
         self._remove(stream)
         if stream.lines is None or stream.live:
             stream.sink.restore()  # before messages about its end, which would be lost with the alternate screen
@@ -255,6 +257,9 @@ class Display:
 
     def _show_lines(self, stream: ShownStream, lines: bytes) -> None:
         if not lines:
+            return
+        if stream.lines is None:
+            stream.sink.straight(lines)
             return
         self._seal_past(stream.sink, stream)
         if self._terminal.debugged is None:

@@ -30,8 +30,19 @@ class ShownStream:
         self._last_data = 0.0
         self._bar_due: float | None = None  # when to show the state of a bar where there is no terminal
         self._bar_shown = b""
+        self._started = b""  # a line that may be the first of a traceback to keep back, if there is no line model
 
     # -- output
+
+    def unwithheld(self, data: bytes, now: float, *, last: bool = False) -> bytes:
+        """Return the bytes to show of a stream without a line model: all, unless its traceback is kept back."""
+        withheld = self.tail.withheld
+        if withheld is None:
+            return data
+        lines, newline, rest = (self._started + data).rpartition(b"\n")
+        shown = withheld.feed(lines + newline, now)
+        self._started = rest if not last and withheld.may_continue(rest) else b""
+        return shown if self._started else shown + rest
 
     def feed(self, data: bytes, now: float, bar_interval: float) -> bytes:
         """Take output, and return the lines that are finished."""

@@ -28,6 +28,7 @@ _MOST_NOISE = 2000  # lines of torch and NCCL
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch's prefix
 _HEADS = ("Traceback (most recent call last):", '  File "', "  + Exception Group Traceback", "phalanx: ")
 _USAGE = "usage: "
+_STARTS = (*_HEADS, _USAGE, "[rank0]: ")  # of a line, also of a single rank behind torch's prefix
 _NOISE = ("terminate called ", ".cpp:")
 _ANY_HEAD = re.compile("|".join(map(re.escape, (*_HEADS, _USAGE, *_NOISE))).encode())
 _USAGE_ERROR = re.compile(r"^[^\s:]+: error: ")
@@ -66,6 +67,13 @@ class Withheld:
         if self._over == "released" or (not self._inside and not _ANY_HEAD.search(lines)):
             return lines
         return b"".join(self._next(line, now) for line in lines.splitlines(keepends=True))
+
+    def may_continue(self, started: bytes) -> bool:
+        """Return whether an unfinished line may turn out to be one that is kept back."""
+        text = self._plain(started)
+        return bool(started) and (
+            self._inside or any(head.startswith(text) or text.startswith(head) for head in _STARTS)
+        )
 
     def overdue(self, now: float) -> bytes:
         """Return what has waited too long."""
