@@ -303,6 +303,16 @@ def test_a_rank_that_exits_early_is_to_blame_and_not_the_only_one_of_another_nod
     all_gone(lab)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_no_node_waits_for_a_group_without_a_rank_that_left(lab: Lab, rank: int) -> None:
+    """Without a message, the ranks of other nodes would wait for a new group for longer than --node-timeout."""
+    jobs = together(lab, "--cpu", "--node-timeout", "1h", script("leaves.py"), str(rank), ranks=(1, 1, 1))
+    assert codes(jobs) == [1, 1, 1], texts(jobs)
+    for job in jobs:
+        assert block(job).startswith(f"phalanx: rank {rank} exited in the middle of the training, "), texts(jobs)
+    all_gone(lab)
+
+
 def test_a_restart_is_one_of_all_nodes(lab: Lab) -> None:
     jobs = together(lab, "--cpu", "--max-restarts", "1", script("second_try.py"), "2")
     assert codes(jobs) == [0, 0], texts(jobs)
