@@ -313,6 +313,21 @@ def test_no_node_waits_for_a_group_without_a_rank_that_left(lab: Lab, rank: int)
     all_gone(lab)
 
 
+def test_ps_counts_the_ranks_of_all_nodes_on_every_node(lab: Lab, tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    jobs = together(lab, *PLAIN, script("until_file.py"), str(end), ranks=(2, 1, 2), home="own")
+    until(lambda: len(re.findall(r"ready \d", jobs[0].out)) == 5, 60, "all ranks")
+    for node in lab:
+        titles, *runs = (line.split() for line in node.run("ps", home="own").out.splitlines())
+        assert [run[titles.index("RANKS")] for run in runs] == ["5"], node
+    end.touch()
+    assert codes(jobs) == [0, 0, 0], texts(jobs)
+    for node in lab:
+        (run,) = map(json.loads, node.run("ps", "--all", "--json", home="own").out.splitlines())
+        assert run["world_size"] == 5, node
+    all_gone(lab)
+
+
 def test_a_restart_is_one_of_all_nodes(lab: Lab) -> None:
     jobs = together(lab, "--cpu", "--max-restarts", "1", script("second_try.py"), "2")
     assert codes(jobs) == [0, 0], texts(jobs)
