@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from phalanx.launcher.coordination import port
 from phalanx.launcher.forking import preload_hints, warm_pool
 from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunRecord
+from tests.kit.cli import until
 
 # -- command
 
@@ -292,6 +294,36 @@ def test_a_warm_fork_server_of_another_user_is_refused(tmp_path: Path) -> None:
             with pytest.raises(LaunchError, match="a process of another user listens"):
                 warm_pool.status(path)
             listener.communicate()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_warm_fork_server_that_is_stopped_is_not_waited_for(
+    stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that imports is, however long that takes."""
+    monkeypatch.setattr(warm_pool, "_STOPPED", 0.2)
+    monkeypatch.setattr(warm_pool, "_INTERVAL", 0.1)
+    pool = warm_pool.WarmPool(str(tmp_path), "k")
+    program = "import socket, sys; sock = socket.socket(fileno=int(sys.argv[1])); sock.listen(); print(flush=True); "
+    program += "sys.stdin.read(1); sock.accept()[0].close()"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(pool.socket)
+        words = [sys.executable, "-c", program, str(sock.fileno())]
+        with subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(sock.fileno(),)
+        ) as server:
+            assert server.stdout is not None
+            assert server.stdin is not None
+            assert server.stdout.readline() == b"\n"
+            imported = threading.Timer(1.0, lambda: server.stdin and os.write(server.stdin.fileno(), b"."))
+            if stopped:
+                server.send_signal(signal.SIGSTOP)
+                until(lambda: linux.state(server.pid) == "stopped", 60, "the process to stop")
+            else:
+                imported.start()
+            assert warm_pool.find(pool, []) == "it did not answer"
+            assert imported.finished.is_set() is not stopped
+            server.kill()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of another user's")
