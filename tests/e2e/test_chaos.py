@@ -360,6 +360,12 @@ def test_chaos_injects_faults_and_reports_the_recoveries(tmp_path: Path) -> None
     assert len(re.findall(r"chaos: fault \d, SIG\w+ to (?:rank \d|the store)", done.err)) == 4
     said = r"chaos: 4 faults \([\w, ]+\), seed 1: all recovered"
     assert re.search(said + "; the run ended with exit code 0", done.err)
+    # The model from which page, screen and report are drawn has the number of the summary.
+    (goodput,) = re.findall(r"s lost: goodput ([\d.]+%)", done.err)
+    report = tmp_path / "report.html"
+    told_ = phalanx("report", "-o", str(report), env=places)
+    assert told_.code == 0, told_.err
+    assert f"Goodput: {goodput}, the share of the time since the first step" in report.read_text()
 
 
 def test_chaos_says_what_a_plain_script_needs(tmp_path: Path) -> None:
