@@ -23,6 +23,7 @@ from phalanx.errors import OptionError
 
 CORES, MEMORY, REGROUP = 1.0, 1 << 30, 3.0  # targets: CPU cores, bytes, seconds
 GROWTH = 32 << 20  # bytes of growth between quarters of the time that count as noise
+DESCRIPTORS = 16  # the same for open descriptors
 _LATE = 1.0  # seconds: a simulator that is later than this was starved
 
 
@@ -33,23 +34,24 @@ def targets(sample: ScaleSample) -> list[Target]:
         f"{of}: leader below {CORES:.0f} core in steady state",
         f"{of}: leader below {MEMORY >> 30} GiB in steady state",
         f"{of}: new ranks on all nodes within {REGROUP:.0f} s of a loss",
-        f"{of}: the memory of the leader does not grow",
+        f"{of}: memory and open files of the leader do not grow",
     )
     if sample.failure or not sample.seconds:
         return [Target(each, sample.failure or "not measured", None) for each in what]
     cores = f"{sample.steady_cores:.2f} cores (median; {sample.mean_cores:.2f} on average, with all losses)"
     worst = max(sample.regroups, default=0.0)
     losses = f"{worst:.2f} s (worst of {len(sample.regroups)})" if sample.regroups else "no node has died"
-    growth = sample.growth
+    growth, files = sample.growth, sample.descriptor_growth
     found = [
         Target(what[0], cores, sample.steady_cores < CORES),
         Target(what[1], f"{sample.peak_memory >> 20} MiB", sample.peak_memory < MEMORY),
         Target(what[2], losses, worst <= REGROUP if sample.regroups else None),
     ]
-    if growth is None:
+    if growth is None or files is None:
         return [*found, Target(what[3], "too short: --seconds 600", None)]
-    text = f"{growth / 2**20:+.1f} MiB from the second to the last quarter of {sample.seconds[-1].at:.0f} s"
-    return [*found, Target(what[3], text, growth < GROWTH)]
+    grown = f"{growth / 2**20:+.1f} MiB and {files:+d} descriptors"
+    text = f"{grown} from the second to the last quarter of {sample.seconds[-1].at:.0f} s"
+    return [*found, Target(what[3], text, growth < GROWTH and files < DESCRIPTORS)]
 
 
 def remarks(sample: ScaleSample) -> list[str]:
@@ -66,7 +68,10 @@ def remarks(sample: ScaleSample) -> list[str]:
 
 def _show(samples: Sequence[ScaleSample]) -> None:
     console = output.make_console()
-    columns = ("nodes", "ranks", "join s", "cores", "memory", "regroup s", "event to page s", "verdict s", "simulator")
+    columns = (
+        *("nodes", "ranks", "join s", "cores", "memory", "regroup s"),
+        *("event to page s", "verdict s", "run folder", "simulator"),
+    )
     table = output.make_table("One leader: medians, and the worst in brackets", (), columns)
     for one in samples:
         if one.failure:
@@ -82,6 +87,7 @@ def _show(samples: Sequence[ScaleSample]) -> None:
             _spread(one.regroups),
             _spread(pages),
             f"{one.verdict:.1f}",
+            f"{one.folder >> 20} MiB",
             f"{one.simulator_cores:.2f} cores",
         )
     console.print(table)

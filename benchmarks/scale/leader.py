@@ -90,6 +90,13 @@ def memory(pid: int) -> int:
     return 0
 
 
+def descriptors(pid: int) -> int:
+    """Return the number of open descriptors of a process."""
+    with contextlib.suppress(FileNotFoundError):
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    return 0
+
+
 def folder_size(path: str) -> int:
     """Return the bytes of all files in a folder."""
     found = 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.common.processes import ProcessLostError, cpu_seconds
-from benchmarks.scale.leader import STALL_TIMEOUT, MeasuredLeader, folder_size, memory
+from benchmarks.scale.leader import STALL_TIMEOUT, MeasuredLeader, descriptors, folder_size, memory
 from benchmarks.scale.nodes import Request
 from benchmarks.scale.page import PageReader
 from benchmarks.scale.simulator import Simulator
@@ -35,6 +35,7 @@ class Second:
     cores: float
     memory: int  # bytes
     steady: bool  # no node has died just now
+    descriptors: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,26 +75,30 @@ class ScaleSample:
     @property
     def growth(self) -> int | None:
         """Return by how many bytes the leader has grown from the second to the last quarter. None: too short."""
-        quarter = len(self.seconds) // 4
+        return self._growth([second.memory for second in self.seconds])
+
+    @property
+    def descriptor_growth(self) -> int | None:
+        """Return the same for open descriptors. Nodes that die take theirs along."""
+        return self._growth([second.descriptors for second in self.seconds])
+
+    def _growth(self, values: Sequence[int]) -> int | None:
+        quarter = len(values) // 4
         if quarter < 5:
             return None
-        before, after = (
-            statistics.median(second.memory for second in part)
-            for part in (self.seconds[quarter : 2 * quarter], self.seconds[-quarter:])
-        )
-        return round(after - before)
+        return round(statistics.median(values[-quarter:]) - statistics.median(values[quarter : 2 * quarter]))
 
 
 def measure(
     nodes: int, slots: int, seconds: float, inherited: Mapping[str, str], note: Callable[[str], None]
 ) -> ScaleSample:
     """Let `nodes` nodes with `slots` ranks each work for `seconds`, and stall once. Node 0 is real."""
-    sample = ScaleSample(nodes, nodes * slots)
     with tempfile.TemporaryDirectory(prefix="bench-scale-") as folder:
+        measurement = _Measurement(nodes, slots, folder, inherited, note)
         try:
-            return _Measurement(nodes, slots, folder, inherited, note).run(seconds)
+            return measurement.run(seconds)
         except ProcessLostError as error:
-            return ScaleSample(sample.nodes, sample.ranks, failure=str(error))
+            return measurement.failed(str(error))
 
 
 class _Measurement:
@@ -146,6 +151,11 @@ class _Measurement:
             lost=tuple(simulator.lost),
         )
 
+    def failed(self, why: str) -> ScaleSample:
+        """Return what was measured before a failure."""
+        seconds, regroups = tuple(self._seconds), tuple(self._regroups)
+        return ScaleSample(self._nodes, self._nodes * self._slots, seconds=seconds, regroups=regroups, failure=why)
+
     def _requests(self, leader_port: int, token: str) -> list[Request]:
         with port.listen("127.0.0.1", 0) as free:
             closed = int(free.getsockname()[1])
@@ -177,7 +187,8 @@ class _Measurement:
             leader.check()
             now, used = time.monotonic(), cpu_seconds(leader.pid)
             steady = at - settled >= _SETTLES or not self._regroups
-            self._seconds.append(Second(now - begin, (used - cpu) / (now - at), memory(leader.pid), steady))
+            cores = (used - cpu) / (now - at)
+            self._seconds.append(Second(now - begin, cores, memory(leader.pid), steady, descriptors(leader.pid)))
             cpu, at = used, now
             if now >= death and victim < self._nodes:
                 generation += 1

@@ -16,8 +16,16 @@ from phalanx.errors import OptionError
 from tests.kit.cli import phalanx
 
 
-def sample(*memory: int, cores: float = 0.5, regroups: tuple[float, ...] = (0.5, 1.0), **more: object) -> ScaleSample:
-    seconds = tuple(Second(float(at), cores, size << 20, at != 3) for at, size in enumerate(memory))
+def sample(
+    *memory: int,
+    cores: float = 0.5,
+    regroups: tuple[float, ...] = (0.5, 1.0),
+    descriptors: int = 0,  # that are opened per second
+    **more: object,
+) -> ScaleSample:
+    seconds = tuple(
+        Second(float(at), cores, size << 20, at != 3, 100 + at * descriptors) for at, size in enumerate(memory)
+    )
     return ScaleSample(4096, 32768, seconds=seconds, regroups=regroups, **more)  # type: ignore[arg-type]
 
 
@@ -33,6 +41,7 @@ def met(one: ScaleSample) -> list[bool | None]:
         (sample(*[500] * 40, 1100), [True, False, True, True]),
         (sample(*[500] * 40, regroups=(0.5, 3.1)), [True, True, False, True]),
         (sample(*range(300, 500, 5)), [True, True, True, False]),
+        (sample(*[500] * 40, descriptors=1), [True, True, True, False]),
         (sample(500, 500, regroups=()), [True, True, None, None]),
         (ScaleSample(4096, 32768, failure="the leader ended"), [None] * 4),
     ],
@@ -86,6 +95,7 @@ def test_a_real_leader_of_64_nodes(tmp_path: Path) -> None:
     assert (found["nodes"], found["ranks"]) == (64, 128)
     assert found["cores"] > 0
     assert min(second["memory"] for second in found["seconds"]) > 1 << 20
+    assert min(second["descriptors"] for second in found["seconds"]) > 62  # a connection of each node
     assert len(found["regroups"]) == 1
     assert found["regroups"][0] > 0
     assert found["pages"]["fault"]

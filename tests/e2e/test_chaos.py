@@ -190,6 +190,76 @@ def test_ranks_outlive_their_fork_server_and_a_stopped_one_holds_nothing_up(tmp_
     assert "stopped by Ctrl-C" in job.err
 
 
+STOPS = """
+import os, signal
+def stop_once(where):
+    try:
+        os.unlink(os.path.join(os.environ["STOPS"], where))
+    except FileNotFoundError:
+        return
+    os.kill(os.getpid(), signal.SIGSTOP)
+stop_once("import")
+os.register_at_fork(after_in_child=lambda: stop_once("fork"))
+"""
+
+
+def test_replacements_that_stop_before_they_answer_are_replaced(tmp_path: Path) -> None:
+    """Stopped are: a rank before it connects; a fork server while it imports, a store before its first heartbeat.
+    Ctrl-C ends the run while a replacement is stopped."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    env = {"PAUSE": "0.1", "EPOCHS": "1000000", "STOPS": str(tmp_path), "PYTHONPATH": path}
+    options = ("--worker-timeout", "4s", "--preload", "stops", "--no-warm")
+    with start(*words(tmp_path, options=options), env=env) as job:
+
+        def told_of(kind: type[events.AnyEvent]) -> int:
+            return sum(isinstance(event, kind) for event in told(job.err))
+
+        def steps() -> int:
+            return max((commit.step for commit in oracle.read(tmp_path)[1]), default=0)
+
+        def progress() -> None:
+            before = steps()
+            until(lambda: steps() > before + 3, LONG, "more steps")
+
+        def pids() -> list[int]:
+            """The fork server, and the ranks."""
+            found = told(job.err)
+            ready = [event.pid for event in found if isinstance(event, events.ForkServerReady)]
+            ranks = {event.rank: event.pid for event in found if isinstance(event, events.WorkerStarted)}
+            return [ready[-1], ranks[0], ranks[1]]
+
+        def stopped(where: str) -> None:
+            until(lambda: not (tmp_path / where).exists(), LONG, f"a process to stop at its {where}")
+
+        job.wait_for("output in", timeout=LONG)
+        progress()
+        (tmp_path / "fork").touch()
+        os.kill(pids()[2], signal.SIGKILL)
+        until(lambda: told_of(events.Recovered) == 1, LONG, "a recovery")
+        assert re.search(r"rank 1 is silent for \d+ s \(stopped\): SIGKILL", job.err)
+
+        fork_server, *ranks = pids()
+        (store,) = {*children(fork_server)} - {*ranks}
+        (tmp_path / "fork").touch()
+        os.kill(store, signal.SIGKILL)
+        until(lambda: "the store process does not answer (stopped for 4 s): SIGKILL" in job.err, LONG, "the message")
+        os.kill(ranks[0], signal.SIGKILL)  # another group needs the store
+        until(lambda: told_of(events.Recovered) == 2, LONG, "a recovery")
+
+        (tmp_path / "import").touch()
+        os.kill(fork_server, signal.SIGKILL)
+        stopped("import")
+        until(lambda: told_of(events.ForkServerReady) == 2, LONG, "a fork server that is ready")
+        progress()
+        (tmp_path / "import").touch()
+        os.kill(pids()[0], signal.SIGKILL)
+        stopped("import")
+        job.signal(signal.SIGINT)
+        assert job.wait(LONG) == 130
+    assert "stopped by Ctrl-C" in job.err
+
+
 JUMPY = """
 import itertools, os, time
 if "PHALANX_AGENT" in os.environ or "CLOCK" in os.environ:
@@ -290,6 +360,12 @@ def test_chaos_injects_faults_and_reports_the_recoveries(tmp_path: Path) -> None
     assert len(re.findall(r"chaos: fault \d, SIG\w+ to (?:rank \d|the store)", done.err)) == 4
     said = r"chaos: 4 faults \([\w, ]+\), seed 1: all recovered"
     assert re.search(said + "; the run ended with exit code 0", done.err)
+    # The model from which page, screen and report are drawn has the number of the summary.
+    (goodput,) = re.findall(r"s lost: goodput ([\d.]+%)", done.err)
+    report = tmp_path / "report.html"
+    told_ = phalanx("report", "-o", str(report), env=places)
+    assert told_.code == 0, told_.err
+    assert f"Goodput: {goodput}, the share of the time since the first step" in report.read_text()
 
 
 def test_chaos_says_what_a_plain_script_needs(tmp_path: Path) -> None:

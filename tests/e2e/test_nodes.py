@@ -303,6 +303,31 @@ def test_a_rank_that_exits_early_is_to_blame_and_not_the_only_one_of_another_nod
     all_gone(lab)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_no_node_waits_for_a_group_without_a_rank_that_left(lab: Lab, rank: int) -> None:
+    """Without a message, the ranks of other nodes would wait for a new group for longer than --node-timeout."""
+    jobs = together(lab, "--cpu", "--node-timeout", "1h", script("leaves.py"), str(rank), ranks=(1, 1, 1))
+    assert codes(jobs) == [1, 1, 1], texts(jobs)
+    for job in jobs:
+        assert block(job).startswith(f"phalanx: rank {rank} exited in the middle of the training, "), texts(jobs)
+    all_gone(lab)
+
+
+def test_ps_counts_the_ranks_of_all_nodes_on_every_node(lab: Lab, tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    jobs = together(lab, *PLAIN, script("until_file.py"), str(end), ranks=(2, 1, 2), home="own")
+    until(lambda: len(re.findall(r"ready \d", jobs[0].out)) == 5, 60, "all ranks")
+    for node in lab:
+        titles, *runs = (line.split() for line in node.run("ps", home="own").out.splitlines())
+        assert [run[titles.index("RANKS")] for run in runs] == ["5"], node
+    end.touch()
+    assert codes(jobs) == [0, 0, 0], texts(jobs)
+    for node in lab:
+        (run,) = map(json.loads, node.run("ps", "--all", "--json", home="own").out.splitlines())
+        assert run["world_size"] == 5, node
+    all_gone(lab)
+
+
 def test_a_restart_is_one_of_all_nodes(lab: Lab) -> None:
     jobs = together(lab, "--cpu", "--max-restarts", "1", script("second_try.py"), "2")
     assert codes(jobs) == [0, 0], texts(jobs)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.places import script
-from tests.kit.cli import phalanx, start
+from tests.kit.cli import phalanx, start, until
 from tests.kit.lab import Lab, Slurm
 from tests.watch.finished_run import left, record_at
 
@@ -35,6 +35,24 @@ def test_of_a_run_that_continues_and_of_its_remains(tmp_path: Path) -> None:
     assert told.code == 1
     assert f"its agent (process {job.pid}) was killed" in told.out
     assert "ranks 0, 1 were running" in told.out
+
+
+def test_of_a_run_that_imports_and_has_no_ranks_yet(tmp_path: Path) -> None:
+    """It is answered, and then has an answer: no run is too young to ask."""
+    (tmp_path / "slow.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(0.02)\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    env = {"PHALANX_HOME": str(tmp_path / "home"), "PYTHONPATH": path}
+    with start("run", "-g", "1", "--cpu", "--no-warm", "--preload", "slow", SCRIPT, env=env) as job:
+        until(lambda: [*(tmp_path / "home" / "runs").glob("*/run.json")], 60, "the run to be listed")
+        told = phalanx("why", env=env)
+        assert told.code == 1, told.err
+        assert "cannot be asked: none of its ranks has started" in told.err
+        assert "in a moment" in told.err.splitlines()[-1]
+        (tmp_path / "go").touch()
+        job.wait_for("here")
+        assert phalanx("why", env=env).code == 0
 
 
 @pytest.mark.smoke

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from phalanx.contract import events
 from tests.e2e.places import script
+from tests.kit import proc
 from tests.kit.cgroup import cgroup
 from tests.kit.cli import free_port, phalanx, python, run, start, terminal, warm
 
@@ -260,6 +262,12 @@ def test_a_warm_fork_server_serves_one_run_after_another(tmp_path: Path) -> None
             assert result.out.count(f"['main.py', '{word}'] True False") == 2
             assert way(result.err) == "warm"
         assert way(phalanx("run", "-g", "2", "--cpu", "--no-warm", "main.py", cwd=str(tmp_path)).err) == "cold"
+        (server,) = [one.pid for one in proc.every() if f"{os.environ['PHALANX_HOME']}/warm/" in proc.command(one.pid)]
+        os.kill(server, signal.SIGSTOP)
+        result = phalanx("run", "-g", "2", "--cpu", "main.py", cwd=str(tmp_path))
+        assert result.code == 0, result.err
+        assert "the warm fork server is not used: it did not answer" in result.err
+        os.kill(server, signal.SIGCONT)
     assert phalanx("warm", "--list").out == "nothing is warm\n"
     assert way(phalanx("run", "-g", "2", "--cpu", "main.py", cwd=str(tmp_path)).err) == "cold"
 

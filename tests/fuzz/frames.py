@@ -46,6 +46,7 @@ VALID: tuple[messages.Message, ...] = (
         working=((1, 1),),
         spares=((3, 9),),
     ),
+    messages.RankLeft(attempt=1),
     messages.Stop(signal=15, reason="x", grace=1.0),
     messages.NodeWorkerFailed(rank=1, reason="x", time=1.0, step=3),
     messages.Log(rank=1, stream=2, data=b"x" * 40),

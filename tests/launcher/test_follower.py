@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from phalanx.contract.messages.worker_messages import FirstStep
-from phalanx.control.messages import FirstStepCommitted, Message
+from phalanx.control.messages import FirstStepCommitted, Message, RankLeft
+from phalanx.launcher.actions import Action, RefuseRegroup
 from phalanx.launcher.coordination.follower.coordinator import FollowerCoordinator
+from phalanx.launcher.coordination.follower.orders import FollowerState, LeaderOrders
 
 
 def test_a_node_reports_a_first_step_once_though_each_of_its_ranks_does() -> None:
@@ -22,3 +24,19 @@ def test_a_node_reports_a_first_step_once_though_each_of_its_ranks_does() -> Non
         FirstStepCommitted(generation=1, step=8, before=7),
         FirstStepCommitted(generation=1, step=3),
     ]
+
+
+def test_a_rank_that_left_concerns_the_attempt_that_runs() -> None:
+    performed: list[Action] = []
+    parts: Any = {
+        "context": None,
+        "agent": SimpleNamespace(perform=performed.append),
+        "state": FollowerState(attempt=2, running=True),
+        "assign": None,
+        "leader_lost": None,
+    }
+    orders = LeaderOrders(**parts)
+    orders.message_received(RankLeft(attempt=1))
+    assert performed == []
+    orders.message_received(RankLeft(attempt=2))
+    assert performed == [RefuseRegroup()]

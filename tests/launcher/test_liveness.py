@@ -57,6 +57,12 @@ def test_imports_may_take_any_time_and_an_answer_counts() -> None:
     assert looks(found, ("computes", 60)) == ""
 
 
+def test_imports_that_are_known_to_end_have_a_bound() -> None:
+    assert looks(Liveness(60.0, start=600.0), ("sleeps", 600)) == ""
+    assert looks(Liveness(60.0, start=600.0), ("sleeps", 601)) == "no answer for 601 s (sleeps)"
+    assert looks(Liveness(60.0, start=600.0), ("stopped", 10)) == "stopped for 10 s"
+
+
 def stopped_server() -> tuple[ForkServerConnection, subprocess.Popen[bytes], list[str]]:
     """A process that has the other end of a connection, and is stopped."""
     ours, theirs = socket.socketpair()

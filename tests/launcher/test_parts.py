@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from phalanx.contract import events
 from phalanx.contract.run_metadata import GitState, GpuInfo, Machine, RunMetadata
 from phalanx.errors import LaunchError, PortError, ScriptError
 from phalanx.forkserver import linux, wire
+from phalanx.forkserver.warm import WarmForkServer
 from phalanx.launcher.command import Command
 from phalanx.launcher.coordination import port
 from phalanx.launcher.forking import preload_hints, warm_pool
 from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunRecord
+from tests.kit.cli import until
 
 # -- command
 
@@ -291,6 +294,71 @@ def test_a_warm_fork_server_of_another_user_is_refused(tmp_path: Path) -> None:
             with pytest.raises(LaunchError, match="a process of another user listens"):
                 warm_pool.status(path)
             listener.communicate()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_warm_fork_server_that_is_stopped_is_not_waited_for(
+    stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that imports is, however long that takes."""
+    monkeypatch.setattr(warm_pool, "_STOPPED", 0.2)
+    monkeypatch.setattr(warm_pool, "_INTERVAL", 0.1)
+    pool = warm_pool.WarmPool(str(tmp_path), "k")
+    program = "import socket, sys; sock = socket.socket(fileno=int(sys.argv[1])); sock.listen(); print(flush=True); "
+    program += "sys.stdin.read(1); sock.accept()[0].close()"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(pool.socket)
+        words = [sys.executable, "-c", program, str(sock.fileno())]
+        with subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(sock.fileno(),)
+        ) as server:
+            assert server.stdout is not None
+            assert server.stdin is not None
+            assert server.stdout.readline() == b"\n"
+            imported = threading.Timer(1.0, lambda: server.stdin and os.write(server.stdin.fileno(), b"."))
+            if stopped:
+                server.send_signal(signal.SIGSTOP)
+                until(lambda: linux.state(server.pid) == "stopped", 60, "the process to stop")
+            else:
+                imported.start()
+            assert warm_pool.find(pool, []) == "it did not answer"
+            assert imported.finished.is_set() is not stopped
+            server.kill()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of another user's")
+def test_a_socket_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "k.sock")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(path)
+        os.chown(path, 12345, 12345)
+        with pytest.raises(LaunchError, match=r"k\.sock belongs to another user"):
+            warm_pool.status(path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize(("user", "answered"), [(12345, False), (0, True)])
+def test_a_warm_fork_server_answers_its_own_user_only(user: int, answered: bool, tmp_path: Path) -> None:
+    """Whatever the file system allows: here everybody may connect."""
+    path = str(tmp_path / "k.sock")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
+        listener.bind(path)
+        listener.listen()
+        program = "import os, socket, sys; sock = socket.socket(fileno=int(sys.argv[1])); os.chdir(sys.argv[3]); "
+        program += "os.setuid(int(sys.argv[2])); sock.connect('k.sock')"
+        for folder in (tmp_path, *tmp_path.parents[:2]):
+            folder.chmod(0o755)
+        os.chmod(path, 0o666)
+        words = [sys.executable, "-c", program, str(caller.fileno()), str(user), str(tmp_path)]
+        subprocess.run(words, pass_fds=(caller.fileno(),), check=True)
+        wire.send(caller, {"do": "status"})
+        connection, _ = listener.accept()
+        WarmForkServer(listener, path, 60.0)._handle_connection(connection, (-1, -1))
+        try:
+            received = wire.receive(caller)
+        except ConnectionResetError:
+            received = None
+        assert (received is not None) is answered
 
 
 def test_modules_of_phalanx_ignore_the_current_folder() -> None:

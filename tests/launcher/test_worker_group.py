@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
+import subprocess
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from phalanx.contract.messages import worker_messages
+from phalanx.forkserver import linux
 from phalanx.launcher.actions import RegroupPlan
 from phalanx.launcher.workers.regroup.formation import Formation
 from phalanx.launcher.workers.regroup.heartbeats import HeartbeatWatch
@@ -19,6 +20,7 @@ from phalanx.launcher.workers.regroup.spares import SparePool
 from phalanx.launcher.workers.stopper import Stopper, escalation
 from phalanx.launcher.workers.worker import StepProgress, Worker, WorkerState
 from phalanx.launcher.workers.workers import Workers
+from tests.kit.cli import until
 from tests.kit.placements import seat
 
 
@@ -47,6 +49,11 @@ class Observer:
 
     def __init__(self) -> None:
         self.reported: list[tuple[bool, bool, bool]] = []
+
+        self.left = 0
+
+    def rank_left(self) -> None:
+        self.left += 1
 
     def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:
         self.reported.append((connected, finished, all_connected))
@@ -163,7 +170,9 @@ def test_the_others_wait_for_no_group_without_a_rank_that_left_in_mid_training(f
     gone.exited(0)
     regrouper.left(gone)
     assert observer.reported[-1][1], "no regroup any more"
-    assert channels.sent == ([] if finished else [(100, worker_messages.NoRegroup())])
+    assert observer.left == (not finished)
+    regrouper.refuse()
+    assert channels.sent == [(100, worker_messages.NoRegroup())]
 
 
 def test_a_spare_is_replaced_after_the_recovery_that_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,18 +211,47 @@ def test_on_a_node_of_spares_they_count() -> None:
 
 
 def test_a_worker_without_a_heartbeat_is_killed_once() -> None:
-    workers, server = group(worker(0), worker(1), worker(2), worker(3, *CONNECTED, WorkerState.FINISHED))
-    now = time.monotonic()
-    workers["1"].last_heartbeat = workers["2"].last_heartbeat = workers["3"].last_heartbeat = now - 60
+    workers, server = group(
+        worker(0),  # it imports
+        worker(1, *CONNECTED),
+        worker(2, *CONNECTED),
+        worker(3, *CONNECTED, WorkerState.FINISHED),
+        worker(4, *CONNECTED),
+    )
+    for name in "1234":
+        workers[name].last_heartbeat = 7.0
     workers.debugged = frozenset({2})
     notes: list[str] = []
-    watch = HeartbeatWatch(workers, 30.0, notes.append)
-    watch.check()
-    watch.check()
+    watch = HeartbeatWatch(workers, 3.0, notes.append)
+    for heartbeat in (8.0, 9.0, 10.0, 10.0, 10.0):
+        workers["4"].last_heartbeat = heartbeat
+        watch.check()
     assert server.signals == [("1", signal.SIGKILL)]
-    assert workers["2"].last_heartbeat >= now
     assert len(notes) == 1
-    assert notes[0].startswith("rank 1 is silent for 60 s (")
+    assert notes[0].startswith("rank 1 is silent for 3 s (")
+    watch.check()
+    assert server.signals == [("1", signal.SIGKILL), ("4", signal.SIGKILL)]
+
+
+def test_a_worker_that_is_stopped_before_it_connects_is_killed() -> None:
+    workers, server = group(worker(0), worker(1))
+    notes: list[str] = []
+    watch = HeartbeatWatch(workers, 2.0, notes.append)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        workers["1"].pid = process.pid
+        try:
+            for _ in range(5):
+                watch.check()
+            assert server.signals == []  # it may import for any time
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: linux.state(process.pid) == "stopped", 60, "the process to stop")
+            watch.check()
+            assert server.signals == []
+            watch.check()
+            assert server.signals == [("1", signal.SIGKILL)]
+            assert notes == ["rank 1 is silent for 2 s (stopped): SIGKILL"]
+        finally:
+            process.kill()
 
 
 def test_a_worker_waits_if_it_is_a_spare_or_its_group_is_held() -> None:

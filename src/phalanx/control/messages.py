@@ -21,7 +21,7 @@ from msgspec import Meta
 from phalanx.contract.encoding import Decoder, encode_msgpack
 from phalanx.contract.ranks.placement import MAX_NODES, MAX_RANKS, PartialPlacement, RankPlacement
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 JOIN_REQUEST_LIMIT = 1 << 16  # bytes of the first message of a connection
 FRAME_LIMIT = 1 << 20  # bytes of a frame from a member
@@ -201,6 +201,15 @@ class HaltAll(Message, frozen=True, kw_only=True, tag="halt"):
     step: Annotated[int, Meta(ge=0)] | None = None
 
 
+class RankLeft(Message, frozen=True, kw_only=True, tag="rank-left"):
+    """A rank has exited without an error in the middle of the training: no group can form without it.
+
+    Its node sends it to the leader, and the leader to all members.
+    """
+
+    attempt: Count
+
+
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     """Stop the workers. `ends`: the run ends with it, as by that signal."""
 
@@ -372,6 +381,7 @@ FromLeader = (
     | Hold
     | PeerList
     | HaltAll
+    | RankLeft
     | Stop
     | ForwardSignal
     | EndMessage
@@ -381,6 +391,7 @@ FromLeader = (
 FromMember = (
     Pong
     | RegroupReady
+    | RankLeft
     | NodeWorkerFailed
     | FirstStepCommitted
     | NodeBatchSkipped

@@ -26,6 +26,7 @@ from .server import ForkServer
 
 _STORE = f"{__package__}.store.host"  # what a store would import after the fork, beside the start of the workers
 _REQUEST_LIMIT = 1 << 20  # bytes
+_QUEUE = 16  # connections that wait
 
 
 class WarmForkServer:
@@ -43,6 +44,7 @@ class WarmForkServer:
 
     def serve(self, modules: list[str]) -> dict[str, Any]:
         """Serve until there was no request for `idle` seconds. Returns the spec in a worker only."""
+        self._listener.listen(_QUEUE)  # callers see this process as their peer, not the one that has started it
         probe.prepare()
         report = preload.preload([*modules, _STORE], [], None)
         teardown.keep_operators()

@@ -51,6 +51,11 @@ class HoldWorkers:
 
 
 @dataclass(frozen=True)
+class RefuseRegroup:
+    """No group can form again: workers that have lost a rank do not wait for an assignment."""
+
+
+@dataclass(frozen=True)
 class HaltWorkers:
     """Workers report their committed step (`step` None), or write a checkpoint at `step` and end."""
 
@@ -77,4 +82,4 @@ class EndRun:
     reason: str
 
 
-Action = RegroupPlan | StopWorkers | HoldWorkers | HaltWorkers | AcceptLoss | SignalWorkers | EndRun
+Action = RegroupPlan | StopWorkers | HoldWorkers | RefuseRegroup | HaltWorkers | AcceptLoss | SignalWorkers | EndRun

@@ -14,6 +14,7 @@ from phalanx.control import messages
 from phalanx.control.leader.roster import Roster
 from phalanx.control.leader.server import host
 from phalanx.control.messages import JoinRequest, NodeInfo, Refusal, ResumeRequest
+from phalanx.control.refusals import FIXES, Rejection
 from phalanx.control.tokens import Token
 
 _MOST_REJECTED = 64
@@ -37,7 +38,7 @@ class Admission:
     """
 
     def __init__(self, token: Token, roster: Roster, note: Callable[[str], None], *, timeout: float) -> None:
-        self.rejected: dict[str, str] = {}
+        self.rejected: dict[str, Rejection] = {}
         self._token = token
         self._roster = roster
         self._note = note
@@ -56,7 +57,7 @@ class Admission:
 
     def other_token(self, peer: str) -> None:
         """Remember a caller that has another token."""
-        self.reject(peer, f"another token than ours, which is from {self._token}: {_REMEDY}")
+        self.reject(peer, Rejection(f"another token than ours, which is from {self._token}: {_REMEDY}", _REMEDY))
 
     def admit(
         self, applicant: Applicant, join: JoinRequest, *, fatal: bool
@@ -68,28 +69,32 @@ class Admission:
         if join.protocol != messages.PROTOCOL:
             mine, theirs = f"protocol {messages.PROTOCOL}", f"protocol {join.protocol}"
             refusal = Refusal(kind="version", leader=mine, member=theirs)
-            self.reject(applicant.peer, describe(refusal))
+            self.reject(applicant.peer, _rejection(refusal))
             return refusal
         try:
             info = messages.node_info.decode(join.info)
         except msgspec.MsgspecError as error:  # it has the token, so it gets an answer
             refusal = Refusal(kind="words", leader="another message format", member=f"an unreadable message: {error}")
-            self.reject(applicant.peer, describe(refusal))
+            self.reject(applicant.peer, _rejection(refusal))
             return refusal
         info = _without_controls(info)
         warnings = self._roster.warnings(info)
         given = self._roster.admit(info)
         if isinstance(given, Refusal):
-            self.reject(f"{info.host} at {applicant.peer}", describe(given), quiet=fatal)
+            self.reject(f"{info.host} at {applicant.peer}", _rejection(given), quiet=fatal)
             return given
         return given, info, warnings
 
-    def reject(self, who: str, why: str, *, quiet: bool = False) -> None:
+    def reject(self, who: str, rejection: Rejection, *, quiet: bool = False) -> None:
         """Remember a rejected attempt, and print it the first time."""
-        if self.rejected.get(who) != why and len(self.rejected) < _MOST_REJECTED:
+        if self.rejected.get(who) != rejection and len(self.rejected) < _MOST_REJECTED:
             if not quiet:
-                self._note(f"{who} was rejected: {why}")
-            self.rejected[who] = why
+                self._note(f"{who} was rejected: {rejection.why}")
+            self.rejected[who] = rejection
+
+
+def _rejection(refusal: Refusal) -> Rejection:
+    return Rejection(describe(refusal), FIXES.get(refusal.kind, ""))
 
 
 def _without_controls(info: NodeInfo) -> NodeInfo:

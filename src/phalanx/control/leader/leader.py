@@ -41,6 +41,7 @@ from phalanx.control.messages import (
     Welcome,
 )
 from phalanx.control.outbox import LimitExceededError
+from phalanx.control.refusals import FIXES
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 
@@ -188,7 +189,8 @@ class Leader:
         if isinstance(admitted, Refusal):
             if fatal and admitted.kind != "words" and join.protocol == messages.PROTOCOL:
                 host = messages.node_info.decode(join.info).host
-                error = JoinError(f"{host} at {applicant.peer} cannot take part: {describe(admitted)}")
+                what = f"{host} at {applicant.peer} cannot take part: {describe(admitted)}"
+                error = JoinError(what, fix=FIXES.get(admitted.kind, ""))
                 self._rendezvous.fail(error)
             return admitted, None
         id_, info, warnings = admitted

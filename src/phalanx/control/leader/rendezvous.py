@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from phalanx.control.leader.members import MemberNames, Members
 from phalanx.control.leader.roster import Roster
+from phalanx.control.refusals import Rejection
 from phalanx.errors import JoinError
 
 
@@ -33,23 +34,26 @@ class RendezvousStatus:
             return f"{joined}, which is enough: last call for the others"
         return f"{joined}, waiting for {self.names.listed(self.roster.missing, 8)} ({waited:.0f} s)"
 
-    def timed_out(self, timeout: float, rejected: Mapping[str, str]) -> JoinError:
+    def timed_out(self, timeout: float, rejected: Mapping[str, Rejection]) -> JoinError:
         """Return the error for a rendezvous that took too long."""
         missing = self.roster.missing
         present = sorted(self.roster.members.items())[:16]
         joined = ", ".join(self.names.name(id_, info.host) for id_, info in present)
         details = [f"joined: {joined}", f"listening on {', '.join(self.addresses)}"]
-        details += [f"rejected: {who}: {why}" for who, why in list(rejected.items())[-16:]]
+        details += [f"rejected: {who}: {rejection.why}" for who, rejection in list(rejected.items())[-16:]]
         if not rejected:
             details.append("no connection attempts: was it started there, with this address? does a firewall drop it?")
         have = "has" if len(missing) == 1 else "have"
-        by_hand = f"start the same command with -i {missing[0]} there; "
-        if rejected:  # it was started, and waiting longer does not help
-            by_hand = "see why it was rejected, and start it there again; "
+        fixes = [] if self.names.managed else [f"start the same command with -i {missing[0]} there"]
+        if rejected:  # it was started there
+            fixes = [list(rejected.values())[-1].fix or "see why it was rejected"]
+            fixes += [] if self.names.managed else ["then start it there again"]
+        if len(rejected) < len(missing):
+            fixes.append("--join-timeout waits longer")
         return JoinError(
             f"{self.names.listed(missing, 16)} of {self.roster.expected} {have} not joined in {timeout:.0f} s",
             details=details,
-            fix=f"{'' if self.names.managed else by_hand}--join-timeout waits longer",
+            fix="; ".join(fixes),
         )
 
 
@@ -80,7 +84,9 @@ class Rendezvous:
         self._failure = error
         self._changed.set()
 
-    async def wait(self, timeout: float, rejected: Mapping[str, str], progress: Callable[[str, float], None]) -> None:
+    async def wait(
+        self, timeout: float, rejected: Mapping[str, Rejection], progress: Callable[[str, float], None]
+    ) -> None:
         """Wait until all members, or enough of them, have joined. Raises JoinError: who is missing, and why.
 
         `rejected`: callers that were turned away. `progress` is called repeatedly with a line and the seconds waited.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from phalanx.control import interfaces
+from phalanx.control.refusals import FIXES
 
 Kind = Literal[
     "unresolved",
@@ -144,27 +145,27 @@ def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> JoinProblem:
         "run": (
             f"{node0} leads another run",
             differ,
-            "give the same --rdzv-id on every node, or another --master-port to one of the runs",
+            FIXES["run"],
         ),
         "plan": (
             f"this node would not start what {node0} starts",
             differ,
-            "type the same command on every node, and keep the same script there",
+            FIXES["plan"],
         ),
         "version": (
             f"this node has other versions than {node0}",
             differ,
-            "install the same versions on every node",
+            FIXES["version"],
         ),
         "taken": (
             f"{mine} of this run is already there: {theirs}",
             (f"{node0} says so", "two nodes cannot have the same number"),
-            "give every node its own --node-rank; if the other is left from before, end it: phalanx stop",
+            FIXES["taken"],
         ),
         "devices": (
             f"this node has {mine}, but {theirs} were expected",
             (f"{node0} was started that way",),
-            "the same -g on every node, with the number of workers of each: -g 8,2; phalanx plan shows what is here",
+            FIXES["devices"],
         ),
     }
     what, details, fix = words.get(kind, (f"{node0} refuses this node", differ, ""))

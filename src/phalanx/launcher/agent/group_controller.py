@@ -12,6 +12,7 @@ from phalanx.launcher.actions import (
     AcceptLoss,
     HaltWorkers,
     HoldWorkers,
+    RefuseRegroup,
     RegroupPlan,
     SignalWorkers,
     StartAttempt,
@@ -25,7 +26,7 @@ from phalanx.launcher.workers.context import WorkerGroupContext
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.launcher.workers.worker_group import WorkerGroup
 
-GroupAction = RegroupPlan | StopWorkers | HoldWorkers | HaltWorkers | AcceptLoss | SignalWorkers
+GroupAction = RegroupPlan | StopWorkers | HoldWorkers | RefuseRegroup | HaltWorkers | AcceptLoss | SignalWorkers
 
 _MOST_RANKS = 8  # in a message
 _MOST_FAILED = 3  # fork servers in a row that never become ready
@@ -108,6 +109,9 @@ class GroupController:
             case HoldWorkers():
                 if (group := self._active_group) is not None:
                     group.hold(action.why)
+            case RefuseRegroup():
+                if (group := self._active_group) is not None:
+                    group.refuse_regroup()
             case HaltWorkers():
                 if (group := self._active_group) is not None:
                     group.halt(action.step)

@@ -150,6 +150,9 @@ class Coordinator(RpcCarrier, Protocol):
         group can form.
         """
 
+    def rank_left(self) -> None:
+        """Report that a rank of this node has exited without an error in the middle of the training."""
+
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Report that a group that formed after a failure has committed its first step."""
 

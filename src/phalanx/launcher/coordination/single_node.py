@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from phalanx.contract.exit_codes import PREEMPTED
 from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
-from phalanx.launcher.actions import AcceptLoss, Action, RegroupPlan, StartAttempt, StopWorkers
+from phalanx.launcher.actions import AcceptLoss, Action, RefuseRegroup, RegroupPlan, StartAttempt, StopWorkers
 from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult, record_failure
 from phalanx.launcher.coordination.preemption import Preemption, PreemptionAction, RegroupAndHalt
 from phalanx.launcher.coordination.recoveries import Recoveries
@@ -118,6 +118,10 @@ class SingleNodeCoordinator:
         """Remember whether the workers can regroup."""
         self._can_regroup = connected and not finished
         self._preemption.regroup_ready(connected, finished)
+
+    def rank_left(self) -> None:
+        """Let the other workers not wait for a group."""
+        self._agent.perform(RefuseRegroup())
 
     # -- preemption
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import select
 import signal
@@ -24,7 +25,8 @@ class ForkServerConnection:
     """One fork server, from its imports to its end. Needs a running event loop.
 
     `on_message` gets its messages about processes and signals. `on_lost` is called if it ends, or if it was killed
-    because it did not answer: `timeout` is what the user allows a process without a heartbeat.
+    because it did not answer: `timeout` is what the user allows a process without a heartbeat, `start` what its imports
+    may take.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class ForkServerConnection:
         on_lost: Callable[[], None],
         *,
         timeout: float,
+        start: float = math.inf,
     ) -> None:
         self.client = client
         self.lost = ""  # how it was lost; empty: it was not
@@ -43,7 +46,7 @@ class ForkServerConnection:
         self._imported = client.ready is not None
         self._ready: asyncio.Future[wire.Message] = asyncio.get_running_loop().create_future()
         self._replies: PendingReplies[wire.Message] = PendingReplies()
-        self._liveness = Liveness(timeout)
+        self._liveness = Liveness(timeout, start=start)
         self._pinged = False  # and it has not answered yet
         self._killed = ""  # why it was killed here
         self._watch: asyncio.Task[None] | None = None

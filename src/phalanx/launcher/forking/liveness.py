@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 INTERVAL = 1.0  # seconds between two looks
 STOPPED = 10.0  # seconds for which a process may be stopped (SIGSTOP)
+IMPORT_TIMEOUT = 600.0  # seconds for imports of which it is known that they end: others have done the same ones
 
 
 class Liveness:
     """Counts the seconds without an answer of a process: `heard` at each answer, `look` once per `INTERVAL`.
 
     It counts looks and reads no clock, so that a pause of the whole machine, or of all processes of a job, is no
-    silence.
+    silence. Before its first answer the process imports: `start` is how many seconds that may take.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, *, start: float = math.inf) -> None:
         self._timeout = timeout
-        self._answered = False  # before its first answer, it imports, which may take any time
+        self._start = start
+        self._answered = False
         self._silent = 0.0
         self._stopped = 0.0
 
@@ -36,6 +40,6 @@ class Liveness:
         if self._stopped >= min(self._timeout, STOPPED):
             return f"stopped for {self._stopped:.0f} s"
         # One that runs may be slow: on a machine under load, or while it ends many processes.
-        if self._answered and self._silent > max(self._timeout, 2 * STOPPED):
+        if self._silent > (max(self._timeout, 2 * STOPPED) if self._answered else self._start):
             return f"no answer for {self._silent:.0f} s ({state})"
         return ""

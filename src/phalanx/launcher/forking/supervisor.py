@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from phalanx.contract import events
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux, wire
 from phalanx.forkserver.orphans import Orphans
-from phalanx.launcher.forking import fork_servers
+from phalanx.launcher.forking import fork_servers, liveness
 from phalanx.launcher.forking.connection import END_TIMEOUT, ForkServerConnection
 from phalanx.launcher.forking.fork_servers import ForkServerClient
 from phalanx.launcher.forking.preload_hints import PreloadHints
@@ -89,7 +90,8 @@ class ForkServerSupervisor:
             return False
         self._plan = plan
         with open(self._folder.open_log(fork_servers.LOG), "ab") as log:
-            self._connection = self._connect(fork_servers.make(plan, self.hints, log=log.fileno()))
+            client = fork_servers.make(plan, self.hints, log=log.fileno())
+        self._connection = self._connect(client, start=liveness.IMPORT_TIMEOUT)
         return await self._wait_until_ready(show_output=False)  # it prints the same as the first
 
     def kill_if_stopped(self) -> None:
@@ -118,10 +120,9 @@ class ForkServerSupervisor:
         """Wait for the process of the fork server to exit, after `end`."""
         self._connection.reap(END_TIMEOUT)
 
-    def _connect(self, client: ForkServerClient) -> ForkServerConnection:
-        return ForkServerConnection(
-            client, self._receive, self._lost_connection, timeout=self._plan.recovery.worker_timeout
-        )
+    def _connect(self, client: ForkServerClient, *, start: float = math.inf) -> ForkServerConnection:
+        timeout = self._plan.recovery.worker_timeout
+        return ForkServerConnection(client, self._receive, self._lost_connection, timeout=timeout, start=start)
 
     def _lost_connection(self) -> None:
         self._adopts = self._adopts or self.client.is_child

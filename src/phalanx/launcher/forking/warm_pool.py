@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from phalanx.version import __version__
 MODULES = ("torch", "torch.distributed", "torch._dynamo")
 
 _FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
+_STOPPED = 3.0  # seconds for which a warm fork server that is asked may be stopped (SIGSTOP)
+_INTERVAL = 0.5  # seconds between two looks at its state
 
 # Prefixes of variables that libraries read on import. CUDA_VISIBLE_DEVICES is read when CUDA starts.
 _READ_BY_IMPORTS = tuple(
@@ -96,13 +99,13 @@ def find(
     try:
         wire.send(sock, {"do": "hello", "required": list(required), "keep": keep})
         meanwhile()
-        answer = wire.receive(sock)
+        answer = _answer(sock)
     except (OSError, ValueError):
         answer = None
-    if answer is None or answer[0]["is"] != "ready":
+    if answer is None or answer["is"] != "ready":
         sock.close()
-        return "it did not answer" if answer is None else str(answer[0]["why"])
-    return ForkServerClient(sock, "warm", ready=answer[0])
+        return "it did not answer" if answer is None else str(answer["why"])
+    return ForkServerClient(sock, "warm", ready=answer)
 
 
 def start(pool: WarmPool, python: str, environ: Mapping[str, str], modules: Sequence[str], idle: float) -> None:
@@ -160,9 +163,19 @@ def _ask(path: str, request: wire.Message) -> wire.Message | None:
         return None
     with sock, contextlib.suppress(OSError, ValueError):
         wire.send(sock, request)
-        answer = wire.receive(sock)
-        return None if answer is None else answer[0]
+        return _answer(sock)
     return None
+
+
+def _answer(sock: socket.socket) -> wire.Message | None:
+    """Wait for the answer of a warm fork server: as long as it imports. None: it is gone, or stopped."""
+    pid, stopped = linux.peer(sock).pid, 0.0
+    while not select.select([sock], [], [], _INTERVAL)[0]:
+        stopped = stopped + _INTERVAL if linux.state(pid) == "stopped" else 0.0
+        if stopped >= _STOPPED:
+            return None
+    received = wire.receive(sock)
+    return None if received is None else received[0]
 
 
 def _connect(path: str) -> socket.socket | None:

@@ -24,6 +24,9 @@ class RegroupObserver(Protocol):
     def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:
         """Handle a change of the readiness: a worker has connected; one has finished; all have connected."""
 
+    def rank_left(self) -> None:
+        """Handle a rank that exited without an error in the middle of the training."""
+
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Handle the first committed step of a generation."""
 

@@ -65,7 +65,7 @@ class StoreProcess:
         self._pid = 0  # 0: it does not run
         self._ordered = False  # from the fork server
         self._link: socket.socket | None = None  # to the store: it sends a heartbeat each second, and who was refused
-        self._liveness = Liveness(plan.recovery.worker_timeout)
+        self._liveness = Liveness(plan.recovery.worker_timeout, start=liveness.IMPORT_TIMEOUT)
         self._failed_starts = 0  # in a row: stores that ended before they had answered
         self._watch: asyncio.Task[None] | None = None
         self._restart: asyncio.TimerHandle | None = None
@@ -116,7 +116,7 @@ class StoreProcess:
     def _open_link(self) -> socket.socket:
         """Return the store's end of a new socket to it."""
         self._close_link()
-        self._liveness = Liveness(self._plan.recovery.worker_timeout)
+        self._liveness = Liveness(self._plan.recovery.worker_timeout, start=liveness.IMPORT_TIMEOUT)
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.setblocking(False)
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._receive, self._link)

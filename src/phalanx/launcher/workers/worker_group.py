@@ -167,6 +167,10 @@ class WorkerGroup:
         """Let the workers leave their group and wait with their state in memory."""
         self._regrouper.hold(why)
 
+    def refuse_regroup(self) -> None:
+        """Let workers that have lost a rank not wait for an assignment."""
+        self._regrouper.refuse()
+
     def halt(self, step: int | None) -> None:
         """Have the ranks report their committed step (None), or halt at `step`."""
         self._regrouper.halt(step)

@@ -214,6 +214,10 @@ class FollowerCoordinator:
         self.state.readiness = Readiness(connected, finished, all_connected)
         self._send(messages.RegroupReady(connected=connected, finished=finished, all_connected=all_connected))
 
+    def rank_left(self) -> None:
+        """Report it to the leader."""
+        self._send(messages.RankLeft(attempt=self.state.attempt))
+
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Report the first step of a generation to the leader: once, though every rank of this node reports it."""
         first = (self.state.attempt, message.generation)

@@ -237,6 +237,10 @@ class FailoverCoordinator:
         """Report to the current role."""
         self._role.regroup_ready(connected, finished, all_connected)
 
+    def rank_left(self) -> None:
+        """Report to the current role."""
+        self._role.rank_left()
+
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Report to the current role."""
         self._role.first_step(message)

@@ -13,6 +13,7 @@ from phalanx.launcher.actions import (
     EndRun,
     HaltWorkers,
     HoldWorkers,
+    RefuseRegroup,
     RegroupPlan,
     SignalWorkers,
     StartAttempt,
@@ -142,6 +143,9 @@ class LeaderOrders:
                     perform(HoldWorkers(message.why))
             case messages.PeerList():
                 self.peer_list = message
+            case messages.RankLeft():
+                if state.running and message.attempt == state.attempt:
+                    perform(RefuseRegroup())
             case messages.HaltAll():
                 if state.running:
                     perform(HaltWorkers(message.step))

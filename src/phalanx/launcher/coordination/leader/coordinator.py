@@ -264,6 +264,10 @@ class LeaderCoordinator:
         """Record the readiness of this node, as for any member."""
         self._changes.set_readiness(self._member_states.own, Readiness(connected, finished, all_connected))
 
+    def rank_left(self) -> None:
+        """Tell all nodes."""
+        self._agent.perform(self._commands.refuse_regroup())
+
     def first_step(self, message: worker_messages.FirstStep) -> None:
         """Print how long the recovery took."""
         self._group.first_step(message.generation, message.step, message.before)

@@ -62,6 +62,9 @@ class MemberMessages:
             case messages.RegroupReady():
                 readiness = Readiness(message.connected, message.finished, message.all_connected)
                 self._changes.set_readiness(member, readiness)
+            case messages.RankLeft():
+                if message.attempt == self._commands.attempt.number:
+                    self._agent.perform(self._commands.refuse_regroup())
             case messages.NodeHaltAck():
                 ack = worker_messages.HaltAck(message.step, message.generation, message.stuck)
                 self._group.halt_message(message.rank, ack)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from phalanx.control import messages
 from phalanx.control.leader.members import Members
 from phalanx.errors import LaunchError
-from phalanx.launcher.actions import HaltWorkers, HoldWorkers, RegroupPlan, StartAttempt, StopWorkers
+from phalanx.launcher.actions import HaltWorkers, HoldWorkers, RefuseRegroup, RegroupPlan, StartAttempt, StopWorkers
 from phalanx.launcher.coordination import port
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.leader.member_states import MemberStates
@@ -118,6 +118,11 @@ class NodeCommands:
         """Have all workers keep their state in memory and wait."""
         self._members.broadcast(messages.Hold(attempt=self.attempt.number, why=why))
         return HoldWorkers(why)
+
+    def refuse_regroup(self) -> RefuseRegroup:
+        """Let workers of all nodes that have lost a rank not wait for an assignment."""
+        self._members.broadcast(messages.RankLeft(attempt=self.attempt.number))
+        return RefuseRegroup()
 
     def halt(self, step: int | None) -> HaltWorkers:
         """Have all workers report their step, or halt at `step`."""

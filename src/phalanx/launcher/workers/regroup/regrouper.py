@@ -64,6 +64,7 @@ class Regrouper:
     ) -> None:
         self.formation = formation
         self._folder = context.folder
+        self._observer = context.observer
         self._workers = workers
         self._channels = channels
         self._spawner = spawner
@@ -141,13 +142,16 @@ class Regrouper:
             self._send_assignment(worker)
 
     def left(self, gone: Worker) -> None:
-        """Handle a worker that has exited without an error. If its training had not ended, the others do not wait for
-        an assignment: no group can form without it."""
+        """Handle a worker that has exited without an error. If its training had not ended, no group can form again."""
         self.report_readiness()
         if gone.connected and not gone.finished and not gone.stopped:
-            for _, worker in self._workers.living:
-                if worker.connected and not worker.spare:
-                    self._channels.send(worker.pid, worker_messages.NoRegroup())
+            self._observer.rank_left()
+
+    def refuse(self) -> None:
+        """Let workers that have lost a rank not wait for an assignment."""
+        for _, worker in self._workers.living:
+            if worker.connected and not worker.spare:
+                self._channels.send(worker.pid, worker_messages.NoRegroup())
 
     def halt(self, step: int | None) -> None:
         """Have the ranks report their committed step (None), or halt at `step`."""
