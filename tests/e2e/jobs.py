@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from tests.kit.cli import Env, until
 from tests.kit.handle import Handle
@@ -32,11 +32,11 @@ def texts(jobs: Sequence[Handle]) -> str:
     return "\n".join(f"--- node {place}\n{job.both[-4000:]}" for place, job in enumerate(jobs))
 
 
-def alive(lab: Lab, besides: Collection[int] = ()) -> list[str]:
-    """What runs on the nodes, beside services of the lab and these."""
-    found = [(node.name, *process) for node in lab for process in node.processes()]
-    return [f"{name}: {command}" for name, pid, command in found if sys.executable in command and pid not in besides]
+def alive(lab: Lab) -> list[str]:
+    """What runs on the nodes, beside services of the lab."""
+    found = [(node.name, command) for node in lab for _, command in node.processes()]
+    return [f"{name}: {command}" for name, command in found if sys.executable in command]
 
 
-def all_gone(lab: Lab, timeout: float = 3, besides: Collection[int] = ()) -> None:
-    until(lambda: not alive(lab, besides), timeout, "no process to be left on any node")
+def all_gone(lab: Lab, timeout: float = 3) -> None:
+    until(lambda: not alive(lab), timeout, "no process to be left on any node")

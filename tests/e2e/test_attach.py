@@ -137,6 +137,7 @@ def test_a_running_rank_is_looked_at_and_continues(env: Env, tmp_path: Path) -> 
     assert f"{name} has ended" in phalanx("attach", "0", name, env=env).err
 
 
+@pytest.mark.warmed
 def test_a_rank_of_another_node(lab: Lab, tmp_path: Path) -> None:
     same = ("-n", "2", "-g", "1,1", "--master", lab[0].name, "--cpu", SCRIPT, "breakpoint", str(tmp_path))
     first = lab[0].terminal("run", "-i", "0", *same, size=(24, 200))

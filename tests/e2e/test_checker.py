@@ -115,6 +115,7 @@ def test_a_group_that_forms_again_counts_again(warm: dict[str, str | None], tmp_
     assert "regrouped" in done.err
 
 
+@pytest.mark.warmed
 def test_on_two_nodes_they_are_compared_through_the_store(lab: Lab, tmp_path: Path) -> None:
     jobs = together(lab, *CHECK, script("differ.py"), "shape", ranks=(2, 1))
     assert codes(jobs) == [1, 1], texts(jobs)

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,29 +19,11 @@ from tests.e2e.places import script
 from tests.kit.cli import Env, phalanx, stage, until
 from tests.kit.handle import Handle
 from tests.kit.lab import Lab, Node
+from tests.kit.proc import pid_inside
 
 SHORT = ("--node-timeout", "4s")
 STEPS = 8  # an epoch
-warm_places: dict[str, str] = {}  # of a warm fork server on each node, as long as there are any
-fork_servers: set[int] = set()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm(_lab: Lab) -> Iterator[None]:
-    """torch is imported once on each node."""
-    with tempfile.TemporaryDirectory(prefix="kit-") as root:
-        warm_places.update(TMPDIR=f"{root}/tmp", PHALANX_HOME=f"{root}/home", OMP_NUM_THREADS="1")
-        os.mkdir(warm_places["TMPDIR"])
-        made = [each.start("warm", "--preload", "phalanx.train.main", env=warm_places) for each in _lab]
-        assert codes(made) == [0, 0, 0], texts(made)
-        fork_servers.update(pid for each in _lab for pid, command in each.processes() if "warm_main.py" in command)
-        yield
-        for each in _lab:
-            each.run("warm", "--stop", env=warm_places)
-        left = [name for name in os.listdir(warm_places["TMPDIR"]) if not name.startswith("torchinductor_")]
-        assert not left, f"leaked temporary files: {left}"
-        warm_places.clear()
-        fork_servers.clear()
+pytestmark = pytest.mark.warmed
 
 
 def node(
@@ -57,7 +38,7 @@ def node(
 ) -> Handle:
     where = ("-n", nodes, "-g", str(ranks), "--cpu", "--master", lab[master].name)
     words = (*options, script("elastic.py"), str(folder))
-    return lab[place].start("run", *where, "-i", str(place), *words, env={**warm_places, **(env or {})})
+    return lab[place].start("run", *where, "-i", str(place), *words, env=env)
 
 
 def entered(job: Handle, generation: int | str, size: int | str, timeout: float = 60) -> None:
@@ -68,11 +49,7 @@ def entered(job: Handle, generation: int | str, size: int | str, timeout: float 
 
 def inside(node: Node, pid: int) -> int:
     """The process that a host knows by this number, which is another one here."""
-    (found,) = (
-        process.pid
-        for process in node.living()
-        if re.search(rf"^NSpid:.*\t{pid}$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
-    )
+    (found,) = (process.pid for process in node.living() if pid_inside(process.pid) == pid)
     return found
 
 
@@ -125,7 +102,7 @@ def test_a_lost_node_is_done_without_and_may_come_back(lab: Lab, tmp_path: Path)
     assert codes(jobs) == [0, 0, 0], texts(jobs)
     assert "2 changes of nodes" in jobs[0].err
     learnt(tmp_path)
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 def test_a_node_that_cannot_take_part_is_dismissed_with_the_reason(lab: Lab, tmp_path: Path) -> None:
@@ -157,7 +134,7 @@ def test_a_node_that_cannot_take_part_is_dismissed_with_the_reason(lab: Lab, tmp
     for place, delay in zip(dismissed, (FIRST_DELAY, 2 * FIRST_DELAY), strict=True):
         back = next(fault for fault in faults[place:] if fault.kind == "node-joined")
         assert back.time - faults[place].time > delay - 0.1
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 def test_a_node_with_another_model_is_dismissed(lab: Lab, tmp_path: Path) -> None:
@@ -171,7 +148,7 @@ def test_a_node_with_another_model_is_dismissed(lab: Lab, tmp_path: Path) -> Non
     (tmp_path / "end").touch()
     assert codes(jobs) == [0, 0], texts(jobs)
     learnt(tmp_path)
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 @pytest.mark.parametrize("fault", ["node", "link", "rank"])
@@ -192,7 +169,7 @@ def test_machines_of_several_ranks(lab: Lab, tmp_path: Path, fault: str) -> None
     learnt(tmp_path)
     if fault == "link":
         assert jobs[2].wait(30) == 1
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 def test_node_0_is_not_sacred(lab: Lab, tmp_path: Path) -> None:
@@ -207,7 +184,7 @@ def test_node_0_is_not_sacred(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "end").touch()
     assert codes([back, *jobs[1:]]) == [0, 0, 0], texts([back, *jobs])
     learnt(tmp_path)
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path) -> None:
@@ -221,7 +198,7 @@ def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
     learnt(tmp_path)
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 def test_followers_that_do_not_reach_each_other_do_not_both_lead(lab: Lab, tmp_path: Path) -> None:
@@ -239,7 +216,7 @@ def test_followers_that_do_not_reach_each_other_do_not_both_lead(lab: Lab, tmp_p
     (tmp_path / "end").touch()
     assert jobs[1].wait(60) == 0, texts(jobs)
     learnt(tmp_path)
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 def test_a_cut_between_followers_that_recovers_costs_no_node(lab: Lab, tmp_path: Path) -> None:
@@ -255,7 +232,7 @@ def test_a_cut_between_followers_that_recovers_costs_no_node(lab: Lab, tmp_path:
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
     learnt(tmp_path)
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 def test_of_two_nodes_that_do_not_reach_each_other_one_is_dismissed(lab: Lab, tmp_path: Path) -> None:
@@ -271,7 +248,7 @@ def test_of_two_nodes_that_do_not_reach_each_other_one_is_dismissed(lab: Lab, tm
     (tmp_path / "end").touch()
     assert codes(jobs[:2]) == [0, 0], texts(jobs)
     learnt(tmp_path)
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 def test_a_leader_that_was_stopped_does_not_continue_beside_those_who_left_it(lab: Lab, tmp_path: Path) -> None:
@@ -285,7 +262,7 @@ def test_a_leader_that_was_stopped_does_not_continue_beside_those_who_left_it(la
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
     learnt(tmp_path)
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 def test_a_group_that_forms_again_while_a_node_still_imports(lab: Lab, tmp_path: Path) -> None:
@@ -339,7 +316,7 @@ def test_a_plain_script_is_started_again_with_the_remaining_nodes(lab: Lab, tmp_
     jobs[0].wait_for("starting all ranks again", timeout=20)
     (tmp_path / "end").touch()
     assert jobs[0].wait(30) == 0, texts(jobs)
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)
 
 
 def test_of_two_nodes_the_one_with_the_leader_continues(lab: Lab, tmp_path: Path) -> None:
@@ -353,4 +330,4 @@ def test_of_two_nodes_the_one_with_the_leader_continues(lab: Lab, tmp_path: Path
     (tmp_path / "end").touch()
     assert jobs[0].wait(60) == 0, texts(jobs)
     learnt(tmp_path)
-    all_gone(lab, besides=fork_servers)
+    all_gone(lab)

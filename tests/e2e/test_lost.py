@@ -224,6 +224,7 @@ def test_a_fork_server_that_is_killed_ends_the_job_everywhere(lab: Lab, place: i
     all_gone(lab)
 
 
+@pytest.mark.warmed
 def test_the_store_is_there_until_the_last_rank_of_all_nodes_has_ended(lab: Lab, tmp_path: Path) -> None:
     late = tmp_path / "late.py"
     late.write_text(

@@ -71,6 +71,7 @@ def is_loopback(address: str) -> bool:
 # -- the environment of ranks
 
 
+@pytest.mark.warmed
 def test_every_rank_of_uneven_nodes_knows_its_place(lab: Lab, tmp_path: Path) -> None:
     jobs = together(lab, "--cpu", script("census.py"), str(tmp_path), env={"NCCL_SOCKET_IFNAME": "mine"})
     assert codes(jobs) == [0, 0], texts(jobs)
@@ -172,6 +173,7 @@ def test_flags_of_torchrun_for_nodes_that_are_not_numbered(lab: Lab, tmp_path: P
 # -- names and networks
 
 
+@pytest.mark.warmed
 def test_a_host_whose_name_resolves_to_127_0_1_1(lab: Lab, tmp_path: Path) -> None:
     """Debian's hosts file, on every node. Beside it, what torchrun makes of the same."""
     for node in lab:
@@ -200,6 +202,7 @@ def test_a_host_that_does_not_know_its_own_name(lab: Lab, tmp_path: Path) -> Non
     assert [env["MASTER_ADDR"] for env in found.values()] == [lab[0].address] * 3
 
 
+@pytest.mark.warmed
 def test_ipv6_alone(lab: Lab, tmp_path: Path) -> None:
     for node in lab:
         node.ipv6_only()
@@ -211,6 +214,7 @@ def test_ipv6_alone(lab: Lab, tmp_path: Path) -> None:
         assert report["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
+@pytest.mark.warmed
 def test_ports_listen_only_on_the_address_that_is_needed(lab: Lab) -> None:
     """And `phalanx ps` shows the run on each of its nodes, and Ctrl-C at node 0 ends it on both."""
     for place, node in enumerate(lab, 1):
@@ -284,6 +288,7 @@ def test_an_exception_on_another_node_is_reported_at_node_0(lab: Lab) -> None:
     all_gone(lab)
 
 
+@pytest.mark.warmed
 def test_ranks_that_fail_because_a_peer_elsewhere_is_gone_are_not_the_cause(lab: Lab) -> None:
     jobs = together(lab, "--cpu", script("peer_gone.py"), "2")
     assert codes(jobs) == [1, 1], texts(jobs)
@@ -292,6 +297,7 @@ def test_ranks_that_fail_because_a_peer_elsewhere_is_gone_are_not_the_cause(lab:
     all_gone(lab)
 
 
+@pytest.mark.warmed
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_exits_early_is_to_blame_and_not_the_only_one_of_another_node(lab: Lab, rank: int) -> None:
     jobs = together(lab, "--cpu", script("peer_gone.py"), str(rank), "leaves", ranks=(1, 1))
@@ -328,6 +334,7 @@ def test_ps_counts_the_ranks_of_all_nodes_on_every_node(lab: Lab, tmp_path: Path
     all_gone(lab)
 
 
+@pytest.mark.warmed
 def test_a_restart_is_one_of_all_nodes(lab: Lab) -> None:
     jobs = together(lab, "--cpu", "--max-restarts", "1", script("second_try.py"), "2")
     assert codes(jobs) == [0, 0], texts(jobs)
@@ -377,6 +384,7 @@ def test_a_member_that_writes_very_much_is_not_slowed_down_and_what_is_left_out_
     assert left_out + 100 * len(shown) + len("end 2\n") == len(expected)
 
 
+@pytest.mark.warmed
 def test_a_rank_that_did_not_come_is_named_on_whatever_node_it_is(lab: Lab, tmp_path: Path) -> None:
     late = tmp_path / "late.py"
     late.write_text(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,19 @@ from phalanx.launcher.ipc.control_messages import WhyQuery, WhyReply
 from phalanx.launcher.runs.run_folder import RunRecord
 from tests.e2e.jobs import codes, together
 from tests.e2e.places import script
-from tests.kit.cli import PYTHON, phalanx, stage, start
+from tests.kit.cli import PYTHON, phalanx, start
 from tests.kit.lab import Lab
+from tests.kit.proc import SLOWEST
 
 SCRIPT = script("hang.py")
 LIMIT = "2"  # seconds
-places: dict[str, str | None] = {}  # of the warm fork server, as long as there is one
+LIMITS = {
+    "loop": "1",  # what computes has ten times as long before anything is done about it
+    # Where a rank is killed and the others train again: a busy machine may stop one for seconds between two steps, in
+    # which it sleeps, and that is killed as well.
+    "once": str(int(LIMIT) * SLOWEST),
+}
+pytestmark = pytest.mark.warmed
 
 # What hangs: the verdict's kind, and the ranks that are to blame. Its line is the one with the mark of its name.
 KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -55,20 +61,8 @@ SMOKE = {"uneven", "skipped", "shape", "stopped"}  # one who waits, two whose ca
 GROUPS = [pytest.mark.xdist_group(f"explain-{number}") for number in range(2)]  # each has a warm fork server
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _warm(request: pytest.FixtureRequest) -> Iterator[None]:
-    if all("lab" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        yield  # hosts have none
-        return
-    with stage("torch._dynamo") as env:
-        places.update(env)
-        yield
-        places.clear()
-
-
 def words(kind: str, folder: Path, *options: str, ranks: int = 3) -> tuple[str, ...]:
-    # What computes has ten times the limit before anything is done about it.
-    limit = "1" if kind == "loop" else LIMIT
+    limit = LIMITS.get(kind, LIMIT)
     backend = "shm" if kind in SHM else "gloo"
     return ("run", "-g", str(ranks), "--cpu", "--stall-timeout", limit, *options, SCRIPT, kind, str(folder), backend)
 
@@ -94,7 +88,7 @@ def marked(kind: str) -> int:
     ],
 )
 def test_what_hangs_is_named(tmp_path: Path, kind: str) -> None:
-    done = phalanx(*words(kind, tmp_path, "--on-hang", "stop"), env=places)
+    done = phalanx(*words(kind, tmp_path, "--on-hang", "stop"))
     folder = folder_of(done.err)
     stall = folder / "stall_1"
     assert (stall / "verdict.json").exists(), done.err
@@ -134,7 +128,7 @@ dist.barrier()
 def test_a_difference_that_all_ranks_have_passed_is_named_first(tmp_path: Path) -> None:
     (tmp_path / "passed.py").write_text(PASSED)
     options = ("run", "-g", "3", "--cpu", "--stall-timeout", LIMIT, "--on-hang", "stop")
-    done = phalanx(*options, str(tmp_path / "passed.py"), env=places)
+    done = phalanx(*options, str(tmp_path / "passed.py"))
     verdicts = json.loads((folder_of(done.err) / "stall_1" / "verdict.json").read_text())
     assert [(each["kind"], each["ranks"]) for each in verdicts] == [("dtypes differ", [2]), ("sleep", [1])], done.err
     first = verdicts[0]
@@ -146,14 +140,14 @@ def test_a_difference_that_all_ranks_have_passed_is_named_first(tmp_path: Path) 
 
 @GROUPS[0]
 def test_what_is_only_slow_is_not_blamed(tmp_path: Path) -> None:
-    done = phalanx(*words("healthy", tmp_path, ranks=2), env=places)
+    done = phalanx(*words("healthy", tmp_path, ranks=2))
     assert done.code == 0, done.err
     assert not list(folder_of(done.err).glob("stall_*")), done.err
 
 
 @GROUPS[1]
 def test_a_stall_that_ends_by_itself_is_reported_too(tmp_path: Path) -> None:
-    done = phalanx(*words("goes_on", tmp_path), env=places)
+    done = phalanx(*words("goes_on", tmp_path))
     assert done.code == 0, done.err
     assert "rank 2 is sleeping" in done.err
     assert "the run resumed after" in done.err
@@ -164,7 +158,7 @@ def test_a_stall_that_ends_by_itself_is_reported_too(tmp_path: Path) -> None:
 
 @GROUPS[0]
 def test_phalanx_why_during_the_stall_and_after_the_end(tmp_path: Path) -> None:
-    with start(*words("sleeps", tmp_path), env=places) as job:
+    with start(*words("sleeps", tmp_path)) as job:
         job.wait_for("rank 2 is sleeping", timeout=60)
         record = RunRecord(**json.loads((folder_of(job.err) / "run.json").read_text()))
         answer = control_socket.request(record, WhyQuery(), WhyReply, timeout=30)
@@ -180,7 +174,7 @@ def test_phalanx_why_during_the_stall_and_after_the_end(tmp_path: Path) -> None:
 @pytest.mark.smoke
 @GROUPS[1]
 def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
-    done = phalanx(*words("once", tmp_path, "--on-hang", "kill", "--max-restarts", "1"), env=places)
+    done = phalanx(*words("once", tmp_path, "--on-hang", "kill", "--max-restarts", "1"))
     assert done.code == 0, done.err
     assert "rank 2 stalled: SIGKILL (--on-hang kill)" in done.err
     ended = [event for event in told(folder_of(done.err)) if isinstance(event, events.WorkerExited)]

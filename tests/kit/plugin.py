@@ -4,13 +4,15 @@ A test that cannot but leave something says so, kind and name as patterns, and w
 
     @pytest.mark.leaves("tmp:pymp-*", why="a killed worker cannot remove its forkserver's directory")
 
-One that does not care how its workers come to be is marked `warmed`: torch is imported once for all such of a process.
+One that does not care how its workers come to be is marked `warmed`: torch is imported once for all such of a process,
+and once on each node of a lab.
 `imported` is the same for plain Python, where the test starts it by tests.kit.imported.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -103,6 +105,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_places] = Own()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Without the garbage collector, which would go through torch and thousands of tests again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # the same in every collection during a test
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.sort(items)
 
@@ -113,12 +126,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_places].root, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def _fork_server() -> Iterator[cli.Env]:
-    with cli.stage() as env:
-        yield env
-
-
 @pytest.fixture(autouse=True)
 def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     # One fixture and not one a check, because it is set up first and torn down last, after all others have
@@ -126,11 +133,15 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     tmp_path_factory.getbasetemp()  # is made once and for all tests, so not in the TMPDIR of the first
     places: Places = request.config.stash[_places]
     warmth: cli.Env = {}
-    if request.node.get_closest_marker("warmed"):
-        warmth = request.getfixturevalue("_fork_server")
-        places = Warm(warmth)
-    plain = imported.use() if request.node.get_closest_marker("imported") else contextlib.nullcontext()
-    with plain, pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as stack:
+        if request.node.get_closest_marker("warmed"):
+            # For each test, because the one before may have ended the fork server.
+            lab = request.getfixturevalue("_lab") if "_lab" in request.fixturenames else None
+            warmth = lab.warm.start() if lab else stack.enter_context(cli.stage())
+            places = Warm(warmth)
+        if request.node.get_closest_marker("imported"):
+            stack.enter_context(imported.use())
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name in os.environ:
             if name.startswith(FOREIGN) or name in FOREIGN_NAMES:
                 patch.delenv(name)
@@ -145,7 +156,7 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         handle.end_since(started)
         found = before.leaks()
         before.clean(found)
-    places.renew()
+        places.renew()
     left = [str(leak) for leak in found] + _leave_group()
     if left:
         pytest.fail("\n".join(left), pytrace=False)

@@ -78,6 +78,15 @@ def command(pid: int) -> str:
         return ""
 
 
+def pid_inside(pid: int) -> int:
+    """The number that a process has in its own pid namespace; 0: it has ended."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return next(int(line.split()[-1]) for line in file if line.startswith("NSpid:"))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
 def sockets(pid: int | str) -> Iterator[str]:
     """The inodes of the sockets that a process holds."""
     try:

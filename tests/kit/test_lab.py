@@ -14,7 +14,7 @@ import pytest
 from tests.kit import state
 from tests.kit.cli import PYTHON, alive, start, until
 from tests.kit.lab import Lab, Node, Slurm, Sshd, mpirun, needs
-from tests.kit.proc import SLOWEST
+from tests.kit.proc import SLOWEST, pid_inside
 
 pytest_plugins = ["pytester"]
 
@@ -154,6 +154,14 @@ def test_kill_takes_one_node(lab: Lab) -> None:
     assert lab[0].processes() == []
     assert alive(jobs[1].pid)
     assert [command for _, command in lab[1].processes() if command.startswith("sleep")] == ["sleep 60"]
+
+
+@pytest.mark.warmed
+def test_every_node_has_a_fork_server_that_tests_share(lab: Lab) -> None:
+    lab[0].kill()
+    assert lab[0].processes() == []
+    for node in lab:
+        assert f"pid {pid_inside(node.fork_server)}  idle" in node.run("warm", "--list").out
 
 
 def test_ssh_is_real_and_configured_as_if_by_the_user(lab: Lab, ssh: Sshd) -> None:

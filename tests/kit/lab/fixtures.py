@@ -17,19 +17,20 @@ from tests.kit.lab.slurm import Slurm
 from tests.kit.lab.sshd import Sshd
 
 SERVICES = {"ssh", "slurm"}
-HALF = ("test_elastic.py", "test_nodes.py")  # about as long as all others without services
 _made = pytest.StashKey[Lab]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of the lab on three workers, each with one: those that need daemons, and two halves of the others."""
+    """Tests of the lab on three workers, each with one: those that need daemons, fork servers, or neither."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             names = getattr(item, "fixturenames", ())
             if "_lab" in names:
-                services = not SERVICES.isdisjoint(names)
-                group = "lab with services" if services else "lab 2" if item.path.name in HALF else "lab"
+                if not SERVICES.isdisjoint(names):
+                    group = "lab with services"
+                else:
+                    group = "warm lab" if item.get_closest_marker("warmed") else "lab"
                 item.add_marker(pytest.mark.xdist_group(group))
 
 

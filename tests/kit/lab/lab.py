@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tests.kit import proc, state
 from tests.kit.lab import entry, needs
 from tests.kit.lab.node import Node
+from tests.kit.lab.warm import WarmNodes
 
 if TYPE_CHECKING:
     from tests.kit.lab.service import Services
@@ -43,6 +44,7 @@ class Lab:
         self.home = f"{self.folder}/home"  # of the user, on every node
         os.chmod(self.folder, 0o755)  # munge wants its socket to be reachable
         os.mkdir(self.home)
+        self.warm = WarmNodes(self)
         self._holders: list[subprocess.Popen[bytes]] = []
         self._inits: list[int] = []
         try:

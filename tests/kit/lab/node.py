@@ -136,18 +136,23 @@ class Node:
         return env
 
     def processes(self) -> list[Inside]:
-        """Everything alive in the node but its init, services of the lab too."""
+        """Everything alive in the node but its init and the fork server that tests share; services of the lab, too."""
         return [Inside(process.pid, proc.command(process.pid)) for process in self.living()]
 
     def living(self) -> list[proc.Process]:
         return [process for process in proc.every() if self._has(process)]
 
     def _has(self, process: proc.Process) -> bool:
-        if process.dead or process.pid == self.init:
+        if process.dead or process.pid in (self.init, self.fork_server):
             return False
         with contextlib.suppress(OSError):  # ended meanwhile
             return os.stat(f"/proc/{process.pid}/ns/pid").st_ino == self._pids
         return False
+
+    @property
+    def fork_server(self) -> int:
+        """The pid of the warm fork server that tests share; 0: there is none."""
+        return self.lab.warm.fork_servers.get(self.name, 0)
 
     @property
     def memory(self) -> str:
