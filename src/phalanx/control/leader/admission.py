@@ -56,7 +56,7 @@ class Admission:
 
     def other_token(self, peer: str) -> None:
         """Remember a caller that has another token."""
-        self.reject(peer, f"another token than ours, which is from {self._token}: {_REMEDY}")
+        self.reject(peer, f"a different token than ours, which is from {self._token}: {_REMEDY}")
 
     def admit(
         self, applicant: Applicant, join: JoinRequest, *, fatal: bool
