@@ -186,21 +186,21 @@ def test_a_file_that_may_not_be_read() -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TokenError, match=r"no token could be kept in .*: Not a directory") as error:
+    with pytest.raises(TokenError, match=r"the token cannot be written to .*: Not a directory") as error:
         tokens.find({}, file=None, home=str(tmp_path / "file" / "home"))
     assert "PHALANX_HOME" in error.value.fix
 
 
 def test_a_spoilt_own_file_is_reported_and_kept(tmp_path: Path) -> None:
     keep(tmp_path / "token", "x" * 64)
-    with pytest.raises(TokenError, match="is not one") as error:
+    with pytest.raises(TokenError, match="is not valid") as error:
         tokens.find({}, file=None, home=str(tmp_path))
     assert error.value.fix.startswith(f"rm {tmp_path}/token ")
     assert (tmp_path / "token").read_text() == "x" * 64
 
 
 def test_a_text_from_elsewhere() -> None:
-    with pytest.raises(TokenError, match="the token from ssh is not one") as error:
+    with pytest.raises(TokenError, match="the token from ssh is not valid") as error:
         tokens.read_text("secret", "ssh")
     assert error.value.fix == tokens.EXPORT
 
@@ -223,7 +223,7 @@ def test_half_a_file_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_empty_file_is_not_waited_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(tmp_path / "token", "")
     monkeypatch.setattr(tokens, "PATIENCE", 0.05)
-    with pytest.raises(TokenError, match="is not one"):
+    with pytest.raises(TokenError, match="is not valid"):
         tokens.find({}, file=None, home=str(tmp_path))
 
 

@@ -192,13 +192,13 @@ KEPT: dict[str, Case] = {
         beside(behind(1, [HERE])),
         "stands",
         (1,),
-        ["rank 1 has stood for 40 s at train.py:33 in flush"],
+        ["rank 1 has made no progress for 40 s at train.py:33 in flush"],
     ),
     "nothing at all": (
         beside(Rank(rank=1, node=0, note="its page is empty", since=40.0)),
         "unknown",
         (1,),
-        ["rank 1 gives no sign", "its page is empty"],
+        ["rank 1 does not respond", "its page is empty"],
     ),
     "has ended well": (
         beside(rank(1, [], [call("all_reduce", 213, 4, done=True)], ended=0, step=99)),
@@ -259,7 +259,7 @@ KEPT: dict[str, Case] = {
         evidence(*(rank(number, [HERE], step=30) for number in range(2))),
         "stands",
         (0, 1),
-        ["ranks 0, 1 have stood for 40 s at train.py:33 in flush"],
+        ["ranks 0, 1 have made no progress for 40 s at train.py:33 in flush"],
     ),
     "does not end": (
         evidence(rank(0, [frame(C10D, 2300, "destroy_process_group"), frame("train.py", 99)]), rank(1, [], ended=0)),

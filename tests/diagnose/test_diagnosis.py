@@ -135,7 +135,7 @@ def test_main_thread_that_waits_for_the_lock_does_not_hold_it() -> None:
     known = beside(Rank(**{**_fields(bare), "threads": (*bare.threads, replace(one, holds_gil=True))}))
     assert "rank 2 holds the GIL at poll.py:1 in poll in thread 1; the other 3 wait" in diagnose(known)[0].text
     unknown = diagnose(beside(Rank(**{**_fields(bare), "threads": (*bare.threads, one, other)})))[0]
-    assert "a thread of rank 2 holds the GIL, and its main thread waits for that at train.py:33" in unknown.text
+    assert "a thread of rank 2 holds the GIL, and its main thread waits for it at train.py:33" in unknown.text
     assert unknown.details == ("thread 1 at poll.py:1 in poll", "thread 2 at poll.py:2 in poll")
 
 

@@ -243,13 +243,13 @@ BETWEEN: dict[str, Case] = {
         ),
         "join",
         (1,),
-        ["rank 1 has not come to init_process_group (sleeping at train.py:18)", "rank 0"],
+        ["rank 1 has not reached init_process_group (sleeping at train.py:18)", "rank 0"],
     ),
     "joining, and some never came": (
         evidence(rank(0, [frame(C10D, 1892, "init_process_group"), HERE]), world_size=3),
         "join",
         (1, 2),
-        ["ranks 1, 2 of 3 have never come", "init_process_group at train.py:33"],
+        ["ranks 1, 2 of 3 have never joined", "init_process_group at train.py:33"],
     ),
     "joining, and nobody meets": (
         evidence(*(rank(number, [frame(C10D, 1892, "init_process_group"), HERE]) for number in range(3))),
@@ -277,7 +277,7 @@ BETWEEN: dict[str, Case] = {
         evidence(*(joining(number, f"127.0.0.1:{29500 + number}", hosts=True) for number in range(2))),
         "address",
         (1,),
-        ["rank 1 waits for a store at 127.0.0.1:29501", "rank 0 is to host the store"],
+        ["rank 1 waits for a store at 127.0.0.1:29501", "rank 0 should host the store"],
     ),
     "joining where rank 0 hosts for all": (
         evidence(*(joining(number, "127.0.0.1:29500", hosts=True) for number in range(2))),
@@ -292,7 +292,7 @@ BETWEEN: dict[str, Case] = {
         ),
         "join",
         (1,),
-        ["rank 1 has not come to new_group", "waiting for input at train.py:20"],
+        ["rank 1 has not reached new_group", "waiting for input at train.py:20"],
     ),
 }
 
@@ -300,7 +300,7 @@ BETWEEN: dict[str, Case] = {
 @pytest.mark.parametrize("case", BETWEEN)
 def test_named_right(case: str) -> None:
     verdict = named_right(BETWEEN[case])
-    assert verdict.certain == (verdict.kind not in ("network", "join", "lock") or "never come" in verdict.text)
+    assert verdict.certain == (verdict.kind not in ("network", "join", "lock") or "never joined" in verdict.text)
 
 
 def test_what_to_type_for_a_port_that_the_script_has_set() -> None:

@@ -45,7 +45,7 @@ def test_nothing_wrong_says_why_it_stands() -> None:
     assert report.text(seen, []).startswith("a debugger is open in rank 1")
     seen = evidence(rank(0, [frame("train.py", 9)], since=0.1), waited=0.1)
     assert report.text(seen, diagnose(seen)).startswith(
-        "nothing can be seen to be wrong\n\nwhat all ranks are doing:\n  rank 0"
+        "nothing wrong was found\n\nwhat all ranks are doing:\n  rank 0"
     )
 
 

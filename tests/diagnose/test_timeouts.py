@@ -61,7 +61,7 @@ def test_what_a_message_says(text: str, timeout: Timeout | None) -> None:
     assert read(text) == timeout
 
 
-THERE = "rank 1 did not come to all_reduce #214 (6.5 MB) at train.py:52 within 5 s: it was"
+THERE = "rank 1 did not reach all_reduce #214 (6.5 MB) at train.py:52 within 5 s: it was"
 LOAD = frame("train.py", 8, "load", source="time.sleep(1000)")
 FIVE = Timeout(seconds=5.0)
 JOIN = frame(C10D, 1899, "init_process_group")
@@ -80,24 +80,24 @@ CASES: dict[str, tuple[Evidence, Timeout, list[str]]] = {
     "two of them, at one place": (
         beside(behind(1, [LOAD]), behind(2, [LOAD])),
         FIVE,
-        ["ranks 1, 2 did not come to all_reduce #214 (6.5 MB) at train.py:52 within 5 s: they were sleeping at"],
+        ["ranks 1, 2 did not reach all_reduce #214 (6.5 MB) at train.py:52 within 5 s: they were sleeping at"],
     ),
     "two of them, at two places": (
         beside(behind(1, [LOAD]), behind(2, [frame("train.py", 9, "evaluate")], busy=True, proc=process("R"))),
         FIVE,
-        ["rank 1 did not come to all_reduce #214", "rank 2: it was at work at train.py:9 in evaluate"],
+        ["rank 1 did not reach all_reduce #214", "rank 2: it was at work at train.py:9 in evaluate"],
     ),
     "its steps take longer than the timeout": (
         evidence(
             waiting(0, size=2, usual=60.0, since=5.0), behind(1, [LOAD], size=2, usual=60.0, since=5.0), waited=5.0
         ),
         FIVE,
-        ["rank 1 did not come to all_reduce #214"],
+        ["rank 1 did not reach all_reduce #214"],
     ),
     "a short one": (
         evidence(waiting(0, size=2, since=0.5), behind(1, [LOAD], size=2, since=0.5), waited=0.5),
         Timeout(seconds=0.5),
-        ["rank 1 did not come to all_reduce #214"],
+        ["rank 1 did not reach all_reduce #214"],
     ),
     "killed": (
         beside(behind(1, [], ended=-9)),
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Evidence, Timeout, list[str]]] = {
     "it has not joined": (
         evidence(rank(0, [JOIN, frame("train.py", 6)]), rank(1, [LOAD])),
         Timeout(seconds=4.0, key="0/1"),
-        ["rank 1 did not come to init_process_group at train.py:6 within 4 s: it was sleeping at train.py:8 in load"],
+        ["rank 1 did not reach init_process_group at train.py:6 within 4 s: it was sleeping at train.py:8 in load"],
     ),
     "a key that nobody has set": (
         evidence(rank(0, [frame("train.py", 6, source="store.wait(['never'])")]), rank(1, [LOAD])),
@@ -141,13 +141,13 @@ CASES: dict[str, tuple[Evidence, Timeout, list[str]]] = {
     "named by the message alone": (
         evidence(rank(0, [frame("train.py", 6)]), rank(1, [LOAD])),
         Timeout(seconds=3.0, ranks=(1,)),
-        ["rank 1 did not come; rank 0 waited at train.py:6 for 3 s: it was sleeping at train.py:8 in load"],
+        ["rank 1 did not arrive; rank 0 waited at train.py:6 for 3 s: it was sleeping at train.py:8 in load"],
     ),
     "everybody has come": (evidence(waiting(0, size=2), waiting(1, size=2)), FIVE, []),
     "only named by a watchdog": (
         evidence(rank(0, (), [call("all_reduce", 5)], size=2, proc=process()), behind(1, [LOAD], seq=4, size=2)),
         Timeout(seconds=600.0, op="all_reduce", seq=5, group="0"),
-        ["rank 1 did not come to all_reduce #5 within 10 min: it was sleeping at train.py:8 in load"],
+        ["rank 1 did not reach all_reduce #5 within 10 min: it was sleeping at train.py:8 in load"],
     ),
 }
 

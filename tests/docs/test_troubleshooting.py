@@ -78,7 +78,7 @@ class TestRuns:
             "if dist.get_rank() == 1:\n    load()\ndist.all_reduce(x)\n"
         )
         said = run(tmp_path, script)
-        shown = re.search(r"^phalanx: rank 1 did not come to .*$", PAGE, re.M)
+        shown = re.search(r"^phalanx: rank 1 did not reach .*$", PAGE, re.M)
         assert shown is not None
         pattern = re.sub(r"\d+", r"\\d+", re.escape(shown[0]).replace(r"\ ", " "))
         assert re.search(pattern, said), said

@@ -99,7 +99,7 @@ async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:
     (folder / "stuck").unlink()
     await sees(page, "document.getElementById('verdicts').hidden")
     await sees(page, "document.querySelector('#event-list [data-kind=resumed]')")
-    # Another is killed: it is red for a while, and another takes its place.
+    # Another is killed: it is red for a while, and a new one is started.
     await page.evaluate(REDS)
     (folder / "die").touch()
     await sees(page, "reds.has('2 ✕ dead')")

@@ -400,7 +400,7 @@ def test_a_rank_that_did_not_come_is_named_on_whatever_node_it_is(lab: Lab, tmp_
     for job in jobs:
         said = block(job)
         assert said.startswith(
-            "phalanx: rank 2 did not come to all_reduce #2 (4 B) at late.py:6 within 4 s: it was sleeping"
+            "phalanx: rank 2 did not reach all_reduce #2 (4 B) at late.py:6 within 4 s: it was sleeping"
         )
         assert re.search(r"\n  afterwards: rank [01] failed in the same way\n", said), said
 

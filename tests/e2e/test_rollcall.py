@@ -104,7 +104,7 @@ def test_why_the_leader_was_not_reached(lab: Lab) -> None:
             r'  10\.77\.0\.1 port 7004: answered "HTTP/1\.0 404 .*\n'
             r"  fix: choose another port for all nodes: --master-port PORT"
         ),
-        "silent": r"leader \(10\.77\.0\.1\) took the call on port 7005, but did not answer\n(.*\n)*  fix: see whether",
+        "silent": r"leader \(10\.77\.0\.1\) accepted the connection on port 7005, but did not answer\n(.*\n)*  fix:",
     }
     for name, job in members.items():
         assert job.wait(30) == 1, name

@@ -71,6 +71,6 @@ def test_usr1_is_not_given_to_workers_that_would_die_of_it(lab: Lab) -> None:
     jobs = together(lab, *PLAIN, script("sleepy.py"), ranks=(1, 1))
     jobs[0].wait_for(READY, 2)
     jobs[0].signal(signal.SIGUSR1)
-    jobs[0].wait_for("SIGUSR1 received; no rank handles it, so none was given it")
+    jobs[0].wait_for("SIGUSR1 received; no rank handles it, so it was not forwarded")
     jobs[0].signal(signal.SIGTERM)
     assert codes(jobs, 10) == [143, 143], texts(jobs)

@@ -28,22 +28,22 @@ LATE = {
     "gloo, sleeping": (
         "gloo",
         "if rank == 1: load()\ndist.all_reduce(torch.ones(1))\n",
-        "rank 1 did not come to all_reduce #2 (4 B) at late.py:13 within 2 s: it was sleeping at late.py:7 in load",
+        "rank 1 did not reach all_reduce #2 (4 B) at late.py:13 within 2 s: it was sleeping at late.py:7 in load",
     ),
     "gloo, computing": (
         "gloo",
         "if rank == 0: evaluate()\ndist.barrier()\n",
-        "rank 0 did not come to barrier #2",
+        "rank 0 did not reach barrier #2",
     ),
     "shm": (
         "shm",
         "if rank == 1: load()\ndist.all_reduce(torch.ones(1))\n",
-        "rank 1 did not come to all_reduce #2 (4 B) at late.py:13 within 2 s: it was sleeping at late.py:7 in load",
+        "rank 1 did not reach all_reduce #2 (4 B) at late.py:13 within 2 s: it was sleeping at late.py:7 in load",
     ),
     "monitored barrier": (
         "gloo",
         "if rank == 2: load()\ndist.monitored_barrier(timeout=timedelta(seconds=1))\n",
-        "rank 2 did not come to monitored_barrier at late.py:13 within 1 s: it was sleeping at late.py:7 in load",
+        "rank 2 did not reach monitored_barrier at late.py:13 within 1 s: it was sleeping at late.py:7 in load",
     ),
     "recv": (
         "gloo",
@@ -104,7 +104,7 @@ def test_a_stall_that_ends_by_a_timeout_is_reported_once_and_not_taken_for_progr
     )
     told = result.err[result.err.rindex("phalanx: ") :]
     assert told.startswith(
-        "phalanx: rank 1 did not come to all_reduce #2 (4 B) at child.py:14 within 6 s: it was waiting for"
+        "phalanx: rank 1 did not reach all_reduce #2 (4 B) at child.py:14 within 6 s: it was waiting for"
     )
     assert "`sleep 1000`, sleeping" in told
     assert "the run resumed after" not in result.err
@@ -123,6 +123,6 @@ def test_nccls_watchdog_names_the_collective_and_aborts(tmp_path: Path) -> None:
     told = result.err[result.err.rindex("phalanx: ") :]
     assert result.code == 134
     assert told.startswith(
-        "phalanx: rank 1 did not come to all_reduce #2 within 10 min: it was sleeping at watchdog.py:7 in load"
+        "phalanx: rank 1 did not reach all_reduce #2 within 10 min: it was sleeping at watchdog.py:7 in load"
     )
     assert "rank 0 timed out: SIGABRT (Aborted)" in told

@@ -248,7 +248,7 @@ def test_a_store_that_is_killed_is_replaced(tmp_path: Path) -> None:
     )
     result = phalanx("run", "-g", "1", "--cpu", "main.py", cwd=str(tmp_path))
     assert result.out == "joined\n", result.err
-    assert "a new one takes its place" in result.err
+    assert "replaced by a new, empty one" in result.err
 
 
 # -- warm

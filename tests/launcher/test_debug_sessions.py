@@ -233,7 +233,7 @@ def test_messages_that_never_end_or_are_too_long_cost_little_and_are_not_read() 
 def test_a_run_that_has_just_started_is_waited_for(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run: Any = SimpleNamespace(id="run", pid=os.getpid(), folder=str(tmp_path), host="", alive=True)
     monkeypatch.setattr(control_socket, "STARTING", 0.05)
-    with pytest.raises(LaunchError, match="it is just starting, and can be asked in a moment"):
+    with pytest.raises(LaunchError, match="it is starting: try again in a moment"):
         control_socket.call(run, WhyQuery())
     monkeypatch.setattr(control_socket, "STARTING", 60.0)
     server = socket.socket(socket.AF_UNIX)

@@ -80,7 +80,7 @@ TIMEOUT = (
     "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
 )
 BLAME = (
-    "rank 2 did not come to all_reduce #3 at train.py:7 within 4 s: it was sleeping at train.py:3",
+    "rank 2 did not reach all_reduce #3 at train.py:7 within 4 s: it was sleeping at train.py:3",
     "its line: x()",
 )
 

@@ -232,5 +232,5 @@ def test_if_the_kernel_does_not_report_users_the_agent_is_informed() -> None:
         "builtins.open = closed\n"
     )
     with store_host.hosted(before=before) as store:
-        assert store.wait_for("open")["why"] == "the kernel does not tell which user connects"
+        assert store.wait_for("open")["why"] == "the kernel does not report which user connects"
         assert store.client().num_keys() == 0

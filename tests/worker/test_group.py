@@ -173,7 +173,10 @@ def test_a_group_of_one_where_it_is_asked_for() -> None:
         ({"timeout": "5 minutes"}, "is not a valid timeout"),
         ({"timeout": math.inf}, "is not a valid timeout"),
         ({"backend": "ucc"}, "this PyTorch was built without ucc"),
-        ({"backend": "cpu:shm,cuda:nccl"}, "shm is for the CPU, and stands beside no other|built without nccl"),
+        (
+            {"backend": "cpu:shm,cuda:nccl"},
+            "shm is for the CPU, and cannot be combined with|built without nccl",
+        ),
         ({"backend": "cuda:shm"}, "shm is for the CPU"),
         ({"backend": "infiniband"}, "the backend 'infiniband' is not known"),
         ({"backend": "gloo,nccl"}, "not known|built without"),

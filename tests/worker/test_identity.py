@@ -198,9 +198,9 @@ def test_a_contradiction_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "seen"),
     [
-        ({"rank": 2, "world_size": 2}, "rank 2 of 2 cannot be"),
-        ({"rank": 0, "world_size": 0}, "expected a world of 1 or more"),
-        ({"rank": 2_000_000, "world_size": 3_000_000}, "a world of 3000000 ranks cannot be"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of 2 is not valid"),
+        ({"rank": 0, "world_size": 0}, "expected world_size >= 1"),
+        ({"rank": 2_000_000, "world_size": 3_000_000}, "world_size 3000000 is not valid"),
         ({"rank": 1}, "rank=1 was given, but the world_size is not known"),
         ({"world_size": 2}, "world_size=2 was given, but the rank is not known"),
     ],

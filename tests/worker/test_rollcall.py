@@ -105,7 +105,7 @@ def test_what_all_have_to_do_together() -> None:
     with pytest.raises(JoinError) as caught:
         roll_call.together(store, person(2), 3.2, name="group.leader_group", say=said.append)
     assert caught.value.what == "group.leader_group was asked for by rank 2, and in 3.2 s not by ranks 0-1, 3"
-    assert said == ["rank 2 waits for ranks 0-1, 3 in group.leader_group, which all ranks make together"]
+    assert said == ["rank 2 waits for ranks 0-1, 3 in group.leader_group, which all ranks must call"]
     for rank in (0, 1):
         store.set(f"group.leader_group/{rank}", "")
     roll_call.together(store, person(3), 20, name="group.leader_group", say=said.append)
@@ -127,7 +127,7 @@ def test_they_do_not_agree_on_how_many_they_are() -> None:
     found = attend([person(0, 2), person(1, 3)])
     for error in found:
         assert isinstance(error, JoinError)
-        assert "do not agree on how many they are" in error.what
+        assert "have different world sizes" in error.what
         assert "WORLD_SIZE=3" in str(error)
 
 

@@ -74,7 +74,7 @@ def read_text(text: str, origin: str, *, fix: str = EXPORT) -> Token:
     else:
         seen = f"it has {len(text)} characters"
     raise TokenError(
-        f"the token from {origin} is not one",
+        f"the token from {origin} is not valid",
         details=[f"{seen}; a token is {LENGTH} hexadecimal digits"],
         fix=fix,
     )
@@ -87,8 +87,8 @@ def _own(path: str) -> Token:
             _create(path, new())
     except OSError as error:
         raise TokenError(
-            f"no token could be kept in {path}: {error.strerror}",
-            details=["it lets the other nodes of a run in, and has to be the same on all of them"],
+            f"the token cannot be written to {path}: {error.strerror}",
+            details=["nodes join a run with the token, so it must be the same on all of them"],
             fix=f"{EXPORT}, or set PHALANX_HOME to a folder that can be written",
         ) from error
     end = time.monotonic() + PATIENCE
@@ -184,7 +184,7 @@ def _check(path: str, found: os.stat_result) -> None:
             f"the token file {path} is open to other users",
             details=[
                 f"its mode is {stat.S_IMODE(found.st_mode):03o}, 600 was expected",
-                "who knows the token can run programs as you: if others may have read it, make a new one",
+                "anyone who knows the token can run programs as you: if others may have read it, make a new one",
             ],
             fix=f"chmod 600 {_quoted(path)}",
         )

@@ -46,7 +46,7 @@ def _what(state: RankState) -> str:
     if rank.ended is not None:
         return words.exit_text(rank.ended)
     if state.unseen:
-        return rank.note or "gives no sign of itself"
+        return rank.note or "does not respond"
     process_state = {"T": "stopped ", "t": "held by a tracer ", "Z": "dead "}.get(process.state if process else "", "")
     debugged = "in a debugger, " if rank.debugged else ""
     blank = state.call is None and not state.act.words and state.place is None
@@ -66,11 +66,11 @@ def text(evidence: Evidence, verdicts: Sequence[Verdict], more: str = MORE) -> s
             lines.append(f"  fix: {verdict.fix}")
     said = remarks(evidence)
     if not verdicts:
-        lines.append(said[0] if said else "nothing can be seen to be wrong")
+        lines.append(said[0] if said else "nothing wrong was found")
         said = said[1:]
     lines += said
     if not evidence.ranks:
-        return "no rank runs now: they are about to be started, or have ended"
+        return "no rank is running: ranks have not started yet, or have ended"
     still = f", {words.duration(evidence.waited)} without progress" if evidence.waited >= 1 else ""
     lines += ["", f"what all ranks are doing{still}:"]
     lines += [f"  {words.who(place.ranks)}: {place.what}" for place in places(evidence)]

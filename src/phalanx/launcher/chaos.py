@@ -188,7 +188,7 @@ class Chaos:
         )
         if self.plain:
             text += (
-                "\n  the script does not use phalanx.main(train), so that one death ends all ranks: "
+                "\n  the script does not use phalanx.main(train), so one death ends all ranks: "
                 "--max-restarts N starts them again"
             )
         return text

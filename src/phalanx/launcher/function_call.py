@@ -54,7 +54,7 @@ def results(folder: str) -> list[Any]:
         with open(os.path.join(folder, f"result.{rank}"), "rb") as file:
             found.append(pickle.load(file))  # noqa: S301 - written by our own ranks, into a folder of mode 0700
     if not found or numbers != [*range(len(numbers))]:
-        raise LaunchError("the run ended well, but not every rank has left its result", fix="job.logs(rank=0)")
+        raise LaunchError("the run succeeded, but not every rank returned a result", fix="job.logs(rank=0)")
     return found
 
 

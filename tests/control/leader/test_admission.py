@@ -15,7 +15,7 @@ from phalanx.errors import JoinError
 from tests.control.parties import OTHER, TOKEN, MemberEars, arrival, joined, leading, until
 
 ANOTHER_TOKEN = (
-    f"another token than ours, which is from a test (fingerprint {TOKEN.fingerprint}): "
+    f"a different token than ours, which is from a test (fingerprint {TOKEN.fingerprint}): "
     "copy our token file there, or set PHALANX_TOKEN to the same value on both"
 )
 

@@ -122,16 +122,16 @@ def test_another_program_that_answers_and_then_waits() -> None:
 @pytest.mark.parametrize(
     ("handler", "end"),
     [
-        (stay, "but said nothing in 0.3 s"),
-        (says(), "and hung up without a word"),
-        (reset, "and broke off: Connection reset by peer"),
+        (stay, "but sent nothing in 0.3 s"),
+        (says(), "and closed it without a reply"),
+        (reset, "and broke it: Connection reset by peer"),
     ],
 )
 def test_a_listener_that_does_not_answer(handler: Handler, end: str) -> None:
     found, port = served(handler, timeout=0.3)
     assert found is not None
     assert (found.kind, found.certain) == ("silent", False)
-    assert found.details == (f"127.0.0.1 port {port}: took the call, {end}",)
+    assert found.details == (f"127.0.0.1 port {port}: accepted the connection, {end}",)
 
 
 @pytest.mark.parametrize("host", ["", "a" * 64, "x\0y", "a..b"])

@@ -61,7 +61,7 @@ def resolve_rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb:
     backend = f"{names['rdzv_backend']} {values.rdzv_backend}"
     notes = unused(("master_addr", "master_port"), f"with {backend} the address is --rdzv-endpoint's")
     if values.rdzv_backend != "c10d":
-        etcd = f"{backend} has no effect: nodes meet at node 0, and no etcd server is asked"
+        etcd = f"{backend} has no effect: nodes meet at node 0, and no etcd server is contacted"
         return RendezvousAddress(run_id, None, None, (etcd, *notes))
     if not values.rdzv_endpoint or values.rdzv_conf.get("store_type") == "file":
         return RendezvousAddress(run_id, None, C10D_PORT if several else None, notes)

@@ -528,7 +528,7 @@ OPTIONS = (
         "How often torchrun polls its workers.",
         kinds.SECONDS,
         "0.1",
-        no_effect="the kernel tells at once when a worker ends",
+        no_effect="the kernel reports immediately when a worker ends",
     ),
     Option(
         IDLE,

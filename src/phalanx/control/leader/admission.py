@@ -57,7 +57,7 @@ class Admission:
 
     def other_token(self, peer: str) -> None:
         """Remember a caller that has another token."""
-        self.reject(peer, Rejection(f"another token than ours, which is from {self._token}: {_REMEDY}", _REMEDY))
+        self.reject(peer, Rejection(f"a different token than ours, which is from {self._token}: {_REMEDY}", _REMEDY))
 
     def admit(
         self, applicant: Applicant, join: JoinRequest, *, fatal: bool

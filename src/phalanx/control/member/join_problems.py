@@ -105,7 +105,7 @@ async def way(address: str, *, timeout: float) -> str:
             return f"link down, or a firewall: nothing comes back from {address}"
         except OSError as error:
             return f"link down: no way to {address} ({_reason(error)})"
-    return f"its machine can be reached ({address}), so that its agent is stopped, or far too busy"
+    return f"its machine can be reached ({address}), so its agent is stopped or overloaded"
 
 
 async def reaches(address: str, *, timeout: float) -> bool:
@@ -229,7 +229,7 @@ async def _try(target: JoinTarget, port: int, timeout: float, hello: bytes, expe
         return None
     if answer:
         return JoinProblem("not-phalanx", f'{place}: answered "{_first_bytes(answer)}"')
-    return JoinProblem("silent", f"{place}: took the call, {end}")
+    return JoinProblem("silent", f"{place}: accepted the connection, {end}")
 
 
 async def _converse(sock: socket.socket, timeout: float, hello: bytes, expected: bytes) -> tuple[bytes, str]:
@@ -242,12 +242,12 @@ async def _converse(sock: socket.socket, timeout: float, hello: bytes, expected:
             while len(answer) < ANSWER and expected not in answer:
                 data = await loop.sock_recv(sock, ANSWER - len(answer))
                 if not data:
-                    return answer, "and hung up without a word"
+                    return answer, "and closed it without a reply"
                 answer += data
     except TimeoutError:
-        return answer, f"but said nothing in {timeout:g} s"
+        return answer, f"but sent nothing in {timeout:g} s"
     except OSError as error:
-        return answer, f"and broke off: {_reason(error)}"
+        return answer, f"and broke it: {_reason(error)}"
     return answer, ""
 
 
@@ -320,7 +320,7 @@ def _most_telling(host: str, port: int, addresses: list[str], found: list[JoinPr
             "choose another port for all nodes: --master-port PORT",
         ),
         "silent": (
-            f"{leader} took the call on port {port}, but did not answer",
+            f"{leader} accepted the connection on port {port}, but did not answer",
             "see whether node 0 still runs and whether the port is its own; or another: --master-port PORT",
         ),
     }

@@ -96,7 +96,7 @@ def _judge(field: Field, kept: Sequence[RankState]) -> Verdict | None:
         return None
     if state.unseen:
         note = f": {state.rank.note}" if state.rank.note else ""
-        return _verdict(field, kept, "unknown", f"{_verb(kept, 'gives', 'give')} no sign{note}")
+        return _verdict(field, kept, "unknown", f"{_verb(kept, 'does', 'do')} not respond{note}")
     return data.verdict(field, kept) or _kept(field, kept)
 
 
@@ -149,7 +149,7 @@ def _kept(field: Field, kept: Sequence[RankState]) -> Verdict:
     if act.what in MEETINGS:
         name = "init_process_group" if act.what == "join" else "new_group"
         return _verdict(field, kept, "join", f"{are} still in {name}")
-    return _verdict(field, kept, "stands", f"{have} stood for {time}")
+    return _verdict(field, kept, "stands", f"{have} made no progress for {time}")
 
 
 def all_ranks(field: Field) -> Iterator[Verdict]:
@@ -171,7 +171,7 @@ def all_ranks(field: Field) -> Iterator[Verdict]:
     yield Verdict(
         kind="stands",
         ranks=(),
-        text=f"nothing has moved for {words.duration(field.evidence.waited)}, and nothing tells why: "
+        text=f"no progress for {words.duration(field.evidence.waited)}, and the cause is unknown: "
         f"rank {alive[0].number} is {being(alive[0])}",
         place=alive[0].place,
         certain=False,
@@ -212,11 +212,11 @@ def _late(field: Field, kept: Sequence[RankState], waiting: Sequence[RankState])
     ended = state.rank.ended
     doing = words.exit_text(ended) if ended is not None else described(state)
     if state.unseen:
-        doing = state.rank.note or "no sign of it"
+        doing = state.rank.note or "it does not respond"
     return Verdict(
         kind="join",
         ranks=ranks,
-        text=f"{words.who(ranks)} {_verb(kept, 'has', 'have')} not come to {where} ({doing}); "
+        text=f"{words.who(ranks)} {_verb(kept, 'has', 'have')} not reached {where} ({doing}); "
         f"{words.others(others, field.evidence, ranks)} {words.verb(others, 'waits', 'wait')} "
         f"for {words.verb(ranks, 'it', 'them')}{words.at(waiting[0].place)}",
         place=state.place,
@@ -234,7 +234,7 @@ def _never_came(field: Field) -> Iterator[Verdict]:
     yield Verdict(
         kind="join",
         ranks=tuple(missing),
-        text=f"{words.who(missing)} of {field.evidence.world_size} {words.verb(missing, 'has', 'have')} never come: "
+        text=f"{words.who(missing)} of {field.evidence.world_size} {words.verb(missing, 'has', 'have')} never joined: "
         f"{words.who(here)} {words.verb(here, 'waits', 'wait')} in {described(joining[0])}",
         place=joining[0].place,
     )

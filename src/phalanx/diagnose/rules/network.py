@@ -16,7 +16,7 @@ _UNTIMED = (
     "or a kernel queued before it does not end on one GPU: with TORCH_NCCL_ENABLE_TIMING=1 torch records which GPUs "
     "have started it"
 )
-_DOCTOR = "phalanx doctor looks at what lies between them"
+_DOCTOR = "phalanx doctor checks the network between them"
 
 
 def verdicts(field: Field, diverged: Container[str]) -> Iterator[Verdict]:

@@ -44,7 +44,7 @@ def nodes(field: Field) -> Iterator[Verdict]:
             ranks=ranks,
             text=f"node {name}{f' ({words.who(ranks)})' if ranks else ''} does not answer: {cause}",
             details=(seen,),
-            fix="phalanx doctor shows the way to it",
+            fix="phalanx doctor checks the network to it",
             certain=node.lost or node.silent >= _UNHEARD,
         )
 
@@ -171,7 +171,7 @@ def _other_thread(field: Field, state: RankState) -> Verdict:
     return Verdict(
         kind="gil",
         ranks=(state.number,),
-        text=f"a thread of rank {state.number} holds the GIL, and its main thread waits for that"
+        text=f"a thread of rank {state.number} holds the GIL, and its main thread waits for it"
         f"{words.at(state.place)}{field.wait_for([state.number])}",
         details=tuple(f"{name}{words.at(place)}" for name, place in places)[:8],
         place=state.place,

@@ -41,7 +41,7 @@ def _verdict(field: Field, elsewhere: Sequence[RankState]) -> Verdict:
         for address, numbers in list(by_address.items())[:4]
     )
     listens = (
-        "rank 0 is to host the store, at an address that all ranks agree on"
+        "rank 0 should host the store, at an address that all ranks agree on"
         if first.rank.hosts
         else f"no rank listens there, the launcher's store is at {first.rank.given}"
     )

@@ -67,7 +67,7 @@ def _open_gate(fd: int, link: AgentLink, order: StoreOrder) -> PrivatePort | Non
     """Open the gate, and return the port behind it. None: the kernel cannot; the agent hears why."""
     access = StoreAccess(link, remote=order.remote)
     if not access.checks:
-        link.send(**{"is": "open", "why": "the kernel does not tell which user connects"})
+        link.send(**{"is": "open", "why": "the kernel does not report which user connects"})
         return None
     try:
         port = PrivatePort()

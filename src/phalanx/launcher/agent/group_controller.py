@@ -144,8 +144,8 @@ class GroupController:
     def _replace(self, group: WorkerGroup) -> None:
         """Replace a lost fork server, unless that has begun."""
         if self._replacing is None:
-            stay = "; its workers continue, and another takes its place"
-            go = "; another takes its place"
+            stay = "; its workers continue, and a new one is started"
+            go = "; a new one is started"
             self._note(f"the fork server was lost: {self._fork_server.lost}{stay if group.living else go}")
             self._replacing = asyncio.get_running_loop().create_task(self._replace_fork_server(group))
 
@@ -218,11 +218,10 @@ class GroupController:
                 self.group.workers.send_signal(name, number, alone=True)
                 received.append(worker.seat.rank)
         if received:
-            self._note(
-                f"{number.name} received, and given to rank{'s' if len(received) > 1 else ''} {_rank_list(received)}"
-            )
+            ranks = f"rank{'s' if len(received) > 1 else ''} {_rank_list(received)}"
+            self._note(f"{number.name} received, and forwarded to {ranks}")
         else:
-            self._note(f"{number.name} received; no rank handles it, so none was given it")
+            self._note(f"{number.name} received; no rank handles it, so it was not forwarded")
 
     def resize(self) -> None:
         """Pass a new size of the terminal to the workers that have one."""

@@ -79,12 +79,12 @@ class Preemption:
         if not self._checkpoints:
             self._note(
                 f"{number.name} received; no folder for checkpoints is known (--checkpoints DIR, or "
-                'run.checkpoints("DIR")), so what was trained since the start is lost'
+                'run.checkpoints("DIR")), so all progress since the start is lost'
             )
             return False
         self.begun, self._signal, self._ranks, self._began = True, number, ranks, time.time()
         grace = self._shutdown.checkpoint_timeout
-        self._note(f"{number.name} received; a checkpoint at the next step, and then the end, in {grace:g} s at most")
+        self._note(f"{number.name} received; saving a checkpoint at the next step and stopping, in {grace:g} s at most")
         loop = asyncio.get_running_loop()
         self._timers = [loop.call_later(grace / 2, self._half_time), loop.call_later(grace, self._timed_out)]
         self._perform(HaltWorkers(None))
@@ -140,7 +140,7 @@ class Preemption:
         grace = self._shutdown.checkpoint_timeout
         number = self._signal if self._signal in self._shutdown.signals else signal.SIGTERM
         self._note(f"no checkpoint was made in {grace:g} s (--grace): what {self._checkpoints} has remains")
-        self._perform(EndRun(number, f"{number.name}: the time for a checkpoint is over"))
+        self._perform(EndRun(number, f"{number.name}: no time is left for a checkpoint"))
 
     def close(self) -> None:
         """Cancel the timers: all processes have ended."""

@@ -50,7 +50,7 @@ def choose(on_hang: OnHang, evidence: Evidence, verdicts: Sequence[Verdict]) -> 
     if verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:
         return WaitLonger(LONGER * evidence.limit - evidence.waited)
     if on_hang == "kill" and (parted := cut_off(on_hang, verdicts)) is not None:
-        fix = "mend the network, or start with -n MIN:MAX: the run then continues without one of them"
+        fix = "repair the network, or start with -n MIN:MAX: the run then continues without one of them"
         return StopRun(f"the run is stalled and cannot continue: {parted.text}", fix)
     if on_hang == "stop":
         why = f"the run is stalled and was stopped (--on-hang stop): {verdicts[0].text}"

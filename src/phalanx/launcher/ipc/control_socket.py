@@ -216,7 +216,7 @@ def _address(run: RunRecord) -> tuple[str, str]:
             if not run.alive:
                 raise
             if time.monotonic() > end:
-                raise OSError("it is just starting, and can be asked in a moment") from None
+                raise OSError("it is starting: try again in a moment") from None
         time.sleep(0.05)
 
 

@@ -60,7 +60,7 @@ class StorePeers:
         )
         for node, reply in zip(asked, replies, strict=True):
             if isinstance(reply, BaseException):
-                logger.warning("node %s does not tell whose connection %s is: %r", node, near, reply)
+                logger.warning("node %s does not report the owner of connection %s: %r", node, near, reply)
         return _YES in replies
 
     async def _answer(self, sender: int | None, content: bytes) -> bytes | None:
@@ -75,7 +75,7 @@ class StorePeers:
             self._lookup = PeerLookup()
             self._checks = self._lookup.works()
             if not self._checks:
-                logger.warning("the kernel does not tell which user connects: any user here can connect to the store")
+                logger.warning("the kernel does not report which user connects: any user here can connect to the store")
         try:
             return not self._checks or self._lookup.user(near, far) == os.getuid()
         except OSError:  # no address

@@ -198,7 +198,7 @@ class StoreProcess:
             self._note(f"{ended}; {count}; another is started in {delay:.0f} s; see {self._log}")
             self._restart = asyncio.get_running_loop().call_later(delay, self._start)
         else:
-            self._note(f"{ended}; a new one takes its place, empty")
+            self._note(f"{ended}; replaced by a new, empty one")
             self._start()
         return True
 

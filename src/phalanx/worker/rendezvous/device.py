@@ -84,7 +84,7 @@ def check_backend(backend: str | None) -> None:
             )
         if name in OURS and (len(parts) > 1 or device not in ("", "cpu")):
             raise UsageError(
-                f"the backend {backend!r}: {name} is for the CPU, and stands beside no other",
+                f"the backend {backend!r}: {name} is for the CPU, and cannot be combined with another backend",
                 fix=f'leave it out: phalanx.init(); or phalanx.init("{name}"), phalanx.init("{BOTH}")',
             )
 

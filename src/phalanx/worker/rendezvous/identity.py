@@ -251,16 +251,14 @@ def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | Non
 def _check(rank: int, world_size: int) -> None:
     if world_size > MAX_RANKS:
         raise UsageError(
-            f"a world of {world_size} ranks cannot be",
+            f"world_size {world_size} is not valid",
             details=[f"expected 1 to {MAX_RANKS}"],
             fix="phalanx.init(rank=0, world_size=2), with the number of processes",
         )
     if not 0 <= rank < world_size:
         raise UsageError(
-            f"rank {rank} of {world_size} cannot be",
-            details=[
-                f"expected a rank from 0 to {world_size - 1}" if world_size > 0 else "expected a world of 1 or more"
-            ],
+            f"rank {rank} of {world_size} is not valid",
+            details=[f"expected a rank from 0 to {world_size - 1}" if world_size > 0 else "expected world_size >= 1"],
             fix=f"phalanx.init(rank=0, world_size={max(world_size, 1)})",
         )
 

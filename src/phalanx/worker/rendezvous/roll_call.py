@@ -136,7 +136,7 @@ def _count(
     participants = tuple(_participant.decode(value) for value in store.multi_get(keys))
     if odd := [participant for participant in participants if participant.world_size != me.world_size]:
         error = JoinError(
-            "the ranks do not agree on how many they are",
+            "the ranks have different world sizes",
             details=[
                 f"rank 0: WORLD_SIZE={me.world_size}",
                 *(f"{one}: WORLD_SIZE={one.world_size}" for one in odd),
@@ -186,7 +186,7 @@ def _listen(
     participants = _all_participants.decode(store.get("participants"))
     if len(participants) != me.world_size:
         raise JoinError(
-            "the ranks do not agree on how many they are",
+            "the ranks have different world sizes",
             details=[f"rank 0: WORLD_SIZE={len(participants)}", f"{me}: WORLD_SIZE={me.world_size}"],
             fix="the same WORLD_SIZE for every rank",
         )
@@ -202,12 +202,12 @@ def together(store: SignedStore, me: Participant, timeout: float, *, name: str, 
         return [rank for rank, key in enumerate(keys) if not store.check([key])]
 
     def waiting() -> None:
-        say(f"rank {me.rank} waits for {_ranks(missing())} in {name}, which all ranks make together")
+        say(f"rank {me.rank} waits for {_ranks(missing())} in {name}, which all ranks must call")
 
     if not _await(store, keys, timeout, me.world_size, waiting) and (absent := missing()):
         raise JoinError(
             f"{name} was asked for by rank {me.rank}, and in {timeout:g} s not by {_ranks(absent)}",
-            details=["all ranks of the world make it together, whether they will be in it or not"],
+            details=["all ranks must call it, even those that are not members of the group"],
             fix=f"group = {name}   on every rank, outside of any condition",
         )
 

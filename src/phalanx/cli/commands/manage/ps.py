@@ -29,7 +29,7 @@ _WHAT = 48  # characters of a command
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `phalanx ps`."""
-    parser = argparse.ArgumentParser(prog="phalanx ps", description="List running runs, or all.")
+    parser = argparse.ArgumentParser(prog="phalanx ps", description="List running runs, or all runs.")
     parser.add_argument("-a", "--all", action="store_true", help="also runs that have ended")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, with metadata")
     parser.add_argument(

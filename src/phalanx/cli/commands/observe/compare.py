@@ -85,7 +85,7 @@ def _check(compared: Sequence[ComparedRun], metric: str) -> None:
         raise UsageError(
             f"none of these runs has measured {metric}",
             details=[f"there is: {', '.join(known) or 'nothing'}"],
-            fix=f"--metric {known[0]}" if known else "leave --metric out: throughput is known of every run with steps",
+            fix=f"--metric {known[0]}" if known else "leave --metric out: every run with steps has a throughput",
         )
 
 

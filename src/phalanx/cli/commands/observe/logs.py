@@ -74,7 +74,7 @@ def _ranks(text: str) -> frozenset[int]:
     try:
         found = values.ranks(text)
         if found is None:
-            raise ValueError("it names no rank")
+            raise ValueError("it contains no rank")
     except ValueError as error:
         expected = "expected ranks and ranges, separated by commas"
         raise OptionError(f"-r is {text!r}: {error}", details=[expected], fix="phalanx logs -r 0,2-3") from None

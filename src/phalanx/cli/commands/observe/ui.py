@@ -21,7 +21,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--page-at",
         metavar="HOST[:PORT]",
-        help="address of the page (default: 127.0.0.1, a free port); on another than loopback, runs cannot be deleted",
+        help="address of the page (default: 127.0.0.1, a free port); runs can be deleted only on loopback",
     )
     return parser
 

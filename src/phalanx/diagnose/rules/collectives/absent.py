@@ -40,15 +40,15 @@ def blame(evidence: Evidence, late: int, timeout: Timeout) -> list[str]:
 
 
 def _do(victim: RankState, timeout: Timeout) -> str:
-    """Return e.g. "come to all_reduce #3 at train.py:7 within 5 s"."""
+    """Return e.g. "reach all_reduce #3 at train.py:7 within 5 s"."""
     seconds = words.duration(timeout.seconds) if timeout.seconds else ""
     within, call = f" within {seconds}" if seconds else "", victim.call
     if call is not None and call.op in ("send", "recv"):
         what = "send" if call.op == "recv" else "receive"
         return f"{what} what rank {victim.number} waited for in {described(victim)}{within}"
     if call is not None or victim.act.what in MEETINGS:
-        return f"come to {described(victim)}{within}"
-    return f"come; rank {victim.number} waited{words.at(victim.place)}{f' for {seconds}' if seconds else ''}"
+        return f"reach {described(victim)}{within}"
+    return f"arrive; rank {victim.number} waited{words.at(victim.place)}{f' for {seconds}' if seconds else ''}"
 
 
 def _as_stuck(evidence: Evidence, timeout: Timeout) -> Evidence:

@@ -100,7 +100,7 @@ class _Case:
         details = [f"{words.who([state.number])}: {_what(state, call)}" for state, call in pairs]
         if self.ways is not None and self.ways != (self.here, self.there):
             one, other = map(words.place, self.ways)
-            details.append(f"the ways part at {one} ({self.who}) and {other} ({self.them})")
+            details.append(f"the ranks diverge at {one} ({self.who}) and {other} ({self.them})")
         details += _aftermath(self.divergence)
         place = place or self.here or self.state.place
         return Verdict(kind=kind, ranks=self.divergence.ranks, text=text, details=tuple(details), place=place, fix=fix)

@@ -108,7 +108,7 @@ class Shutdown:
         self._signals.when_attributed(self._workers.send_signal, number)
 
     def end_run(self, number: signal.Signals, reason: str) -> None:
-        """End the run because of a signal to another node, or because the time for a checkpoint is over."""
+        """End the run because of a signal to another node, or because no time is left for a checkpoint."""
         if self.stop_lingering():
             return
         self._notices.record(reason)
