@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -94,6 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="scripts whose name contains this")
     only = parser.parse_args().only
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the GPU is put together again
     if not asked("-L").strip():
         print("no NVIDIA GPU here")
         return 2

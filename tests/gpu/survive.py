@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+JOBS = int(os.environ.get("JOBS", "1"))  # cases at the same time: times of recoveries are longer then
 SCRIPT = str(Path(__file__).parent / "training.py")
 
 
@@ -76,7 +77,9 @@ class Outcome:
         return found
 
 
-def run(ranks: int, options: Sequence[str] = (), *, limit: float = 75.0, command: str = "run", **told: Any) -> Outcome:
+def run(
+    ranks: int, options: Sequence[str] = (), *, limit: float = 75.0 * JOBS, command: str = "run", **told: Any
+) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="survive-"))
     environ = {**os.environ, "PHALANX_HOME": str(folder / "home"), "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}
     shared = os.environ.get("PHALANX_GPU_OPTIONS", "").split()
@@ -274,9 +277,8 @@ def passes(name: str, undisturbed: Undisturbed) -> bool:
 def main(argv: list[str]) -> int:
     if argv == ["cost"]:
         return cost(4)
-    jobs = int(os.environ.get("JOBS", "1"))  # cases at the same time: times of recoveries are longer then
     undisturbed = Undisturbed()
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(JOBS) as pool:
         good = [*pool.map(lambda name: passes(name, undisturbed), argv or CASES)]
     return good.count(False)
 

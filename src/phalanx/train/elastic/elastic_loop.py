@@ -37,6 +37,7 @@ Result = TypeVar("Result")
 _PEER_WORDS = ("gloo", "nccl", "peer", "connect", "socket", "store", "timeout", "timed out", "process group", "pipe")
 _ABOUT_FILES = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _OTHER_PATIENCE = 1.0  # seconds, for errors that do not mention peers
+_WARM_UP = 60.0  # seconds until the CUDA context is complete, at most
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,14 @@ class ElasticLoop:
     def live(self, train: Callable[[Run], Result]) -> tuple[Run, Result]:
         """Call `train` until it returns; return the run, which is still open, and the result."""
         excepthook = sys.excepthook
-        warm_up(self._options.get("device"), spare=self._channel.is_spare)
+        warming = warm_up(self._options.get("device"), spare=self._channel.is_spare)
         while True:
             assignment = self._channel.assignment
             self._assignment = assignment
             try:
                 run = self._begin(assignment)
+                if warming is not None:
+                    warming.join(_WARM_UP)
                 result = train(run)
                 saved = run._finish()
                 self._channel.send(self._heartbeat())  # the last step

@@ -149,17 +149,18 @@ def cuda_device(asked: str | torch.device | None) -> int:
     return int(own % torch.cuda.device_count())
 
 
-def warm_up(asked: str | torch.device | None, *, spare: bool) -> None:
+def warm_up(asked: str | torch.device | None, *, spare: bool) -> threading.Thread | None:
     """Create a CUDA context, load cuBLAS and NCCL and the kernels of a step in a thread, while this process meets the
-    others.
+    others. Return the thread; None: there is nothing to warm up.
 
-    A spare does not know its device yet, unless it sees only one: it prepares all of them.
+    Wait for it before the script continues: what it does would invalidate the capture of a CUDA graph. A spare does not
+    know its device yet, unless it sees only one: it prepares all of them.
     """
     import torch
 
     own = cuda_device(asked)
     if own < 0:
-        return
+        return None
     devices = range(torch.cuda.device_count()) if spare else [own]
 
     def prepare() -> None:
@@ -167,7 +168,9 @@ def warm_up(asked: str | torch.device | None, *, spare: bool) -> None:
             for index in devices:
                 _use_once(torch.device("cuda", index))
 
-    threading.Thread(target=prepare, name="phalanx-cuda", daemon=True).start()
+    thread = threading.Thread(target=prepare, name="phalanx-cuda", daemon=True)
+    thread.start()
+    return thread
 
 
 def _use_once(device: torch.device) -> None:
