@@ -147,7 +147,7 @@ def test_a_leader_that_comes_later_is_found(lab: Lab) -> None:
 
 def test_another_token(lab: Lab) -> None:
     leader, member = call(lab[0], 0, home="own"), call(lab[1], 1, home="own")
-    refused(leader, member, told=r"node 0 \(node1:29500\) does not know this node's token", heard="another token")
+    refused(leader, member, told=r"node 0 \(node1:29500\) does not know this node's token", heard="a different token")
     mine = re.search(r"this node's token: (?:from )?(\S+/node2/token) \(fingerprint ([0-9a-f]{8})\)", member.err)
     theirs = re.search(r"node 0's token: .*fingerprint ([0-9a-f]{8})", member.err)
     assert mine
@@ -181,7 +181,7 @@ def test_open_on_both_works_with_a_warning(lab: Lab) -> None:
 @pytest.mark.parametrize("opener", [0, 1], ids=["node 0", "node 1"])
 def test_open_on_one_side_only_is_refused(lab: Lab, opener: int) -> None:
     jobs = [call(lab[place], place, *(("--no-auth",) if place == opener else ())) for place in (0, 1)]
-    refused(*jobs, told="does not know this node's token", heard="another token")
+    refused(*jobs, told="does not know this node's token", heard="a different token")
     assert "--no-auth" in jobs[1].err, jobs[1].err
 
 
