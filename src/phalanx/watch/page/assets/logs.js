@@ -101,11 +101,13 @@ export class Logs {
       if (this.#lost) say($("log-note"), `rank ${this.#rank}, ${this.#stream}`);
       this.#lost = false;
     } catch (error) {
-      this.#over = this.#model.ended; // the server is gone
-      this.#lost = !this.#over;
-      const shown = this.#over && this.#length; // the end may be missing, but not much
-      const why = explained(error, this.#model, `phalanx logs ${this.#model.head?.run} -r ${rank} --stream ${stream}`);
-      if (view === this.#view) say($("log-note"), `rank ${rank}, ${stream}${shown ? "" : `: ${why}`}`);
+      if (view === this.#view) {
+        this.#over = this.#model.ended; // the server is gone
+        this.#lost = !this.#over;
+        const shown = this.#over && this.#length; // the end may be missing, but not much
+        const why = explained(error, this.#model, `phalanx logs ${this.#model.head?.run} -r ${rank} --stream ${stream}`);
+        say($("log-note"), `rank ${rank}, ${stream}${shown ? "" : `: ${why}`}`);
+      } else more = true;
     }
     this.#busy = false;
     if (more) this.#look();
