@@ -116,7 +116,7 @@ def test_what_a_rank_has_logged_just_before_a_kill_is_kept(tmp_path: Path) -> No
         "    while run.steps < 9:\n"
         "        run.backward(loss := net(torch.ones(1, 1)).sum())\n"
         "        run.step(opt, loss=loss)\n"
-        "        if run.steps in (3, 6): run.barrier()\n"  # all have committed this step
+        "        if run.steps in (3, 6): run.group.barrier()\n"  # all have committed this step
         "        if run.steps == 3 * (run.rank + 1):\n"
         "            run.log(first=run.rank + 1.0)\n"
         "            run.log(second=run.rank + 1.0)\n"
