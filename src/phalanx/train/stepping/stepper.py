@@ -110,6 +110,10 @@ class StepHooks:
     guard: UpdateGuard | None = None  # asked before every update
     first_forward: Callable[[Any], None] | None = None  # called once, with the arguments of the first forward
 
+    def __reduce__(self) -> Any:
+        """Pickle no hooks, as with `torch.save(ddp)`: they belong to the run."""
+        return StepHooks, ()
+
 
 class Stepper:
     """Steps all optimizers and wrapped models of a script."""
