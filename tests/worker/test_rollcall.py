@@ -97,14 +97,16 @@ def test_the_store_stays_until_all_ranks_have_read_why() -> None:
     assert leaving == [2, 2]
 
 
-def test_what_all_have_to_do_together() -> None:
+def test_what_all_have_to_do_together(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import HashStore
+
+    monkeypatch.setattr(roll_call, "NOTICE", 0.05)
 
     store = SignedStore(HashStore(), "")
     said: list[str] = []
     with pytest.raises(JoinError) as caught:
-        roll_call.together(store, person(2), 3.2, name="group.leader_group", say=said.append)
-    assert caught.value.what == "group.leader_group was asked for by rank 2, and in 3.2 s not by ranks 0-1, 3"
+        roll_call.together(store, person(2), 2, name="group.leader_group", say=said.append)
+    assert caught.value.what == "group.leader_group was asked for by rank 2, and in 2 s not by ranks 0-1, 3"
     assert said == ["rank 2 waits for ranks 0-1, 3 in group.leader_group, which all ranks must call"]
     for rank in (0, 1):
         store.set(f"group.leader_group/{rank}", "")
