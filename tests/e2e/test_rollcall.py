@@ -290,20 +290,20 @@ def test_a_member_that_dies_before_the_start_may_come_again(lab: Lab) -> None:
 
 
 def test_waiting_is_one_line_that_is_painted_again(lab: Lab) -> None:
-    words = ("-n", "3", "-g", "1", "--master", "node1", "--join-timeout", "12", script("hello.py"))
+    words = ("-n", "3", "-g", "1", "--master", "node1", "--join-timeout", "30", script("hello.py"))
     leader = lab[0].terminal("run", *PLAIN, "-i", "0", *words, size=(24, 200))
     leader.wait_for("1 of 3 nodes joined, waiting for nodes 1, 2 (0 s)")
     member = lab[1].terminal("run", *PLAIN, "-i", "1", *words)
     leader.wait_for("2 of 3 nodes joined, waiting for node 2 (")
     assert leader.wait() == 1
     assert member.wait() == 1
-    waiting, told = leader.out.split("meeting at", 1)[1].split("phalanx: node 2 of 3 has not joined in 12 s\r\n")
+    waiting, told = leader.out.split("meeting at", 1)[1].split("phalanx: node 2 of 3 has not joined in 30 s\r\n")
     assert waiting.count("nodes joined") >= 3
     assert waiting.count("\n") == 1, waiting  # that of the announcement: nothing was left standing
     assert re.search(r"nodes joined, waiting for nodes 1, 2 \(0 s\)\r\x1b\[J", waiting), waiting
     assert "joined: node 0 (node1), node 1 (node2)" in told
     # Who came hears why it ends, too.
-    assert "node 2 of 3 has not joined in 12 s" in member.out
+    assert "node 2 of 3 has not joined in 30 s" in member.out
 
 
 def test_waiting_without_a_terminal_is_a_line_after_some_seconds(lab: Lab) -> None:

@@ -89,9 +89,9 @@ def test_every_second_has_its_letters(trained: Told) -> None:
         letters = ""
         for sample in seen:
             for row in sample.ranks:
-                if row.rank == rank:
-                    assert len(row.phases) <= round(sample.seconds * 10)  # fewer of a rank that is new
-                    letters += row.phases
+                letters += row.phases if row.rank == rank else ""
+        # A node that was late covers more than the second of one sample, so only all seconds together are a limit.
+        assert len(letters) <= round(10 * (seen[-1].time - seen[0].time + 1))
         assert set(letters.lower()) <= {*events.LETTERS.values(), events.UNSEEN}
         assert sum(letter.isupper() for letter in letters) >= 10  # steps
     last = seen[-1].ranks
