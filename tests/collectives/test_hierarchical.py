@@ -47,6 +47,7 @@ def test_who_does_not_come_is_named() -> None:
         neighbours.find(SignedStore(store, ""), 0, 4, 0.1)
 
 
+@pytest.mark.extended
 def test_every_collective_where_machines_are_uneven_and_ranks_not_in_a_row() -> None:
     program("across", "results", "babca")
 

@@ -286,7 +286,6 @@ def test_digits_continue_where_they_were(tmp_path: Path) -> None:
 # Recovery
 
 
-@pytest.mark.smoke
 def test_survive() -> None:
     """The survivors stay, and the replacement has their state. Whether they had completed step 30 as well, by what the
     killed rank had sent before, depends on the network."""
@@ -351,7 +350,6 @@ def test_the_demo_is_the_example() -> None:
     assert Path(digits.__file__).read_text() == (EXAMPLES / "digits.py").read_text()
 
 
-@pytest.mark.smoke
 def test_a_demo_that_learns_too_little_fails() -> None:
     result = phalanx("run", "-g", "2", "--cpu", digits.__file__, "--epochs", "0", "--at-least", "95", env=places)
     assert result.code == 1

@@ -27,7 +27,6 @@ def asked(job: Job) -> TimingsReply:
     return reply if isinstance(reply, TimingsReply) else NOTHING  # it has not begun to look
 
 
-@pytest.mark.smoke
 def test_a_rank_that_computes_longer_is_named_and_equal_ones_are_not(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -272,7 +272,6 @@ def test_a_warm_fork_server_serves_one_run_after_another(tmp_path: Path) -> None
     assert way(phalanx("run", "-g", "2", "--cpu", "main.py", cwd=str(tmp_path)).err) == "cold"
 
 
-@pytest.mark.smoke
 @pytest.mark.warmed
 def test_two_runs_at_once_from_one_warm_fork_server() -> None:
     jobs = [start("run", "-g", "2", "--cpu", script("sleepy.py"), "--seconds", "1") for _ in range(2)]

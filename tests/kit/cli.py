@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
-from tests.kit import state
+from tests.kit import imported, state
 from tests.kit.handle import Handle, Terminal, resize, take_terminal
 from tests.kit.ports import free_port
 from tests.kit.proc import alive, command, descendants, every, until
@@ -100,11 +100,16 @@ def run(words: Sequence[str], *, timeout: float = 60, **options: Unpack[Options]
 def start(*args: str, words: Sequence[str] = (), **options: Unpack[Options]) -> Handle:
     """`phalanx ARGS`, or the command `words`, in its own session; standard input is empty."""
     text = options.get("input")
+    words = tuple(words or (*PHALANX, *args))
+    if words[: len(PHALANX)] == PHALANX and text is None:
+        forked = imported.command(words[len(PHALANX) :], environment(options.get("env")), options.get("cwd"))
+        if forked is not None:
+            return forked
     out, out_end = os.pipe2(os.O_CLOEXEC)
     err, err_end = os.pipe2(os.O_CLOEXEC)
     try:
         process = subprocess.Popen(
-            list(words or (*PHALANX, *args)),
+            list(words),
             env=environment(options.get("env")),
             cwd=options.get("cwd"),
             stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
@@ -182,7 +187,8 @@ def stage(*preload: str, **variables: str) -> Iterator[Env]:
     try:
         scene.warm()
         state.beside.add(scene.fork_server)
-        yield scene.env
+        with imported.use(imported.COMMANDS):
+            yield scene.env
         scene.clear()
     finally:
         state.beside.discard(scene.fork_server)

@@ -1,11 +1,15 @@
-"""Plain Python with torch imported already: one process has it, and forks another for every script.
+"""Processes that have their modules already: one process has imported them, and forks another for every command.
 
     @pytest.mark.imported
     def test_…:
-        result = python("train.py", "--lr", "0.1")    # as `cli.python`, seconds earlier
+        result = python("train.py", "--lr", "0.1")    # as `cli.python`, seconds earlier: torch is there
         job = start("-c", "import torch; …")          # as `cli.start`
 
-For tests that do not ask how an interpreter begins: nothing else about these processes is special.
+    @pytest.mark.warmed
+    def test_…:
+        result = phalanx("ps")                        # of tests.kit.cli: the modules of phalanx are there
+
+For tests that do not depend on how an interpreter starts: nothing else about these processes is special.
 """
 
 from __future__ import annotations
@@ -18,27 +22,47 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # this file is the program of that process, too
     from tests.kit.cli import Env, Handle, Result
 
 
+TORCH, COMMANDS = "torch", "commands"  # what is imported: torch for scripts, the command line of phalanx
+_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_")  # an interpreter reads these when it starts
+
+
 def start(*words: str, env: Env | None = None, cwd: str | None = None) -> Handle:
-    """`python -u WORDS` in its own session; standard input is empty."""
+    """`python -u WORDS` in a new session; standard input is empty."""
     from tests.kit.cli import environment
+
+    assert in_use(), "only a test that is marked `imported` has it"
+    return _fork(TORCH, words, environment(env), cwd)
+
+
+def command(words: Sequence[str], env: dict[str, str], cwd: str | None) -> Handle | None:
+    """`python -m phalanx WORDS` in a new session; standard input is empty. None if that needs another interpreter."""
+    if not in_use(COMMANDS) or _at_start(env) != _at_start(_shared[COMMANDS].env):
+        return None
+    return _fork(COMMANDS, ("-m", "phalanx", *words), env, cwd)
+
+
+def _at_start(env: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(_AT_START)}
+
+
+def _fork(what: str, words: Sequence[str], env: dict[str, str], cwd: str | None) -> Handle:
     from tests.kit.handle import Handle
 
     class Forked(Handle):
         def _ending(self) -> int:
             return os.dup(process.report)
 
-    assert in_use(), "only a test that is marked `imported` has it"
     out, out_end = os.pipe2(os.O_CLOEXEC)
     err, err_end = os.pipe2(os.O_CLOEXEC)
-    order = {"words": words, "env": environment(env), "cwd": cwd or os.getcwd()}
-    process = _shared[0].fork(order, out_end, err_end)
+    order = {"words": words, "env": env, "cwd": os.path.abspath(cwd or ".")}
+    process = _shared[what].fork(order, out_end, err_end)
     return Forked(process, {out: "out", err: "err"})  # type: ignore[arg-type]
 
 
@@ -53,46 +77,56 @@ def python(*words: str, env: Env | None = None, cwd: str | None = None, timeout:
         return Result(code, job.out, job.err, (job.ended or job.started) - job.started, *raw)
 
 
+def claim() -> None:
+    """Make the sockets, before any test: in a test they would look like leaked descriptors."""
+    for what in (TORCH, COMMANDS):
+        _sockets[what] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
 @contextlib.contextmanager
-def use() -> Iterator[None]:
+def use(what: str = TORCH) -> Iterator[None]:
     """For a test: what is left below that process is the test's."""
     from tests.kit import proc, state
 
-    if _shared and not proc.alive(_shared[0].pid):
-        strike()
-    if not _shared:
-        _shared.append(_Parent())
-    state.beside.add(_shared[0].pid)
+    if what not in _shared or not proc.alive(_shared[what].pid):
+        _shared[what] = _Parent(what)
+    pid = _shared[what].pid
+    before = pid in state.beside
+    state.beside.add(pid)
     try:
         yield
     finally:
-        state.beside.discard(_shared[0].pid)
+        if not before:
+            state.beside.discard(pid)
 
 
-def in_use() -> bool:
+def in_use(what: str = TORCH) -> bool:
     from tests.kit import state
 
-    return bool(_shared) and _shared[0].pid in state.beside
+    return what in _shared and _shared[what].pid in state.beside
 
 
 def strike() -> None:
-    while _shared:
-        _shared.pop().close()
+    _shared.clear()
+    while _sockets:
+        for sock in _sockets.popitem()[1]:
+            sock.close()
 
 
 class _Parent:
-    """The process that has torch, as seen from here."""
+    """The process that has the modules, as seen from here."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
         from tests.kit import state
         from tests.kit.cli import environment
 
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = (sys.executable, "-u", __file__, str(theirs.fileno()))
-        with theirs, state.orphans_left_alone():
+        self._sock, theirs = _sockets[what]
+        words = (sys.executable, *(["-u"] if what == TORCH else []), __file__, what, str(theirs.fileno()))
+        self.env = environment()
+        with state.orphans_left_alone():
             subprocess.run(
                 ("sh", "-c", '"$@" &', "sh", *words),  # no child of ours: tests look at those
-                env=environment({"OMP_NUM_THREADS": "1"}),
+                env={**self.env, "OMP_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -112,9 +146,6 @@ class _Parent:
             for fd in fds:
                 os.close(fd)
         return _Process(int(self._sock.recv(64)), report, order["words"])
-
-    def close(self) -> None:
-        self._sock.close()
 
 
 class _Process:
@@ -147,7 +178,8 @@ class _Process:
         self.send_signal(signal.SIGKILL)
 
 
-_shared: list[_Parent] = []
+_sockets: dict[str, tuple[socket.socket, socket.socket]] = {}
+_shared: dict[str, _Parent] = {}
 
 
 # -- the other side
@@ -209,8 +241,12 @@ def _become(order: dict[str, Any], fds: list[int]) -> Any:
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     tempfile.tempdir = None
+    for stream, mode in ((sys.stdin, "rb"), (sys.stdout, "wb"), (sys.stderr, "wb")):
+        setup._reopen(stream, mode)
     setup._reseed()
     script, *args = order["words"]
+    if script == "-m":
+        return _module(*args)
     if script != "-c":
         return main_module.prepare({"main": ("script", script), "args": args})
     main = main_module._fresh_main()
@@ -220,6 +256,36 @@ def _become(order: dict[str, Any], fds: list[int]) -> Any:
     return functools.partial(exec, compile(text, "<string>", "exec", dont_inherit=True), main.__dict__)
 
 
+def _module(name: str, *args: str) -> Any:
+    import functools
+    import runpy
+
+    from phalanx.forkserver import linux
+
+    sys.argv[:] = ["-m", *args]
+    sys.orig_argv[:] = [sys.executable, "-m", name, *args]
+    linux.set_command_line(sys.orig_argv)
+    return functools.partial(runpy._run_module_as_main, name)  # type: ignore[attr-defined]
+
+
+def _modules(what: str) -> list[str]:
+    """What to import: of phalanx all that its commands import, or may."""
+    import pkgutil
+
+    import phalanx
+
+    if what == TORCH:
+        return [
+            *("torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint"),
+            "torch.distributed.fsdp",
+        ]
+    found = ["aiohttp"]
+    for package in ("cli", "launcher", "control", "cluster", "recover", "diagnose"):
+        path = [f"{phalanx.__path__[0]}/{package}"]
+        found += [each.name for each in pkgutil.walk_packages(path, f"phalanx.{package}.")]
+    return [name for name in found if "__main__" not in name]
+
+
 if __name__ == "__main__":
     import ctypes
     import gc
@@ -227,15 +293,9 @@ if __name__ == "__main__":
 
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # what children leave behind is found below this process
     del sys.path[0]  # this folder: torch must not find our modules where it looks for others
-    _sock = socket.socket(fileno=int(sys.argv[1]))
+    _sock = socket.socket(fileno=int(sys.argv[2]))
     _sock.send(str(os.getpid()).encode())
-    for _name in (
-        "torch",
-        "torch.distributed",
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-    ):
+    for _name in _modules(sys.argv[1]):
         importlib.import_module(_name)
     gc.collect()
     gc.freeze()  # or the end of each child would go through all that was ever imported

@@ -102,6 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     ports.claim()  # here: in a test it would look like a leaked descriptor
+    imported.claim()
     config.stash[_places] = Own()
 
 

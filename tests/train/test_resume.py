@@ -144,6 +144,7 @@ def test_bit_for_bit_at_the_same_number_of_ranks(case: str, tmp_path: Path, dice
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", ["ddp", FSDP])
 def test_at_another_number_of_ranks(case: str, tmp_path: Path, dice: random.Random, stage: Stage) -> None:
     """From 2 to 3 to 1, each in its own run."""

@@ -94,7 +94,8 @@ def test_the_same_script_under_torchrun(script: str) -> None:
     assert whole(2, script, dropout="0.1") == theirs
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1)])
 def test_killed_and_resumed(script: str, tmp_path: Path, before: int, after: int) -> None:
     """Bit for bit where the ranks are as many as before, dropout and all; else to float tolerance, without dropout."""
     dropout = "0.1" if before == after else "0"

@@ -322,6 +322,7 @@ def ended(folder: Path) -> tuple[list[str], Any]:
     return begun[0].split(), json.loads(ends[0])
 
 
+@pytest.mark.extended
 def test_a_lost_shard_comes_from_memory(tmp_path: Path, play: Play) -> None:
     done = play.trained(tmp_path, "fsdp", [7, 1])
     assert ended(tmp_path) == (["0", "5"], play.undisturbed("fsdp"))

@@ -160,7 +160,7 @@ def test_a_survivor_that_cannot_leave_the_group_is_replaced(tmp_path: Path) -> N
     assert re.search("rank 1 cannot leave the group.*: SIGKILL", done.err)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_first(tmp_path: Path, ranks: int) -> None:
     """To the bit with three too, whose sum depends on where in DDP's buckets a number lies."""
     done = trained(tmp_path, ranks, [5, 1, "stuck"], *([5, rank, "then"] for rank in (0, 2)[: ranks - 1]))
@@ -183,6 +183,7 @@ def test_a_spare_worker_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
     assert seated[0] == (spares[0], 1, 2)
 
 
+@pytest.mark.extended
 def test_a_crash_that_only_repeats_ends_the_run(tmp_path: Path) -> None:
     done = trained(tmp_path, 2, [5, 1, "always"])
     assert done.code == 1
