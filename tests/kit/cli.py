@@ -187,8 +187,7 @@ def stage(*preload: str, **variables: str) -> Iterator[Env]:
     try:
         scene.warm()
         state.beside.add(scene.fork_server)
-        with imported.use(imported.COMMANDS):
-            yield scene.env
+        yield scene.env
         scene.clear()
     finally:
         state.beside.discard(scene.fork_server)

@@ -5,9 +5,7 @@
         result = python("train.py", "--lr", "0.1")    # as `cli.python`, seconds earlier: torch is there
         job = start("-c", "import torch; …")          # as `cli.start`
 
-    @pytest.mark.warmed
-    def test_…:
-        result = phalanx("ps")                        # of tests.kit.cli: the modules of phalanx are there
+    result = phalanx("ps")                            # of tests.kit.cli, in any test: phalanx is there
 
 For tests that do not depend on how an interpreter starts: nothing else about these processes is special.
 """
@@ -41,18 +39,29 @@ def start(*words: str, env: Env | None = None, cwd: str | None = None) -> Handle
     return _fork(TORCH, words, environment(env), cwd)
 
 
-def command(words: Sequence[str], env: dict[str, str], cwd: str | None) -> Handle | None:
-    """`python -m phalanx WORDS` in a new session; standard input is empty. None if that needs another interpreter."""
-    if not in_use(COMMANDS) or _at_start(env) != _at_start(_shared[COMMANDS].env):
+def command(words: Sequence[str], env: dict[str, str], cwd: str | None, init: int = 0) -> Handle | None:
+    """`python -m phalanx WORDS` in a new session; standard input is empty. None if that needs another interpreter.
+
+    With `init` in all namespaces of that process, the init of a lab's node.
+    """
+    from tests.kit import state
+
+    if (
+        not _sockets or state.daemons_allowed()
+    ):  # a program without pytest; a daemon that must not become a child of ours
         return None
-    return _fork(COMMANDS, ("-m", "phalanx", *words), env, cwd)
+    parent = _parent(COMMANDS)
+    if _at_start(env) != _at_start(parent.env):
+        return None
+    state.beside.add(parent.pid)
+    return _fork(COMMANDS, ("-m", "phalanx", *words), env, cwd, init)
 
 
 def _at_start(env: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(_AT_START)}
 
 
-def _fork(what: str, words: Sequence[str], env: dict[str, str], cwd: str | None) -> Handle:
+def _fork(what: str, words: Sequence[str], env: dict[str, str], cwd: str | None, init: int = 0) -> Handle:
     from tests.kit.handle import Handle
 
     class Forked(Handle):
@@ -61,7 +70,7 @@ def _fork(what: str, words: Sequence[str], env: dict[str, str], cwd: str | None)
 
     out, out_end = os.pipe2(os.O_CLOEXEC)
     err, err_end = os.pipe2(os.O_CLOEXEC)
-    order = {"words": words, "env": env, "cwd": os.path.abspath(cwd or ".")}
+    order = {"words": words, "env": env, "cwd": os.path.abspath(cwd or "."), "init": init}
     process = _shared[what].fork(order, out_end, err_end)
     return Forked(process, {out: "out", err: "err"})  # type: ignore[arg-type]
 
@@ -84,30 +93,56 @@ def claim() -> None:
 
 
 @contextlib.contextmanager
-def use(what: str = TORCH) -> Iterator[None]:
-    """For a test: what is left below that process is the test's."""
-    from tests.kit import proc, state
+def use() -> Iterator[None]:
+    """Have torch imported for a test. What is left below that process is the test's."""
+    from tests.kit import state
 
-    if what not in _shared or not proc.alive(_shared[what].pid):
-        _shared[what] = _Parent(what)
-    pid = _shared[what].pid
-    before = pid in state.beside
+    pid = _parent(TORCH).pid
     state.beside.add(pid)
     try:
         yield
     finally:
-        if not before:
-            state.beside.discard(pid)
+        state.beside.discard(pid)
 
 
-def in_use(what: str = TORCH) -> bool:
+@contextlib.contextmanager
+def commands() -> Iterator[None]:
+    """Around every test: the commands that it starts are its own, and those of its module's fixtures are not."""
     from tests.kit import state
 
-    return what in _shared and _shared[what].pid in state.beside
+    parent = _shared.get(COMMANDS)
+    if parent is not None and parent.has_children():
+        state.beside.add(parent.pid)
+    try:
+        yield
+    finally:
+        if COMMANDS in _shared:
+            state.beside.discard(_shared[COMMANDS].pid)
+
+
+def in_use() -> bool:
+    """Return whether this test has torch imported."""
+    from tests.kit import state
+
+    return TORCH in _shared and _shared[TORCH].pid in state.beside
+
+
+def _parent(what: str) -> _Parent:
+    from tests.kit import proc
+
+    if what not in _shared or not proc.alive(_shared[what].pid):
+        _shared[what] = _Parent(what)
+    return _shared[what]
 
 
 def strike() -> None:
-    _shared.clear()
+    """End these processes: there are no more tests."""
+    from tests.kit import proc
+
+    while _shared:
+        pid = _shared.popitem()[1].pid
+        if __file__ in proc.command(pid):  # and not another process that has its pid by now
+            os.kill(pid, signal.SIGKILL)  # at once: it may still import
     while _sockets:
         for sock in _sockets.popitem()[1]:
             sock.close()
@@ -135,6 +170,11 @@ class _Parent:
                 check=True,
             )
         self.pid = int(self._sock.recv(64))
+
+    def has_children(self) -> bool:
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/{self.pid}/task/{self.pid}/children") as file:
+            return bool(file.read())
+        return False
 
     def fork(self, order: dict[str, Any], out: int, err: int) -> _Process:
         report, report_end = os.pipe2(os.O_CLOEXEC)
@@ -203,16 +243,40 @@ def _serve(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
             data, fds, _, _ = socket.recv_fds(sock, 1 << 18, 4)
             if not data:
                 sys.exit()
-            pid = os.fork()
+            order = json.loads(data)
+            pid = _fork_in(order["init"]) if order["init"] else os.fork()
             if not pid:
                 signal.set_wakeup_fd(-1)
                 for fd in (sock.detach(), woken, wake, fds.pop(), *children.values()):
                     os.close(fd)
-                return json.loads(data), fds
+                return order, fds
             children[pid] = fds.pop()
             for fd in fds:
                 os.close(fd)
             sock.send(str(pid).encode())
+
+
+def _fork_in(init: int) -> int:
+    """Fork; the child is in all namespaces of this process."""
+    inside = [os.open(f"/proc/{init}/ns/{name}", os.O_RDONLY) for name in ("pid", "uts", "ipc", "net", "mnt")]
+    outside = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    _enter(inside[0])  # children only
+    pid = os.fork()
+    if pid:
+        _enter(outside)
+    else:
+        for fd in inside[1:]:
+            _enter(fd)
+    for fd in (*inside, outside):
+        os.close(fd)
+    return pid
+
+
+def _enter(namespace: int) -> None:
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _ended() -> Iterator[tuple[int, int]]:

@@ -140,6 +140,7 @@ def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             lab = request.getfixturevalue("_lab") if "_lab" in request.fixturenames else None
             warmth = lab.warm.start() if lab else stack.enter_context(cli.stage())
             places = Warm(warmth)
+        stack.enter_context(imported.commands())
         if request.node.get_closest_marker("imported"):
             stack.enter_context(imported.use())
         patch = stack.enter_context(pytest.MonkeyPatch.context())

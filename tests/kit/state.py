@@ -19,6 +19,7 @@ OF_TORCH = "/sys/devices/system/cpu/"
 SIGNALS = [(number.name, number) for number in signal.Signals]
 # Processes that are not below this one, but have children for it: the warm fork servers that are just used.
 beside: set[int] = set()
+_daemons_allowed = False
 
 
 def adopt_orphans(yes: bool = True) -> None:
@@ -30,11 +31,18 @@ def adopt_orphans(yes: bool = True) -> None:
 @contextlib.contextmanager
 def orphans_left_alone() -> Iterator[None]:
     """For a daemon that is to outlive the test that starts it."""
+    global _daemons_allowed
     adopt_orphans(False)
+    _daemons_allowed = True
     try:
         yield
     finally:
+        _daemons_allowed = False
         adopt_orphans()
+
+
+def daemons_allowed() -> bool:
+    return _daemons_allowed
 
 
 def has_children() -> bool:

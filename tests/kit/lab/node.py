@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Unpack
 
-from tests.kit import proc
+from tests.kit import imported, proc
 from tests.kit.cli import PHALANX, Env, Options, Result, environment
 from tests.kit.handle import Handle, Terminal, resize, take_terminal
 from tests.kit.lab import entry
@@ -56,13 +56,18 @@ class Node:
         home="own" gives the node a PHALANX_HOME that no other has.
         """
         text = options.get("input")
+        env = self.environment(options.get("env"), home)
+        if not words and text is None:
+            forked = imported.command(args, env, options.get("cwd"), self.init)
+            if forked is not None:
+                return forked
         out, out_end = os.pipe2(os.O_CLOEXEC)
         err, err_end = os.pipe2(os.O_CLOEXEC)
         try:
             process = entry.spawn(
                 self.init,
                 words or (*PHALANX, *args),
-                env=self.environment(options.get("env"), home),
+                env=env,
                 cwd=options.get("cwd"),
                 stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
                 stdout=out_end,
