@@ -39,7 +39,7 @@ def main() -> int:
                 outcomes.append(campaign.run(kind, options.seed, rounds))
                 print(outcomes[-1], flush=True)
         finally:
-            cli.strike()
+            cli.shut_down()
         return 0 if campaign.report(outcomes) else 1
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.chaos import oracle
 from tests.kit import leaks
-from tests.kit.cli import Env, stage
+from tests.kit.cli import Env, warm_environment
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ Places = Callable[[], contextlib.AbstractContextManager[Env]]
 
 
 def _warm() -> contextlib.AbstractContextManager[Env]:
-    return stage("torch._dynamo")
+    return warm_environment("torch._dynamo")
 
 
 def run(kind: Kind, seed: int, rounds: Iterable[tuple[int, int]], *, most: int = 3, places: Places = _warm) -> Outcome:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.contract import events
-from tests.kit.cli import Env, phalanx, stage
+from tests.kit.cli import Env, phalanx, warm_environment
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
 SAMPLES, EPOCH = 96, 8  # samples and steps of an epoch
@@ -76,7 +76,7 @@ def using(env: Env) -> Iterator[None]:
 
 @functools.cache
 def _undisturbed(ranks: int, epochs: int, dropout: str) -> list[Parameters]:
-    places = contextlib.nullcontext(_places[-1]) if _places else stage("torch._dynamo")
+    places = contextlib.nullcontext(_places[-1]) if _places else warm_environment("torch._dynamo")
     with places as env, tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
         words = ("run", "-g", str(ranks), "--cpu", "--quiet", SCRIPT, folder, "[]")
         done = phalanx(*words, env={**env, "EPOCHS": str(epochs), "DROPOUT": dropout}, timeout=LONG)

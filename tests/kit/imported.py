@@ -21,12 +21,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # this file is the program of that process, too
+if TYPE_CHECKING:  # this file is also the program of that process
     from tests.kit.cli import Env, Handle, Result
 
 
 def start(*words: str, env: Env | None = None, cwd: str | None = None) -> Handle:
-    """`python -u WORDS` in its own session; standard input is empty."""
+    """Start `python -u WORDS` in its own session; standard input is empty."""
     from tests.kit.cli import environment
     from tests.kit.handle import Handle
 
@@ -55,11 +55,11 @@ def python(*words: str, env: Env | None = None, cwd: str | None = None, timeout:
 
 @contextlib.contextmanager
 def use() -> Iterator[None]:
-    """For a test: what is left below that process is the test's."""
+    """Use the process in a test: its leftover descendants belong to the test."""
     from tests.kit import proc, state
 
     if _shared and not proc.alive(_shared[0].pid):
-        strike()
+        shut_down()
     if not _shared:
         _shared.append(_Parent())
     state.beside.add(_shared[0].pid)
@@ -75,13 +75,13 @@ def in_use() -> bool:
     return bool(_shared) and _shared[0].pid in state.beside
 
 
-def strike() -> None:
+def shut_down() -> None:
     while _shared:
         _shared.pop().close()
 
 
 class _Parent:
-    """The process that has torch, as seen from here."""
+    """The process that has imported torch."""
 
     def __init__(self) -> None:
         from tests.kit import state
@@ -91,7 +91,7 @@ class _Parent:
         words = (sys.executable, "-u", __file__, str(theirs.fileno()))
         with theirs, state.orphans_left_alone():
             subprocess.run(
-                ("sh", "-c", '"$@" &', "sh", *words),  # no child of ours: tests look at those
+                ("sh", "-c", '"$@" &', "sh", *words),  # not our child: tests check those
                 env=environment({"OMP_NUM_THREADS": "1"}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -118,13 +118,13 @@ class _Parent:
 
 
 class _Process:
-    """As much of a `Popen` as a handle needs, for a process that is another's child."""
+    """The part of `Popen` that a handle needs, for a process that is another's child."""
 
     stdin = None
 
     def __init__(self, pid: int, report: int, words: list[str]) -> None:
         self.pid = pid
-        self.report = report  # gets the exit code
+        self.report = report  # receives the exit code
         self.args = words
         self.returncode: int | None = None
 
@@ -190,7 +190,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _become(order: dict[str, Any], fds: list[int]) -> Any:
-    """All that comes before the first line of the script; what is returned, is to be called."""
+    """Do everything that precedes the first line of the script. Call the result to run it."""
     import functools
     import tempfile
 
@@ -203,7 +203,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> Any:
     for name in signal.Signals:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(name, signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL)
-    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # like Python
         signal.signal(name, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(order["env"])
@@ -225,8 +225,8 @@ if __name__ == "__main__":
     import gc
     import importlib
 
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # what children leave behind is found below this process
-    del sys.path[0]  # this folder: torch must not find our modules where it looks for others
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # leftovers of children are found below this process
+    del sys.path[0]  # this folder: torch must not import our modules by mistake
     _sock = socket.socket(fileno=int(sys.argv[1]))
     _sock.send(str(os.getpid()).encode())
     for _name in (
@@ -238,5 +238,5 @@ if __name__ == "__main__":
     ):
         importlib.import_module(_name)
     gc.collect()
-    gc.freeze()  # or the end of each child would go through all that was ever imported
+    gc.freeze()  # otherwise the exit of each child would scan everything that was ever imported
     _become(*_serve(_sock))()
