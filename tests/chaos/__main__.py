@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _enter(folder: str) -> None:
-    """Let commands use places that nobody else has, and let this process be the parent of whatever they leave."""
+    """Give commands their own folders, and make this process the parent of their leftovers."""
     state.adopt_orphans()
     ports.claim()
     for name in [
