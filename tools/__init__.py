@@ -1,1 +1,1 @@
-"""What makes parts of the repository: pages of the reference. Not in the wheel."""
+"""Tools that generate parts of the repository: pages of the reference. Not in the wheel."""

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference that follow from the code: `python -m tools.reference`.
+"""Writes the pages of docs/reference that are generated from the code: `python -m tools.reference`.
 
 `make docs` runs it, and a test fails if a page is out of date.
 """
@@ -190,7 +190,7 @@ def _event(node: ast.ClassDef, source: str, more: str = "") -> Iterator[str]:
 
 
 def metrics() -> str:
-    """Return all metrics for Prometheus, as a simulated run has them."""
+    """Return all metrics for Prometheus, from a simulated run."""
     model, ranks = RunModel(), 4
     for event in simulation.begin(ranks, now=1.7e9):
         model.apply(event)

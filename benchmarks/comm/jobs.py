@@ -1,4 +1,4 @@
-"""Starts the ranks with phalanx run, or with mpirun run_options MPI takes part, and reads their results."""
+"""Starts the ranks with phalanx run, or with mpirun if MPI takes part, and reads their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ MPI = ("mpi", "mpi4py")
 
 @dataclass(frozen=True)
 class Job:
-    """The measurement with one number of ranks. `run_options` are for phalanx run; if ranks is None, they give it."""
+    """The measurement with one number of ranks. `run_options` are for phalanx run; if `ranks` is None, they give the
+    number.
+    """
 
     settings: CommSettings
     ranks: int | None

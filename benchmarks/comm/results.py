@@ -172,12 +172,12 @@ class CommResults(msgspec.Struct):
         return self.find(key, device)
 
     def share(self, measurement: Measurement) -> float | None:
-        """Return the share of what memory or the slowest link allows; None where that limit is not known."""
+        """Return the share of the limit of memory or of the slowest link; None if that limit is unknown."""
         least = self.least(measurement)
         return least / measurement.seconds if least and measurement.rounds else None
 
     def least(self, measurement: Measurement) -> float | None:
-        """Return the least seconds that an operation must take for the bytes it has to move."""
+        """Return the least seconds that an operation needs to move its bytes."""
         world = next((world for world in self.worlds if world.ranks == measurement.ranks), None)
         if world is None or measurement.operation == traffic.COPY or not measurement.size:
             return None

@@ -1,4 +1,4 @@
-"""What is measured: options that `phalanx bench comm` and the script in the ranks share."""
+"""The settings of a measurement: options that `phalanx bench comm` and the script in the ranks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation moves: sizes and bandwidths as in nccl-tests, and the least that memory or a link must do.
+"""The data that an operation moves: sizes and bandwidths as in nccl-tests, and the minimum for memory and links.
 
 `size` is the one of nccl-tests: the tensor of all_reduce, broadcast and reduce; all parts together of the others.
 """

@@ -1,1 +1,1 @@
-"""What several benchmarks share: launchers, processes, statistics, targets and output."""
+"""Common code of several benchmarks: launchers, processes, statistics, targets and output."""

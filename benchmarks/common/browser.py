@@ -41,7 +41,7 @@ def find_chromium() -> str:
 
 @contextlib.asynccontextmanager
 async def launched() -> AsyncIterator[Browser]:
-    """Launch Chromium with a new profile; both are gone after the block."""
+    """Launch Chromium with a new profile; both are removed after the block."""
     try:
         from playwright.async_api import async_playwright
     except ImportError:

@@ -76,7 +76,9 @@ def home(launcher: Launcher, folder: str) -> str:
 
 
 def environment(launcher: Launcher, ranks: int, inherited: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the environment of a launch: the same for all, except PHALANX_HOME and what accelerate does not set."""
+    """Return the environment of a launch: the same for all, except PHALANX_HOME and variables that accelerate does not
+    set.
+    """
     kept = {
         name: value for name, value in inherited.items() if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
     }
@@ -104,7 +106,7 @@ def kept_warm(launcher: Launcher, inherited: Mapping[str, str], folder: str) -> 
 
 
 def _warm(words: list[str], environ: dict[str, str], folder: str) -> None:
-    # Output goes to a file: the fork server that stays must not keep a pipe open.
+    # Output goes to a file: the warm fork server must not keep a pipe open.
     log = os.path.join(folder, "warm.log")
     with open(log, "wb") as file:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The machine that was measured on."""
+"""The machine of the measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks print and write: tables, targets, failures, JSON."""
+"""Output of benchmarks: tables, targets, failures, JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WIDTH = 120  # where standard output is no terminal
+WIDTH = 120  # if standard output is not a terminal
 
 
 def progress(title: str, text: str) -> None:

@@ -1,10 +1,10 @@
-"""Where the benchmarks and the scripts that they start are."""
+"""Paths of the benchmarks and of the scripts that they start."""
 
 from __future__ import annotations
 
 import os
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # has the folder `benchmarks`
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # contains the folder `benchmarks`
 SCRIPTS = os.path.join(ROOT, "benchmarks", "scripts")
 
 

@@ -18,7 +18,7 @@ class ProcessLostError(Exception):
 def start_logged(command: Sequence[str], environ: Mapping[str, str], folder: str) -> subprocess.Popen[bytes]:
     """Start a command in `folder`, in a new session, with its output in a file.
 
-    The output goes to a file because ranks would block on a pipe that nobody reads.
+    The output goes to a file because ranks would block on a pipe that is not read.
     """
     with open(os.path.join(folder, OUTPUT), "wb") as output:
         return subprocess.Popen(
@@ -64,7 +64,7 @@ def wait_for_exit(process: subprocess.Popen[bytes], timeout: float) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a launcher, wait up to 10 seconds, and kill what is left of it and its descendants."""
+    """Terminate a launcher, wait up to 10 seconds, and kill its remaining descendants."""
     import psutil
 
     descendants = psutil.Process(process.pid).children(recursive=True)

@@ -11,7 +11,7 @@ class Target:
     """One limit. `met` is None where it was not measured, or where the noise is larger than the difference."""
 
     what: str
-    evidence: str  # the numbers it was judged by, or why it could not be judged
+    evidence: str  # the numbers behind the judgement, or why there is none
     met: bool | None
 
     @property

@@ -1,1 +1,1 @@
-"""What the probe costs, and how fast a stalled rank is diagnosed: `phalanx bench explain`."""
+"""The cost of the probe, and the time to diagnose a stalled rank: `phalanx bench explain`."""

@@ -162,7 +162,7 @@ def rows(samples: Sequence[JoinSample]) -> list[JoinRow]:
                 members_cpu=_median([sample.members_cpu for sample in of_size]),
             )
         )
-    # With few members the time is that of the first connection, which says nothing about growth.
+    # With few members the time is that of the first connection, which is unrelated to growth.
     base = next((row.each for row in found if row.members >= 256 and row.each is not None), None)
     return [_grown(row, base) for row in found]
 

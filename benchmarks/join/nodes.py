@@ -30,7 +30,7 @@ HOST = "127.0.0.1"
 
 
 class EventRecorder:
-    """Shows nothing, and records what goes wrong."""
+    """Shows nothing, and records errors."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -46,7 +46,7 @@ class EventRecorder:
 
 
 class LeaderRecorder(EventRecorder):
-    """What the leader calls."""
+    """The events of the leader."""
 
     def member_joined(self, member: int) -> None:
         """Ignore a member that has joined."""
@@ -63,10 +63,10 @@ class LeaderRecorder(EventRecorder):
 
 
 class MemberRecorder(EventRecorder):
-    """What a member calls."""
+    """The events of a member."""
 
     def message_received(self, message: messages.FromLeader) -> None:
-        """Note the end of the run."""
+        """Record the end of the run."""
         if isinstance(message, messages.EndMessage):
             self.ended.set()
 

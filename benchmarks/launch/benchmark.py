@@ -26,7 +26,9 @@ from phalanx.errors import OptionError
 
 
 def schedule(settings: LaunchSettings, number: int) -> Iterator[LaunchCase]:
-    """Yield the cases of one round. Launchers of the same case follow each other, so that they meet the same load."""
+    """Yield the cases of one round. Launchers of the same case follow each other, so that they run under the same
+    load.
+    """
     for place, (end, ranks) in enumerate(product(settings.ends, settings.ranks)):
         for name in rotated(settings.contenders, number + place):
             yield LaunchCase(name, end, ranks)
@@ -39,7 +41,7 @@ def measure(settings: LaunchSettings, inherited: Mapping[str, str]) -> LaunchRes
         if "warm" in settings.contenders:
             stack.enter_context(launchers.kept_warm(LAUNCHERS["warm"], inherited, folder))
         for name, end in product(settings.contenders, settings.ends):
-            # Fills the page cache, and lets phalanx learn what the script imports.
+            # Fills the page cache, and lets phalanx learn the imports of the script.
             case = LaunchCase(name, end, min(settings.ranks))
             runner.report_progress("warm-up", runner.launch(case, 0, inherited, folder))
         for number in range(1, settings.repeat + 1):

@@ -1,6 +1,6 @@
 """How long from the last line of a script to the prompt, on N ranks?
 
-Times are from the moment at which the last rank has run its last line to the end of the launcher's process.
+Times are from the last rank's last line to the end of the launcher's process.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What the death of a rank costs: `phalanx bench recover`."""
+"""The cost of the death of a rank: `phalanx bench recover`."""

@@ -43,7 +43,7 @@ GOODPUT = 0.9  # share of undisturbed steps
 PARTS = {
     "kill": "time from the kill of a rank to the next committed step",
     "goodput": "steps with periodic kills, compared with undisturbed ones",
-    "ready": "time of a step without faults, compared with raw DDP",
+    "ready": "time of a step without faults, compared with raw PyTorch",
     "faults": "many kills in a row",
 }
 _SETTLED = 6  # steps between two kills
@@ -154,7 +154,7 @@ class RecoverBenchmark:
     def _training(
         self, name: str, params: int, *, ranks: int = 0, keeps: bool = True, turns: bool = False
     ) -> TrainingRun:
-        """Start a training in a new folder. PHALANX_HOME is kept, because phalanx learns what a script imports."""
+        """Start a training in a new folder. PHALANX_HOME is kept, because phalanx learns the imports of a script."""
         launcher, ranks = RECOVERY_LAUNCHERS[name], ranks or self._options.ranks
         self._trainings += 1
         folder = os.path.join(self._folder, f"{self._trainings}")
@@ -178,7 +178,7 @@ class RecoverBenchmark:
                 self._round(name, number)
 
     def _warm_up(self, name: str) -> None:
-        """Let phalanx learn what the script imports."""
+        """Let phalanx learn the imports of the script."""
         with contextlib.suppress(ProcessLostError), self._training(name, _SMALL) as training:
             training.settle(1)
 
@@ -289,9 +289,9 @@ def targets(bench: RecoverBenchmark, options: argparse.Namespace) -> list[Target
         judged.insert(
             1, _below(f"the same with a spare: below {RECOVERY_SPARE} s", found["spare"], "whole", RECOVERY_SPARE)
         )
-    ready = step.targets(step.rows(bench.ready))
+    ready = step.targets(step.rows(bench.ready), options.strategy)
     if not ready:
-        what = f"a step, {_READY[0]}: at most {step.LIMIT} of raw PyTorch DDP"
+        what = f"a step, {_READY[0]}: at most {step.LIMIT} of {step.baseline(options.strategy)}"
         ready = [Target(what, "not part of this run", None)]
     judged += ready
     over = sum(not sample.failure for sample in bench.faults)
@@ -345,7 +345,7 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
     options.gpus = _gpus(options.ranks, inherited) if options.gpu else []
     before = machine_info()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
-        if options.quick:  # its times mean nothing, so torch is imported once for all runs
+        if options.quick:  # its times are not used, so torch is imported once for all runs
             for name in ("phalanx", "restart"):
                 stack.enter_context(launchers.kept_warm(RECOVERY_LAUNCHERS[name].launcher, inherited, folder))
         bench = RecoverBenchmark(options, inherited, folder)
@@ -364,11 +364,11 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
         "targets": [asdict(target) for target in judged],
     }
     output.write_json(options.json, "recover", before, results)
-    _show(bench, judged)
+    _show(bench, judged, options.strategy)
     return 1 if bench.failures or any_missed(judged) else 0
 
 
-def _show(bench: RecoverBenchmark, judged: Sequence[Target]) -> None:
+def _show(bench: RecoverBenchmark, judged: Sequence[Target], strategy: str) -> None:
     console = output.make_console()
     if bench.samples:
         title = "A rank is killed: seconds until the last rank has reached each point, median and min..max"
@@ -384,7 +384,8 @@ def _show(bench: RecoverBenchmark, judged: Sequence[Target]) -> None:
         console.print(table)
     for loop in step.rows(bench.ready):
         if loop.ratio is not None:
-            text = f"{step.LOOPS[loop.contender][0]}: {loop.milliseconds:.2f} ms per step, {loop.ratio:.4f} of raw"
+            label = step.label(loop.contender, strategy)
+            text = f"{label}: {loop.milliseconds:.2f} ms per step, {loop.ratio:.4f} of raw PyTorch"
             output.print_line(console, "no faults", f"{loop.case}, {text}")
     output.print_targets(console, judged)
     for sample in (*bench.samples, *bench.faults):

@@ -18,7 +18,7 @@ class RecoveryLauncher:
     launcher: Launcher
     loop: str  # name of a training loop in scripts/recover.py
     variables: dict[str, str] = field(default_factory=dict)
-    learns: bool = False  # faster after a first run, in which it learns what the script imports
+    learns: bool = False  # faster after a first run, in which it learns the imports of the script
     opt_in: bool = False  # takes part only where --contenders names it
     pause: float = 0.0  # seconds before each kill, until the next spare is ready
 

@@ -1,4 +1,4 @@
-"""The progress that ranks report, and the recovery_times times that follow from it. Pure functions."""
+"""The progress that ranks report, and the recovery times computed from it. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What one leader can bear: `phalanx bench scale`."""
+"""The maximum load of one leader: `phalanx bench scale`."""

@@ -1,8 +1,8 @@
-"""How many nodes can one leader bear? `phalanx bench scale`.
+"""How many nodes can one leader manage? `phalanx bench scale`.
 
 The leader is real: `phalanx run` as node 0, with its own ranks, its run folder and its page. All other nodes are
-simulated in a few processes, over real TLS connections of this machine: they send telemetry every second, print 1,000
-lines per second in all, one of them dies every 10 s, and in the end all ranks wait for one, which is a stall.
+simulated in a few processes, over real TLS connections of this machine: they send telemetry every second and print
+1,000 lines per second in total. One of them dies every 10 s. In the end all ranks wait for one, which is a stall.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def targets(sample: ScaleSample) -> list[Target]:
 
 
 def remarks(sample: ScaleSample) -> list[str]:
-    """Return what makes a measurement doubtful."""
+    """Return reasons to doubt a measurement."""
     found = []
     if sample.late > _LATE:
         found.append(

@@ -1,4 +1,4 @@
-"""The bytes that a simulated node sends: made once per assignment, so that a second of thousands of nodes is cheap.
+"""The bytes that a simulated node sends: created once per assignment, so that a second of thousands of nodes is cheap.
 
 Numbers that change every second have a fixed width and are replaced in the finished frame.
 """
@@ -21,7 +21,7 @@ from phalanx.launcher.hangs.progress_tracker import RankProgress
 from phalanx.launcher.telemetry.collector import NodeSamples
 
 FIRST_STEP = 100_000  # all steps have six digits
-_STEP, _TICK = 777_777, 77_777_777_777  # stand for the numbers in a prepared frame
+_STEP, _TICK = 777_777, 77_777_777_777  # placeholders of the numbers in a prepared frame
 _GROUP = "0"  # the name of the default group
 _LINE = b"step 123456  loss 2.3456  lr 0.000123  1234.5 samples/s  12.3 GB  epoch 3  batch 1234 of 5678\n"
 
@@ -45,7 +45,7 @@ def frame(message: Message) -> bytes:
 
 
 def parse(data: bytearray) -> list[bytes]:
-    """Take the contents of all whole binary frames of a server out of `data`."""
+    """Remove all whole binary frames of a server from `data` and return their contents."""
     found, at = [], 0
     while len(data) - at >= 2:
         kind, size, begin = data[at] & 0x0F, data[at + 1] & 0x7F, at + 2

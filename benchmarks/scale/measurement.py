@@ -40,7 +40,7 @@ class Second:
 
 @dataclass(frozen=True)
 class ScaleSample:
-    """What one run of simulated nodes has cost its leader. A failed one has a reason."""
+    """The cost of one run of simulated nodes for its leader. A failed one has a reason."""
 
     nodes: int
     ranks: int
@@ -49,11 +49,11 @@ class ScaleSample:
     regroups: tuple[float, ...] = ()  # seconds from each death until all nodes have their new ranks
     pages: Mapping[str, Sequence[float]] = field(default_factory=dict)  # seconds from events to the page, by kind
     verdict: float = 0.0  # seconds from the end of --stall-timeout until the page shows the verdict
-    stall_memory: int = 0  # bytes: the most of the leader during the stall
+    stall_memory: int = 0  # bytes: the maximum of the leader during the stall
     folder: int = 0  # bytes of the run folder at the end
     simulator_cores: float = 0.0
-    late: float = 0.0  # seconds: the most that the simulator's telemetry was late
-    lost: tuple[str, ...] = ()  # nodes that the leader has dropped, and why
+    late: float = 0.0  # seconds: the maximum delay of the simulator's telemetry
+    lost: tuple[str, ...] = ()  # nodes that the leader has dropped, with the reason
     failure: str = ""
 
     @property
@@ -69,7 +69,7 @@ class ScaleSample:
 
     @property
     def peak_memory(self) -> int:
-        """Return the most memory of the leader, without the stall."""
+        """Return the maximum memory of the leader, without the stall."""
         return max((second.memory for second in self.seconds), default=0)
 
     @property
@@ -79,7 +79,7 @@ class ScaleSample:
 
     @property
     def descriptor_growth(self) -> int | None:
-        """Return the same for open descriptors. Nodes that die take theirs along."""
+        """Return the same for open descriptors. Nodes that die close theirs."""
         return self._growth([second.descriptors for second in self.seconds])
 
     def _growth(self, values: Sequence[int]) -> int | None:
@@ -152,7 +152,7 @@ class _Measurement:
         )
 
     def failed(self, why: str) -> ScaleSample:
-        """Return what was measured before a failure."""
+        """Return the measurements before a failure."""
         seconds, regroups = tuple(self._seconds), tuple(self._regroups)
         return ScaleSample(self._nodes, self._nodes * self._slots, seconds=seconds, regroups=regroups, failure=why)
 
@@ -206,7 +206,7 @@ class _Measurement:
         return took
 
     def _stall(self, leader: MeasuredLeader, simulator: Simulator, page: PageReader) -> tuple[float, int]:
-        """Let all ranks wait for one; return how long the verdict took, and the most memory of the leader."""
+        """Let all ranks wait for one; return how long the verdict took, and the maximum memory of the leader."""
         begin, most = time.monotonic(), 0
         simulator.order(do="stall", ranks=[self._nodes * self._slots // 3])
         while "verdict" not in page.latency:

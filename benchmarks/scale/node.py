@@ -1,4 +1,4 @@
-"""One simulated node: the connection of a member to the leader, without workers behind it."""
+"""One simulated node: a member's connection to the leader, without workers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _READ = 1 << 16
 
 
 class LostError(Exception):
-    """The leader has refused or dropped a node."""
+    """The leader has rejected or dropped a node."""
 
 
 class SimulatedNode:
-    """A member: joins, takes assignments, sends telemetry, answers pings and requests for evidence."""
+    """A member: joins, receives assignments, sends telemetry, answers pings and requests for evidence."""
 
     def __init__(self, info: messages.NodeInfo, context: ssl.SSLContext, where: tuple[str, int]) -> None:
         self.member = -1  # until it has joined
@@ -62,7 +62,7 @@ class SimulatedNode:
     # -- the connection
 
     def ready(self, step: int) -> None:
-        """Read and write what is possible. `step`: that all ranks are at. Raises LostError."""
+        """Read and write as far as possible. `step`: the current step of all ranks. Raises LostError."""
         try:
             if not self._shaken and not self._shake():
                 return
@@ -121,7 +121,7 @@ class SimulatedNode:
         self.send(frames.frame(join))
 
     def close(self) -> None:
-        """Die: close the connection without a message."""
+        """Simulate a death: close the connection without a message."""
         self.sock.close()
 
     # -- messages
@@ -157,7 +157,7 @@ class SimulatedNode:
     def _assigned(self, message: messages.Start | messages.Regroup, step: int) -> None:
         self._attempt = message.attempt
         self._place, self.generation, self.assigned = message.place, message.generation, time.monotonic()
-        self._telemetry = None  # prepared when it is needed: all nodes get their assignment at once
+        self._telemetry = None  # created when needed: all nodes get their assignment at once
         if isinstance(message, messages.Start):
             self.send(frames.frame(messages.RegroupReady(connected=True, all_connected=True)))
         else:

@@ -34,7 +34,7 @@ _WRITING = select.EPOLLIN | select.EPOLLOUT
 
 @dataclass(frozen=True)
 class Request:
-    """What the nodes of one process do."""
+    """The work of the nodes of one process."""
 
     port: int  # of the leader
     token: str
@@ -43,11 +43,11 @@ class Request:
     lines: float  # of output per second, of all these nodes
     versions: dict[str, str]
     terms: dict[str, str]
-    failover_port: int  # nobody listens there: a dead node refuses connections
+    failover_port: int  # no process listens there: a dead node rejects connections
 
 
 class Nodes:
-    """The nodes of one process, and what they report."""
+    """The nodes of one process, and their reports."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -62,7 +62,7 @@ class Nodes:
         self._reported = -1  # generation
         self._step = frames.FIRST_STEP
         self._lines = 0  # sent
-        self._late = 0.0  # seconds: the most that a second's telemetry was late
+        self._late = 0.0  # seconds: the maximum delay of a second's telemetry
         self._closing = False
 
     def run(self) -> None:
@@ -212,7 +212,7 @@ def encode(request: Request) -> bytes:
 
 
 def main() -> None:
-    """Run the nodes that standard input asks for."""
+    """Run the nodes that standard input requests."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     line = b""

@@ -1,4 +1,4 @@
-"""Reads the page of a run as a browser does, and measures how old events are when they arrive."""
+"""Reads the page of a run like a browser, and measures how old events are when they arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of the simulated nodes, as the benchmark sees them."""
+"""The processes of the simulated nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ Report = dict[str, Any]
 
 
 class Simulator:
-    """All simulated nodes, in several processes. `lost`: nodes that the leader has refused or dropped, and why."""
+    """All simulated nodes, in several processes. `lost`: nodes that the leader has rejected or dropped, with the
+    reason.
+    """
 
     def __init__(self, requests: list[Request], environ: Mapping[str, str]) -> None:
         self.lost: list[str] = []
@@ -70,7 +72,7 @@ class Simulator:
             self._send(process, json.dumps(what).encode() + b"\n")
 
     def collect(self, key: str, timeout: float, check: Callable[[], None], *, value: object = None) -> list[Report]:
-        """Wait until every process has reported `key`, with at least `value` if that is given; return the reports."""
+        """Wait until every process has reported `key`, with at least `value` if given; return the reports."""
         found: dict[int, Report] = {}
         end = time.monotonic() + timeout
         while len(found) < len(self._processes):

@@ -1,4 +1,4 @@
-"""Form the first group. Each rank notes when it called init_process_group, and when its first all_reduce was over."""
+"""Form the first group. Each rank records when it called init_process_group, and when its first all_reduce was over."""
 
 import os
 import time

@@ -39,7 +39,7 @@ class ProgressWriter:
         os.write(self._pipe, f"{what} {self._rank} {os.getpid()} {group} {step} {now:.6f} {cpu:.6f}\n".encode())
 
     def wait(self) -> None:
-        """Wait for the turn of this training, where several take turns: one byte per step."""
+        """Wait for the turn of this training, if several take turns: one byte per step."""
         if self._turns is not None:
             os.read(self._turns, 1)
 
@@ -123,7 +123,7 @@ def plain(config: dict[str, Any]) -> None:
         state = torch.load(kept, weights_only=True, map_location=device)
         model.load_state_dict(state["model"])
     wrapped = raw_wrapped(model, config, device)
-    opt = adamw(model)  # of the parameters that FSDP has made
+    opt = adamw(model)  # of the parameters that FSDP has created
     step = 0
     if state is not None:
         opt.load_state_dict(state["opt"])

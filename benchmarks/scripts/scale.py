@@ -1,4 +1,4 @@
-"""A rank of the real node of `phalanx bench scale`: takes every assignment at once, and forms no group."""
+"""A rank of the real node of `phalanx bench scale`: accepts every assignment at once, and forms no group."""
 
 from __future__ import annotations
 

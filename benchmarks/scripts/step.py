@@ -48,7 +48,7 @@ class TrainingSetup:
         return TensorDataset(self._samples(count), self._samples(count))
 
     def batches(self, read: Callable[[TensorDataset], Callable[[], Iterable[Any]]]) -> Batches:
-        """Return endless batches: what the contender reads, epoch after epoch, or always the same batch."""
+        """Return endless batches: those of the contender, epoch after epoch, or always the same batch."""
         return endless(read(self.dataset())) if self.reads else repeat(self.one)
 
     def loader(self, dataset: TensorDataset, **how: Any) -> DataLoader[Any]:

@@ -1,1 +1,1 @@
-"""What the gate in front of the store costs: `phalanx bench store`."""
+"""The cost of the gate in front of the store: `phalanx bench store`."""

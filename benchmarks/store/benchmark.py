@@ -1,4 +1,4 @@
-"""What does it cost that only ranks of the run reach the store?
+"""What is the cost of restricting the store to ranks of the run?
 
 The same with and without the gate in front of the store, in turn: a run whose ranks form their first group (`--no-auth`
 opens the gate), and clients that set and get values. torch's own server runs in both cases.
@@ -87,7 +87,7 @@ def rows(samples: Sequence[GateSample]) -> list[GateRow]:
 
 
 def with_gate_only(samples: Sequence[GateSample]) -> list[GateSample]:
-    """Return how long each run would have taken from the command on, had it differed in its last part alone."""
+    """Return how long each run would have taken from the command on, if only its last part differed."""
     values = {(one.what, one.gate, one.round): one.value for one in samples}
     made = []
     for (what, gate, number), value in values.items():
@@ -150,7 +150,7 @@ def first_group(turn: _Turn, ranks: int) -> list[GateSample]:
 
 @dataclass
 class _Store:
-    """A store process, as `phalanx run --fresh` starts it."""
+    """A store process, started like by `phalanx run --fresh`."""
 
     port: int
     process: subprocess.Popen[bytes]
@@ -182,7 +182,7 @@ def _hosted(gate: bool, environ: Mapping[str, str]) -> Iterator[_Store]:
 
 
 def round_trips(turn: _Turn, store: _Store, clients: int, seconds: float) -> list[GateSample]:
-    """Count what clients set and get, and the CPU time of the store for that."""
+    """Count the operations of clients that set and get values, and the CPU time of the store."""
     count = f"{clients} client{'s' * (clients > 1)}"
     rate, cpu = f"round trips, {count}", f"CPU time of the store for one, {count}"
     store.drain()

@@ -1,1 +1,1 @@
-"""What training with phalanx costs: `phalanx bench step` and `phalanx bench checkpoint`."""
+"""The cost of training with phalanx: `phalanx bench step` and `phalanx bench checkpoint`."""

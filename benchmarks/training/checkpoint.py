@@ -125,7 +125,7 @@ def _case(row: CheckpointRow) -> str:
 
 
 class PendingSave(NamedTuple):
-    """What is left of a save when training continues."""
+    """The part of a save that remains when training continues."""
 
     done: Callable[[], bool] = lambda: True
     wait: Callable[[], object] = lambda: None
@@ -266,7 +266,7 @@ def _ours(
 
         def save() -> PendingSave:
             checkpoints.save(next(steps), {"model": model, "opt": optimizer}, metrics={"loss": 1.0})
-            # Not waited for: as in training, the agreement between ranks is part of the next save.
+            # Not awaited: as in training, the agreement between ranks is part of the next save.
             return PendingSave(lambda: not checkpoints.under_way)
 
         yield save

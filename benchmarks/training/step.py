@@ -39,6 +39,16 @@ LOOPS = {
 }
 
 
+def baseline(strategy: str = "ddp") -> str:
+    """Return the label of the loop that the others are compared with: "raw PyTorch FSDP"."""
+    return f"raw PyTorch {strategy.upper()}"
+
+
+def label(contender: str, strategy: str = "ddp") -> str:
+    """Return the label of a loop that trains with this strategy."""
+    return LOOPS[contender][0].replace(baseline(), baseline(strategy))
+
+
 @dataclass(frozen=True)
 class StepCase:
     """What a loop does in a step."""
@@ -102,11 +112,11 @@ def rows(measured: Sequence[StepTimes]) -> list[StepRow]:
     return found
 
 
-def targets(found: Sequence[StepRow]) -> list[Target]:
-    """Judge the time of phalanx in each case."""
+def targets(found: Sequence[StepRow], strategy: str = "ddp") -> list[Target]:
+    """Judge the time of phalanx in each case. `strategy`: how the loops wrap the model."""
     judged = []
     for case in dict.fromkeys(row.case for row in found):
-        what = f"a step, {case}: at most {LIMIT:.2f} of raw PyTorch DDP"
+        what = f"a step, {case}: at most {LIMIT:.2f} of {baseline(strategy)}"
         row = next((row for row in found if (row.case, row.contender) == (case, "phalanx")), None)
         if row is None or row.ratio is None:
             judged.append(Target(what, "not part of this run" if row is None else "not measured", None))

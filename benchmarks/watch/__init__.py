@@ -1,1 +1,1 @@
-"""What viewers cost a run, and how fast they show it: `phalanx bench watch`."""
+"""The cost of viewers for a run, and how fast they show it: `phalanx bench watch`."""

@@ -35,7 +35,7 @@ _LINK = re.compile(r"http://([\w.:]+)/#([\w-]+)")
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a training is."""
+    """The progress of a training."""
 
     step: int
     time: float  # when that step was done
@@ -130,7 +130,7 @@ def watched(ranks: int, width: int, batch: int, inherited: Mapping[str, str]) ->
 
 
 class ViewerProcess(Protocol):
-    """A viewer that runs."""
+    """A running viewer."""
 
     pid: int
     seen: int  # bytes that it has sent to its terminal or browser
@@ -140,7 +140,7 @@ class ViewerProcess(Protocol):
         ...
 
     def read(self) -> None:
-        """Count the bytes that are there."""
+        """Count the available bytes."""
 
     def close(self) -> None:
         """End the viewer."""
@@ -169,7 +169,7 @@ class ScreenViewer:
         return self._end
 
     def read(self) -> None:
-        """Count the bytes that are there."""
+        """Count the available bytes."""
         try:
             self.seen += len(os.read(self._end, 1 << 16))
         except OSError:
@@ -222,7 +222,7 @@ class PageViewer:
         return self._stream
 
     def read(self) -> None:
-        """Count the bytes that are there."""
+        """Count the available bytes."""
         data = os.read(self._stream, 1 << 16)
         if not data:
             raise ProcessLostError("the page was closed")
@@ -250,7 +250,7 @@ def page_link(process: subprocess.Popen[bytes]) -> tuple[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes], output: int | None = None) -> None:
-    """End a viewer. Its output is read meanwhile: it would block on a terminal that nobody reads."""
+    """End a viewer. Its output is read meanwhile: it would block on a terminal that is not read."""
     if output is None:
         process.terminate()
     end = time.monotonic() + 10.0
@@ -268,7 +268,7 @@ def _end(process: subprocess.Popen[bytes], output: int | None = None) -> None:
 
 
 def read_for(viewers: Sequence[ViewerProcess], seconds: float) -> None:
-    """Read what the viewers send, for `seconds`."""
+    """Read the output of the viewers, for `seconds`."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         ready, _, _ = select.select(list(viewers), [], [], left)

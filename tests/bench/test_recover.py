@@ -21,7 +21,7 @@ from benchmarks.recover.progress import (
     settled_group,
     step_times,
 )
-from benchmarks.training.step import StepTimes
+from benchmarks.training.step import StepTimes, label
 from phalanx.errors import OptionError
 from tests.kit.cli import phalanx
 
@@ -107,7 +107,7 @@ def measured(*samples: KillSample) -> RecoverBenchmark:
     return bench
 
 
-OPTIONS = Namespace(ranks=4, params=10_000_000, every=10.0, faults=2, seed=1, gpu=False, gpus=[])
+OPTIONS = Namespace(ranks=4, params=10_000_000, every=10.0, faults=2, seed=1, gpu=False, gpus=[], strategy="ddp")
 
 
 def killed(name: str, whole: float, met: float = 0.1, lost: int = 0) -> KillSample:
@@ -145,6 +145,20 @@ def test_the_other_promises() -> None:
     assert (goodput.met, ready.met, faults.met) == (True, True, False)
     assert goodput.evidence == "92.0% (20.0%..95.0%)"
     assert faults.evidence == "1 of 2"
+
+
+def test_a_target_names_the_strategy_that_is_compared() -> None:
+    bench = measured()
+    without = targets(bench, Namespace(**vars(OPTIONS) | {"strategy": "fsdp"}))[-2]
+    bench.ready = [StepTimes("ready", "raw", (1.0, 1.0)), StepTimes("ready", "phalanx", (1.005, 1.005))]
+    judged = targets(bench, Namespace(**vars(OPTIONS) | {"strategy": "hsdp"}))[-2]
+    assert without.what.endswith("of raw PyTorch FSDP")
+    assert judged.what.endswith("of raw PyTorch HSDP")
+    assert [label(name, "fsdp") for name in ("raw", "again", "phalanx")] == [
+        "raw PyTorch FSDP",
+        "raw PyTorch FSDP, again",
+        "phalanx",
+    ]
 
 
 def test_how_torchrun_is_started() -> None:

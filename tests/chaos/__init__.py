@@ -1,1 +1,3 @@
-"""Faults in real runs, by a seed, checked against undisturbed runs: `make chaos`, or `python -m tests.chaos`."""
+"""Faults in real runs, determined by a seed, compared with undisturbed runs: `make chaos`, or `python -m
+tests.chaos`.
+"""

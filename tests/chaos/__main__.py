@@ -39,12 +39,12 @@ def main() -> int:
                 outcomes.append(campaign.run(kind, options.seed, rounds))
                 print(outcomes[-1], flush=True)
         finally:
-            cli.strike()
+            cli.shut_down()
         return 0 if campaign.report(outcomes) else 1
 
 
 def _enter(folder: str) -> None:
-    """Let commands use places that nobody else has, and let this process be the parent of whatever they leave."""
+    """Give commands their own folders, and make this process the parent of their leftovers."""
     state.adopt_orphans()
     ports.claim()
     for name in [

@@ -1,7 +1,7 @@
-"""Plays the rounds of a kind of fault. A round is a seed and a number: the same faults on every machine.
+"""Runs the rounds of a kind of fault. A round is a seed and a number: the same faults on every machine.
 
-What has to hold after every round: the parameters are to the bit those of an undisturbed run, each sample counted once
-per epoch, everything ended in time, and no process, shared memory or temporary file is left.
+After every round this must hold: the parameters are bit-identical to those of an undisturbed run, each sample counted
+once per epoch, everything ended in time, and no process, shared memory or temporary file is left.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 
 from tests.chaos import oracle
 from tests.kit import leaks
-from tests.kit.cli import Env, stage
+from tests.kit.cli import Env, warm_environment
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a kind gets to play one round: make `faults` faults as `chance` says."""
+    """The input of one round of a kind: make `faults` faults as determined by `chance`."""
 
     chance: random.Random
     faults: int
@@ -35,17 +35,17 @@ class Round:
 
 @dataclass
 class Played:
-    """What happened in a round that was played to its end."""
+    """The result of a round."""
 
     faults: int = 0
     recovered: int = 0
     seconds: list[float] = field(default_factory=list)  # of each fault, to the next committed step
-    slow: list[str] = field(default_factory=list)  # what happened in runs with a recovery that took very long
+    slow: list[str] = field(default_factory=list)  # what happened in runs with a very slow recovery
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. `play` raises AssertionError for whatever must not happen."""
+    """A kind of fault. `play` raises AssertionError for a violation."""
 
     name: str
     faults: int  # of the whole campaign
@@ -55,14 +55,14 @@ class Kind:
     needs_root: bool = False
 
     def rounds(self, share: float) -> list[int]:
-        """The number of faults of each round, for this share of the campaign: at least one fault."""
+        """Return the number of faults of each round, for this share of the campaign: at least one fault."""
         count = max(1, round(self.faults * share))
         return [min(self.per_round, count - done) for done in range(0, count, self.per_round)]
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A round after which something did not hold."""
+    """A round with a violation."""
 
     kind: str
     seed: int
@@ -79,7 +79,7 @@ class Violation:
 
 @dataclass
 class Outcome:
-    """How the rounds of a kind went."""
+    """The results of the rounds of a kind."""
 
     kind: str
     seed: int
@@ -106,11 +106,11 @@ Places = Callable[[], contextlib.AbstractContextManager[Env]]
 
 
 def _warm() -> contextlib.AbstractContextManager[Env]:
-    return stage("torch._dynamo")
+    return warm_environment("torch._dynamo")
 
 
 def run(kind: Kind, seed: int, rounds: Iterable[tuple[int, int]], *, most: int = 3, places: Places = _warm) -> Outcome:
-    """Play rounds, given as number and faults, until `most` had a violation. `places`: what commands find."""
+    """Run rounds, given as number and faults, until `most` had a violation. `places`: the environment of commands."""
     outcome = Outcome(kind.name, seed)
     began = time.monotonic()
     for number, faults in rounds:
@@ -148,7 +148,7 @@ def _play(kind: Kind, chance: random.Random, faults: int, places: Places) -> Pla
 
 
 def report(outcomes: Iterable[Outcome]) -> bool:
-    """Print a table, what was slow, and what was violated. Return whether nothing was violated."""
+    """Print a table, slow recoveries, and violations. Return whether there were no violations."""
     outcomes = list(outcomes)
     print(f"\n{'kind':<18}{'faults':>7}{'recovered':>11}{'median':>10}{'worst':>10}{'took':>9}  violations")
     for one in outcomes:

@@ -16,9 +16,10 @@ NOT_WRITTEN = "No space left on device"
 
 
 def full(this: Round) -> Played:
-    """The disk fills up before checkpoints are due, and has room again later. The last time it may stay full:
-    then the last checkpoint needs the room of an older one, or cannot be written, which the exit code says. No step is
-    lost or done again."""
+    """The disk fills up before checkpoints are due, and has free space again later. The last time it may stay full:
+    then the last checkpoint replaces an older one, or cannot be written, which the exit code shows. No step is lost or
+    repeated.
+    """
     faults: list[Fault] = []
     step, freed = 1, True
     for number in range(this.faults):
@@ -43,7 +44,7 @@ def full(this: Round) -> Played:
     commits = [(commit.rank, commit.step) for commit in oracle.read(this.folder)[1]]
     assert sorted(commits) == [(rank, step + 1) for rank in range(2) for step in range(epochs * oracle.EPOCH)]
     assert not re.search("done again", told), told
-    # The script counts what frees the disk as a fault, too.
+    # The script counts freeing the disk as a fault, too.
     counted = Round(this.chance, len(faults), this.folder, this.env)
     played = judged(counted, done, 2, epochs, code=0 if complete else 1, regroup=False)
     seconds = [took for fault, took in zip(faults, played.seconds, strict=True) if fault[2] == "fill"]

@@ -21,10 +21,10 @@ def words(this: Round) -> tuple[str, ...]:
 
 
 def ended(end: Callable[[Round, Handle], float], codes: set[int], *, early: bool) -> Callable[[Round], Played]:
-    """A training that is ended so many times by `end`, which returns when, and at last runs to its end.
+    """Run a training that is ended several times by `end`, which returns the time, and finally runs to its end.
 
-    `early`: it may happen before the first step, too, and the seconds to the end of the run count. Else those to the
-    first step count that no run before has committed.
+    `early`: it may happen before the first step, too, and the seconds to the end of the run count. Otherwise those to
+    the first new committed step count.
     """
 
     def play(this: Round) -> Played:
@@ -32,7 +32,7 @@ def ended(end: Callable[[Round, Handle], float], codes: set[int], *, early: bool
         over: list[float] = []
         env = {**this.env, "PAUSE": str(PAUSE)}
         for _ in range(this.faults):
-            # Further than the last checkpoint, so that another one is written.
+            # Beyond the last checkpoint, so that another one is written.
             aim = committed(this) + EVERY + this.chance.randrange(1, 3 * EVERY)
             with start(*words(this), env=env) as job:
                 if not early:
@@ -55,7 +55,7 @@ def ended(end: Callable[[Round, Handle], float], codes: set[int], *, early: bool
 
 
 def _python_only(code: int, text: str) -> bool:
-    """Whether Ctrl-C came while Python itself was starting: it ends so, before any line of phalanx's commands."""
+    """Return whether Ctrl-C came while Python itself was starting: it ends like this, before any line of phalanx."""
     return code in (1, -signal.SIGINT) and "phalanx: " not in text and "/phalanx/cli/" not in text
 
 
@@ -64,12 +64,12 @@ def reach(this: Round, step: int) -> None:
 
 
 def committed(this: Round) -> int:
-    """The last step that any rank has committed."""
+    """Return the last step that any rank has committed."""
     return max((commit.step for commit in oracle.read(this.folder)[1]), default=0)
 
 
 def interrupt(this: Round, job: Handle) -> float:
-    """Ctrl-C, which every process of the terminal's foreground gets; sometimes twice."""
+    """Press Ctrl-C, which every foreground process of the terminal gets; sometimes twice."""
     time.sleep(this.chance.uniform(0.0, 2.5))  # the random moment is the point
     at = time.time()
     for _ in range(this.chance.choice((1, 1, 1, 2))):
@@ -84,7 +84,7 @@ def terminate(_: Round, job: Handle) -> float:
 
 
 def kill(_: Round, job: Handle) -> float:
-    """SIGKILL to the agent: its ranks end with it."""
+    """Send SIGKILL to the agent: its ranks end with it."""
     family = descendants(job.pid)
     at = time.time()
     job.signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the campaign consists of: 1,000 faults in all."""
+"""The kinds of the campaign: 1,000 faults in total."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Faults of whole nodes, on three hosts made of network namespaces.
 
-Two nodes train and the third is a spare, so that the number of ranks stays and the result is to the bit that of an
-undisturbed run. A node that was lost comes back as the spare.
+Two nodes train and the third is a spare, so that the number of ranks is constant and the result is bit-identical to an
+undisturbed run. A lost node joins again as the spare.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NodeGroup:
         self.jobs[place] = self.lab[place].start(*words, env=self.env)
 
     def seconds_after(self, at: float, ranks: int) -> float:
-        """Wait until a new group of so many ranks has committed a step. Return how long after `at` that was."""
+        """Wait until a new group of this many ranks has committed a step. Return the seconds since `at`."""
 
         def took() -> float | None:
             return oracle.delay(self.this.folder, at, ranks)
@@ -52,7 +52,7 @@ class NodeGroup:
         return until(took, oracle.LONG / 4, f"a step of {ranks} ranks\n{self.texts()}") or 0.0
 
     def end(self) -> None:
-        """End the training at the next epoch, and expect that all nodes end well."""
+        """End the training at the next epoch, and check that all nodes succeed."""
         (self.this.folder / "end").touch()
         codes = {place: job.wait(oracle.LONG / 4) for place, job in sorted(self.jobs.items())}
         assert set(codes.values()) == {0}, f"exit codes {codes}\n{self.texts()}"
@@ -63,7 +63,7 @@ class NodeGroup:
 
 @contextlib.contextmanager
 def node_group(this: Round, *options: str, **variables: str) -> Iterator[NodeGroup]:
-    """Three nodes on which torch is imported already. Nothing may be left on them at the end."""
+    """Yield three nodes with torch already imported. Nothing may be left on them at the end."""
     home, tmp = this.folder / "home", this.folder / "tmp"
     tmp.mkdir()
     env = {"TMPDIR": str(tmp), "PHALANX_HOME": str(home), "OMP_NUM_THREADS": "1", "PAUSE": "0.02", **variables}
@@ -90,7 +90,7 @@ def _left(lab: Lab) -> list[str]:
 
 
 def kill(nodes: NodeGroup, place: int) -> None:
-    """The agent alone, or everything on the node."""
+    """Kill the agent alone, or everything on the node."""
     if nodes.this.chance.random() < 0.5:
         nodes.jobs[place].signal(signal.SIGKILL)
     else:
@@ -106,7 +106,7 @@ def stop(nodes: NodeGroup, place: int) -> None:
 
 
 def lost(fault: Callable[[NodeGroup, int], None], *, leads: bool) -> Callable[[Round], Played]:
-    """One of the two nodes that train is lost, the spare takes its place, and the lost one comes back as a spare."""
+    """One of the two training nodes is lost, the spare replaces it, and the lost one joins again as a spare."""
 
     def play(this: Round) -> Played:
         seconds = []
@@ -136,7 +136,7 @@ def lost(fault: Callable[[NodeGroup, int], None], *, leads: bool) -> Callable[[R
 
 
 def _leave(nodes: NodeGroup, place: int) -> None:
-    """Let the lost node run again, if it still can: it finds that the others have left it, and ends."""
+    """Let the lost node run again, if it still can: it detects that the others have dismissed it, and ends."""
     nodes.lab[place].link(True)
     with contextlib.suppress(ProcessLookupError):
         os.kill(nodes.jobs[place].pid, signal.SIGCONT)
@@ -172,14 +172,14 @@ def parted(this: Round) -> Played:
             assert len(dismissed) == 1, f"fault {number + 1}: nodes {dismissed} ended\n{nodes.texts()}"
         nodes.end()
         close(this)
-        # The time before the dismissal is part of what it has cost.
+        # The time before the dismissal is part of its cost.
         told = re.findall(r"was dismissed; regrouped, .*after \d+ s without a step", nodes.jobs[0].both)
         assert len(told) == this.faults, nodes.texts()
     return Played(this.faults, this.faults, seconds)
 
 
 def close(this: Round) -> None:
-    """Each sample once per epoch, ranks alike at the end, and parameters that differ by rounding alone."""
+    """Check: each sample once per epoch, equal ranks at the end, and parameters that differ only by rounding."""
     steps, parameters = json.loads((this.folder / "end.0").read_text())
     assert all(json.loads(path.read_text()) == [steps, parameters] for path in this.folder.glob("end.*"))
     oracle.check_samples(oracle.read(this.folder)[0], steps)

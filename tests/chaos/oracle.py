@@ -1,4 +1,4 @@
-"""What has to be true of a training that was disturbed, and how long each fault has held it up."""
+"""What must hold for a disturbed training, and how long each fault has delayed it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.contract import events
-from tests.kit.cli import Env, phalanx, stage
+from tests.kit.cli import Env, phalanx, warm_environment
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
 SAMPLES, EPOCH = 96, 8  # samples and steps of an epoch
 LONG = 180.0  # seconds: a bound for hangs, not for slowness
-SLOW = 20.0  # seconds of a recovery that is worth a look, on any machine
+SLOW = 20.0  # seconds of a recovery that must be investigated, on any machine
 Parameters = dict[str, list[float]]
 
 
@@ -46,7 +46,7 @@ class Commit:
 
 
 def read(folder: Path) -> tuple[list[Take], list[Commit]]:
-    """Read what all ranks have written by now."""
+    """Read what all ranks have written so far."""
     takes, commits = [], []
     for path in folder.glob("log.*"):
         rank = int(path.suffix[1:])
@@ -61,12 +61,12 @@ def read(folder: Path) -> tuple[list[Take], list[Commit]]:
     return takes, commits
 
 
-_places: list[Env] = []  # of the round that is being played: its fork server serves undisturbed runs, too
+_places: list[Env] = []  # of the current round: its fork server also serves undisturbed runs
 
 
 @contextlib.contextmanager
 def using(env: Env) -> Iterator[None]:
-    """Run what is undisturbed in these places, too, as long as the block lasts."""
+    """Run undisturbed trainings in this environment, too, during the block."""
     _places.append(env)
     try:
         yield
@@ -76,7 +76,7 @@ def using(env: Env) -> Iterator[None]:
 
 @functools.cache
 def _undisturbed(ranks: int, epochs: int, dropout: str) -> list[Parameters]:
-    places = contextlib.nullcontext(_places[-1]) if _places else stage("torch._dynamo")
+    places = contextlib.nullcontext(_places[-1]) if _places else warm_environment("torch._dynamo")
     with places as env, tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
         words = ("run", "-g", str(ranks), "--cpu", "--quiet", SCRIPT, folder, "[]")
         done = phalanx(*words, env={**env, "EPOCHS": str(epochs), "DROPOUT": dropout}, timeout=LONG)
@@ -85,13 +85,14 @@ def _undisturbed(ranks: int, epochs: int, dropout: str) -> list[Parameters]:
 
 
 def undisturbed(ranks: int, epochs: int, dropout: str = "0.2") -> Parameters:
-    """The parameters of an undisturbed run after so many epochs."""
-    made = next((made for made in (7, 25, 100) if epochs <= made), -(-epochs // 300) * 300)  # one answers for many
+    """Return the parameters of an undisturbed run after this many epochs."""
+    # one run covers many numbers of epochs
+    made = next((made for made in (7, 25, 100) if epochs <= made), -(-epochs // 300) * 300)
     return _undisturbed(ranks, made, dropout)[epochs - 1]
 
 
 def check_samples(takes: Iterable[Take], steps: int) -> None:
-    """Every sample counts once per epoch. A step that was done again counts as its last group did it."""
+    """Check that every sample counts once per epoch. Of a repeated step, the last group counts."""
     by_step: dict[int, list[Take]] = defaultdict(list)
     for take in takes:
         by_step[take.step].append(take)
@@ -106,7 +107,7 @@ def check_samples(takes: Iterable[Take], steps: int) -> None:
 
 
 def check(folder: Path, ranks: int, *, epochs: int | None = None) -> None:
-    """The training is complete: parameters to the bit as undisturbed, on all ranks, and each sample once per epoch."""
+    """Check that the training is complete: bit-identical parameters on all ranks, and each sample once per epoch."""
     ends = [json.loads((folder / f"end.{rank}").read_text()) for rank in range(ranks)]
     steps, parameters = ends[0]
     assert all(end == ends[0] for end in ends), f"ranks differ at the end: steps {[end[0] for end in ends]}"
@@ -119,11 +120,11 @@ def check(folder: Path, ranks: int, *, epochs: int | None = None) -> None:
 
 
 def delay(folder: Path, fault: float, ranks: int, *, regroup: bool = True) -> float | None:
-    """Seconds from a fault to the next commit, by a group of at least so many ranks, of a step that none had committed
-    before. None if there is none yet.
+    """Return the seconds from a fault to the next commit, by a group of at least this many ranks, of a step that none
+    had committed before. None if there is none yet.
 
     One rank that has committed a step is enough: all ranks of its group took part. Another one may die at the next
-    fault before it has written that it committed the step, too; to wait for its line would count later recoveries.
+    fault before it has recorded the commit; waiting for its line would count later recoveries.
 
     `regroup`: the fault has ended the group, and a step of the next one counts. A rank may commit one more step in the
     moment before it dies, or before the others notice.
@@ -139,7 +140,9 @@ def delay(folder: Path, fault: float, ranks: int, *, regroup: bool = True) -> fl
 
 
 def delays(folder: Path, faults: Iterable[tuple[float, bool]], ranks: int) -> list[float]:
-    """The delay of each fault, given as its time and whether it ends the group: in a group of so many ranks."""
+    """Return the delay of each fault, given as its time and whether it ends the group: in a group of this many
+    ranks.
+    """
     found = [delay(folder, fault, ranks, regroup=regroup) for fault, regroup in faults]
     late = [number for number, took in enumerate(found, 1) if took is None]
     assert not late, f"no step was committed after the faults {late}"
@@ -147,7 +150,7 @@ def delays(folder: Path, faults: Iterable[tuple[float, bool]], ranks: int) -> li
 
 
 def slow(err: str, faults: Iterable[float], seconds: Iterable[float]) -> list[str]:
-    """What happened between each fault whose recovery took very long and its end: the output and events of the run."""
+    """Return output and events of the run between each fault with a very slow recovery and its end."""
     found = [(fault, took) for fault, took in zip(faults, seconds, strict=True) if took > SLOW]
     if not found:
         return []
@@ -165,12 +168,12 @@ def slow(err: str, faults: Iterable[float], seconds: Iterable[float]) -> list[st
 
 
 def happened(err: str) -> list[events.AnyEvent]:
-    """The events of the run that printed this."""
+    """Return the events of the run that printed this."""
     folder = Path(re.findall(r"output in (\S+)", err)[0])
     return [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
 
 
 def placed(folder: Path) -> list[float]:
-    """When each fault that the script itself made happened, in the order of their numbers."""
+    """Return the times of the faults that the script itself made, in the order of their numbers."""
     paths = sorted(folder.glob("victim *"), key=lambda path: int(path.name.split()[1]))
     return [float(path.read_text().split()[1]) for path in paths]

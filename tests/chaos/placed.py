@@ -24,14 +24,14 @@ RECOVERING = ("import", "connect", "join", "handover")
 
 
 def spread(chance: random.Random, ranks: int, count: int, *ways: str) -> list[Fault]:
-    """So many faults, one after another, with at least two steps between them."""
+    """Return this many faults, one after another, with at least two steps between them."""
     return [
         [step, chance.randrange(ranks), chance.choice(ways), chance.choice(STEPS)] for step in _steps(chance, count)
     ]
 
 
 def in_recovery(chance: random.Random, ranks: int, count: int) -> list[Fault]:
-    """Ranks die, and while the group forms again, one dies at a place of that recovery, or the store does."""
+    """Ranks die, and while the group forms again, one dies at a point of that recovery, or the store does."""
     faults: list[Fault] = []
     for step in _steps(chance, (count + 1) // 2):
         first = len(faults)
@@ -40,7 +40,7 @@ def in_recovery(chance: random.Random, ranks: int, count: int) -> list[Fault]:
         if len(faults) == count:
             break
         where = chance.choice(RECOVERING)
-        # Only a rank that is new imports; everyone comes to the other places.
+        # Only a new rank imports; every rank reaches the other points.
         who = victim if where == "import" else chance.randrange(ranks)
         how = "store" if where == "join" and chance.random() < 0.5 else "kill"
         faults.append([0, who, how, where, first])
@@ -48,7 +48,7 @@ def in_recovery(chance: random.Random, ranks: int, count: int) -> list[Fault]:
 
 
 def at_a_save(chance: random.Random, ranks: int, count: int) -> list[Fault]:
-    """Rank 0 dies before the file of a checkpoint gets its name, or a rank at the end of an epoch."""
+    """Rank 0 dies before the file of a checkpoint is renamed, or a rank at the end of an epoch."""
     faults: list[Fault] = []
     for number, step in enumerate(_steps(chance, count)):
         if number % 2:
@@ -63,7 +63,7 @@ def all_at_once(chance: random.Random, ranks: int, count: int) -> list[Fault]:
 
 
 def together(chance: random.Random, ranks: int, count: int) -> list[Fault]:
-    """Two ranks at the same step. A fault of this kind is one death."""
+    """Two ranks die at the same step. A fault of this kind is one death."""
     faults: list[Fault] = []
     for step in _steps(chance, (count + 1) // 2):
         victims = chance.sample(range(ranks), 2)
@@ -79,7 +79,7 @@ def _steps(chance: random.Random, count: int) -> Iterator[int]:
 
 
 def placed(plan: Plan, *options: str, ranks: tuple[int, ...] = (2, 3), **env: str) -> Callable[[Round], Played]:
-    """A run whose script makes the faults of a plan."""
+    """Return a kind whose script makes the faults of a plan."""
 
     def play(this: Round) -> Played:
         count = this.chance.choice(ranks)
@@ -103,7 +103,7 @@ def needed(faults: list[Fault]) -> int:
 
 
 def judged(this: Round, done: Result, ranks: int, epochs: int, *, code: int = 0, regroup: bool = True) -> Played:
-    """The run is complete, and every fault has happened. `regroup`: each has ended the group."""
+    """Check that the run is complete, and that every fault has happened. `regroup`: each has ended the group."""
     assert done.code == code, f"exit code {done.code}\n{done.out}\n{done.err}"
     oracle.check(this.folder, ranks, epochs=epochs)
     times = oracle.placed(this.folder)
@@ -112,7 +112,7 @@ def judged(this: Round, done: Result, ranks: int, epochs: int, *, code: int = 0,
     return Played(this.faults, this.faults, seconds, oracle.slow(done.err, times, seconds))
 
 
-# -- what needs more than a plan
+# -- kinds without a plan
 
 
 def children(this: Round) -> Played:
@@ -143,7 +143,7 @@ def exit_0(this: Round) -> Played:
 
 
 def edited(this: Round) -> Played:
-    """The script and its module are changed, broken or deleted on the disk before a rank dies."""
+    """The script and its module are changed, broken or deleted on disk before a rank dies."""
     source = this.folder / "source"
     shutil.copytree(Path(oracle.SCRIPT).parent, source)
     ways = [f"edit {way}" for way in ("constant", "syntax", "delete")]
@@ -157,7 +157,7 @@ def edited(this: Round) -> Played:
 
 
 def greedy(this: Round) -> Played:
-    """Ranks take all memory of their cgroup, and the kernel kills them."""
+    """Ranks use all memory of their cgroup, and the kernel kills them."""
     faults = spread(this.chance, 2, this.faults, "greedy")
     epochs = needed(faults)
     words = ("run", "-g", "2", "--cpu", oracle.SCRIPT, str(this.folder), json.dumps(faults))

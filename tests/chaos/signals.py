@@ -10,18 +10,18 @@ from tests.chaos import oracle
 from tests.chaos.campaign import Played, Round
 from tests.kit.cli import start
 
-SILENT = ("--worker-timeout", "4s")  # longer than a healthy rank waits for a core on a busy machine
+SILENT = ("--worker-timeout", "4s")  # longer than a healthy rank waits for a core on a loaded machine
 _DONE = re.compile(r"chaos: no more faults, (\d+) of (\d+) recovered")
 
 
 def injected(err: str) -> list[tuple[float, bool]]:
-    """When `phalanx chaos` has injected each fault, and whether it hit a rank: a group survives the others."""
+    """Return when `phalanx chaos` has injected each fault, and whether it hit a rank: a group survives the others."""
     notes = [event for event in oracle.happened(err) if isinstance(event, events.NoteEvent)]
     return [(note.time, " to rank " in note.text) for note in notes if note.text.startswith("chaos: fault ")]
 
 
 def sent(*kinds: str, options: tuple[str, ...] = (), ranks: tuple[int, ...] = (2, 2, 3)) -> Callable[[Round], Played]:
-    """A run that `phalanx chaos` disturbs by these kinds, at random times."""
+    """Return a kind in which `phalanx chaos` injects these faults, at random times."""
 
     def play(this: Round) -> Played:
         count = this.chance.choice(ranks)

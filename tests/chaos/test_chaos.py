@@ -1,4 +1,4 @@
-"""A tenth of the faults on one host, by the seed of the whole campaign: `make chaos` runs all of it.
+"""A tenth of the faults on one host, with the seed of the whole campaign: `make chaos` runs all of it.
 
 Faults of nodes are in tests/e2e/test_elastic.py.
 """
@@ -46,7 +46,7 @@ def test_a_plan_has_as_many_faults_as_asked(plan: placed.Plan) -> None:
         assert all(0 <= rank < 3 for _, rank, *_ in faults)
 
 
-# -- a violation is found, and named
+# -- a violation is detected, and named
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ def epoch(folder: Path, group: str) -> None:
 def test_a_sample_that_counts_twice_or_never_is_found(tmp_path: Path) -> None:
     epoch(tmp_path, "0")
     oracle.check_samples(oracle.read(tmp_path)[0], 8)
-    # Step 3 again, in another group: what that one took counts, whatever the first did.
+    # Step 3 again, in another group: the samples of that group count, whatever the first did.
     for rank, places in enumerate((range(24, 30), range(30, 36))):
         write(tmp_path, rank, (9.0, "1", 3, list(places)))
     oracle.check_samples(oracle.read(tmp_path)[0], 8)
@@ -123,7 +123,7 @@ def test_a_sample_that_counts_twice_or_never_is_found(tmp_path: Path) -> None:
 def test_a_delay_ends_with_the_first_step_of_the_next_group(tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path, rank, (1.0, "0", 1, [0]), (1.1, "0", 1, None), (2.0, "0", 2, [0]))
-    write(tmp_path, 0, (2.2, "0", 2, None))  # before it notices
+    write(tmp_path, 0, (2.2, "0", 2, None))  # before it detects it
     assert oracle.delay(tmp_path, 2.1, 2) is None
     for rank in range(2):
         write(tmp_path, rank, (4.0, "1", 3, [0]))
@@ -135,7 +135,7 @@ def test_a_delay_ends_with_the_first_step_of_the_next_group(tmp_path: Path) -> N
 
 
 def test_a_delay_ends_before_the_next_fault(tmp_path: Path) -> None:
-    """Rank 1 dies after the step that ends its recovery is committed, and before it has written that: three times."""
+    """Rank 1 dies after the step that ends its recovery is committed, and before it has recorded that: three times."""
     for rank in range(2):
         write(tmp_path, rank, (1.0, "0", 1, [0]), (1.1, "0", 1, None))
     for group in (1, 2, 3):

@@ -65,7 +65,7 @@ def values(of: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def expected(parts: list[torch.Tensor], how: Reduction, places: str) -> torch.Tensor:
-    """Machine by machine; of 16 bits in 32."""
+    """Return the expected result: host by host; 16-bit types in 32 bits."""
     wide = torch.float32 if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0].dtype
     machines = neighbours.by_host([*places], 0).hosts
     totals = [reduced([parts[rank].to(wide) for rank in ranks], Reduction(how.op, how.scale)) for ranks in machines]
@@ -154,7 +154,7 @@ def others(engine: HierarchicalEngine) -> None:
 
 def results(places: str) -> None:
     def work(rank: int, _: int, path: str) -> None:
-        collectives.PIECE, leader_reduce.SMALL = 1 << 13, 1 << 10  # so that little has many pieces
+        collectives.PIECE, leader_reduce.SMALL = 1 << 13, 1 << 10  # so that small data has many pieces
         engine = group(places, rank, path)
         for count in (0, 7, 6011):
             reductions(engine, places, count)
@@ -167,7 +167,7 @@ def results(places: str) -> None:
     sys.exit(any(ends))
 
 
-# -- what goes wrong: four ranks, two on each machine
+# -- failures: four ranks, two on each machine
 
 
 def _all_reduce(engine: HierarchicalEngine, timeout: float = LIMIT) -> None:

@@ -1,4 +1,4 @@
-"""Ranks as forks of the test, which share memory: what each of them returns, or raises."""
+"""Ranks as forks of the test, which share memory: returns their results or exceptions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.collectives.engines import segment
 from phalanx.collectives.engines.shm import ShmEngine
 from phalanx.contract import shared_memory
 
-LIMIT = 60.0  # seconds; for a machine that is full
+LIMIT = 60.0  # seconds, for a loaded machine
 
 
 def ranks(
@@ -30,7 +30,7 @@ def ranks(
     direct: bool = True,
     names: Sequence[int] | None = None,
 ) -> list[Any]:
-    """What `body` returns in each rank; of one that is killed, the signal's negative number."""
+    """Return the result of `body` in each rank; for a killed one, the negative signal number."""
     fd = shared_memory.create("phalanx", _native.memory(size, slot))
     pids = mmap.mmap(-1, 4096)
     pipes = [os.pipe() for _ in range(size)]
@@ -56,7 +56,7 @@ class _Failed:
 
 
 def _be(fd: int, rank: int, size: int, body: Any, shared: mmap.mmap, pipe: int, how: Any, names: Sequence[int]) -> None:
-    signal.alarm(int(LIMIT))  # nobody is left behind
+    signal.alarm(int(LIMIT))  # no process is left behind
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     answer: Any
@@ -64,7 +64,7 @@ def _be(fd: int, rank: int, size: int, body: Any, shared: mmap.mmap, pipe: int, 
         while 0 in (pids := struct.unpack_from(f"{size}i", shared)):
             time.sleep(0.001)
         answer = body(ShmEngine(fd, rank, pids, names, LIMIT, **how), rank)
-    except BaseException:  # whatever it is, the test is to see it
+    except BaseException:  # the test must see any exception
         answer = _Failed(f"rank {rank}: {traceback.format_exc()}")
     with os.fdopen(pipe, "wb") as out:
         pickle.dump(answer, out)

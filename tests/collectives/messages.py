@@ -1,7 +1,7 @@
-"""Messages between forked ranks, each scene its own group: `python -m tests.collectives.messages`.
+"""Messages between forked ranks, each scene with its own group: `python -m tests.collectives.messages`.
 
 A program, because a process that forks should have no threads; one for all scenes, because torch is slow to import. It
-prints what went wrong in each, as JSON.
+prints the errors of each as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from phalanx.collectives.errors import CollectiveMismatch, CollectiveTimeout, Gr
 SLOT = 4096
 PATIENCE = 60.0
 LARGE = 300_000  # bytes: offered, not copied into the ring
-SOON = 5.0  # seconds: what takes 0.1 s on a machine that is not busy
+SOON = 5.0  # seconds: takes 0.1 s on an idle machine
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ def plans(place: Place) -> None:
     """Each message arrives once, whole, and in the order of sending by source and tag, whenever it is received."""
     for seed in range(8):
         _plan(place, seed)
-        place.engine.barrier(PATIENCE)  # or the next plan's messages are anyone's too
+        place.engine.barrier(PATIENCE)  # otherwise receives from any source could get messages of the next plan
 
 
 def _plan(place: Place, seed: int) -> None:
     common = random.Random(seed)
     own = random.Random(seed * 100 + place.rank)
     sizes = (0, 1, 16, 100, 8192, 8193, 40_000, LARGE)
-    # Tags from 10 are received from anyone: all of one size, so that the first to come fits.
+    # Tags from 10 are received from any source: all of one size, so that the first one matches.
     messages = [(common.randrange(4), common.randrange(4), common.choice((0, 1, 2, 10, 11))) for _ in range(60)]
     letters = [
         (source, to, tag, number, 5000 * (tag - 9) if tag >= 10 else common.choice(sizes))
@@ -159,7 +159,7 @@ def _brief(all_: list[bytes]) -> list[tuple[int, str]]:
 
 @scene(2)
 def last_first(place: Place) -> None:
-    """Many large messages, asked for in the reverse order of their tags."""
+    """Many large messages, received in the reverse order of their tags."""
     if place.rank == 0:
         sent = [place.send(content(tag, 20_000 + tag), 1, tag) for tag in range(200)]
         assert all(message.wait() for message in sent)
@@ -171,7 +171,7 @@ def last_first(place: Place) -> None:
 
 @scene(2)
 def both_full(place: Place) -> None:
-    """More small messages than a ring holds, both ways, before anybody asks for one."""
+    """More small messages than a ring holds, both ways, before the first receive."""
     other = 1 - place.rank
     sent = [place.send(content(number, 3000), other) for number in range(200)]
     sent.append(place.send(content(7, LARGE), other, 1))
@@ -183,12 +183,12 @@ def both_full(place: Place) -> None:
 
 @scene(2)
 def while_computing(place: Place) -> None:
-    """The receiver does not wait, and a message that has begun arrives."""
+    """The receiver does not wait, and a started message arrives."""
     for size in (20_000, LARGE, 3_000_000):
         if place.rank == 0:
             arriving = place.recv(size, 1)
             place.signal(1)
-            place.told()  # the other's send is over, and we have done nothing for it
+            place.told()  # the other's send is complete, without any action here
             assert arriving.wait() == content(size, size)
         else:
             place.told()
@@ -198,7 +198,7 @@ def while_computing(place: Place) -> None:
 
 @scene(2)
 def long_awaited(place: Place) -> None:
-    """Nobody is woken all the time for a message that does not come; once it does, it arrives."""
+    """No thread is woken repeatedly for a message that does not arrive; once sent, it arrives."""
     if place.rank == 1:
         place.told()
         place.send(content(4, 100), 0).wait()
@@ -216,7 +216,7 @@ def long_awaited(place: Place) -> None:
 
 
 def _woken() -> int:
-    """How often threads of this process have slept."""
+    """Return how often threads of this process have slept."""
     found = 0
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/status") as file:
@@ -240,7 +240,7 @@ def beside_collectives(place: Place) -> None:
 
 @scene(2)
 def let_go(place: Place) -> None:
-    """A message whose sender has let go of everything still has what it was made of."""
+    """A message whose sender has dropped all references still has its data."""
     if place.rank == 0:
         for tag in range(4):
             place.send(content(tag, LARGE), 1, tag)
@@ -275,7 +275,7 @@ def sizes_differ(place: Place) -> None:
 
 @scene(3)
 def dead_sender(place: Place) -> None:
-    """What rank 1 has copied arrives, what was to be fetched from it does not, and the others continue."""
+    """Data that rank 1 has copied arrives, data that must be read from it does not, and the others continue."""
     if place.rank == 1:
         place.send(b"last", 0, 1)
         place.send(bytes(LARGE), 0, 2)
@@ -305,7 +305,9 @@ def dead_sender(place: Place) -> None:
 
 @scene(2)
 def dead_receiver(place: Place) -> None:
-    """At each point of a large message: not asked for, or begun; and where the ring may be full of small ones."""
+    """At each point of a large message: not received yet, or started; also with a ring that may be full of small
+    ones.
+    """
     if place.rank == 1:
         place.recv(20_000_000, 0, 1)
         place.told()
@@ -326,7 +328,7 @@ def dead_receiver(place: Place) -> None:
 
 @scene(2)
 def killed_while_reading(place: Place) -> None:
-    """A sender that dies while its memory is read, again and again."""
+    """A sender that dies while its memory is read, repeatedly."""
     if place.rank == 1:
         for _ in range(3):
             place.send(bytes(64_000_000), 0)
@@ -382,7 +384,7 @@ def too_late(place: Place) -> None:
             lambda: place.get(8, ANY_SOURCE, 3, 0.1),
         )
         arriving = place.recv(8, 1, 4)
-        assert not arriving.message.wait(0.05)  # asks for less than it has
+        assert not arriving.message.wait(0.05)  # requests less than was sent
         assert not arriving.message.done()
         text = "send timed out: it waited 0.1 s for rank 1 (tag 3)"
         raises(CollectiveTimeout, text, lambda: place.send(content(1, LARGE), 1, 3, 0.1).wait())
@@ -392,14 +394,14 @@ def too_late(place: Place) -> None:
         place.told()
         raises(
             CollectiveTimeout, "recv timed out", lambda: place.get(LARGE, 0, 3)
-        )  # it was taken back: nothing to be read
+        )  # it was cancelled: there is nothing to read
         place.send(b"in time!", 0, 4)
     place.engine.barrier(PATIENCE)
 
 
 @scene(2)
 def interrupted(place: Place) -> None:
-    """A signal's handler runs while its thread waits, and what it raises ends that."""
+    """A signal handler runs while its thread waits, and its exception ends the wait."""
     if place.rank == 0:
 
         def stop(number: int, frame: object) -> None:
@@ -426,7 +428,7 @@ def interrupted(place: Place) -> None:
 
 
 def play(name: str, *, direct: bool) -> str:
-    """What went wrong, of any rank."""
+    """Return the errors of all ranks."""
     ranks, function = SCENES[name]
     fd = os.memfd_create("messages", os.MFD_CLOEXEC)
     os.ftruncate(fd, _native.memory(ranks, SLOT))

@@ -1,6 +1,6 @@
-"""What needs a real GPU, as a plain script for a machine that has one: python tests/e2e/gpu_check.py
+"""Checks that need a real GPU, as a plain script: python tests/e2e/gpu_check.py
 
-One GPU is enough, and all that NCCL allows of one: a world of one rank.
+One GPU is enough. NCCL allows one rank per GPU, so the world has one rank.
 """
 
 from __future__ import annotations

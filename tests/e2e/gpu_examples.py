@@ -75,13 +75,13 @@ def phalanx(*args: str) -> tuple[int, str, float]:
 
 
 def try_out(case: Case, where: tuple[str, ...]) -> str:
-    """A row, or in its last word what is wrong."""
+    """Run a case. Return a row; its last word is the error, if any."""
     (WORK / "probe.py").write_text(PROBE)
     example, *options = case.words
     code, text, took = phalanx("run", "-g", "1", *where, str(WORK / "probe.py"), str(EXAMPLES / example), *options)
     found = re.findall(case.result, text)
     device = re.search(r"on (\S+) by (\S+), (\d+) MiB", text)
-    plain = example.endswith("_ddp.py")  # not a script of phalanx: nobody says its device
+    plain = example.endswith("_ddp.py")  # not a script of phalanx: it does not report its device
     fine = code == 0 and found and case.least <= float(found[-1]) <= case.most
     fine = fine and (plain or where or (device is not None and device[1].startswith("cuda") and "nccl" in device[2]))
     speed = "" if plain else f"{steady(case.batch):.0f}"
@@ -93,7 +93,9 @@ def try_out(case: Case, where: tuple[str, ...]) -> str:
 
 
 def steady(batch: int) -> float:
-    """Samples a second after the first epoch, which compiles and warms up; what is tested between epochs is in it."""
+    """Return samples per second after the first epoch, which compiles and warms up; includes evaluations between
+    epochs.
+    """
     newest = max(WORK.glob("home/runs/*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     steps = [json.loads(line) for line in newest.read_text().splitlines()]
     first, last = next(step for step in steps if step["epoch"] == 1), steps[-1]
@@ -106,7 +108,7 @@ def main() -> int:
     print(f"{'':24}{'seconds':>8}{'result':>10}{'samples/s':>12}{'MiB':>8}")
     wrong = [try_out(case, where) for case in CASES if not names or case.name in names]
     if not names:
-        # CPU ranks beside a GPU: more of them than there are GPUs, and none of them touches one.
+        # CPU ranks beside a GPU: more of them than GPUs, and none of them uses one.
         for words in (("demo",), ("run", "-g", "2", "--cpu", str(EXAMPLES / "digits.py"), "--at-least", "95")):
             code, text, took = phalanx(*words)
             print(f"{words[0] + ' on CPUs':24}{took:8.1f}{'':30}  {'FAIL' if code else 'ok'}")

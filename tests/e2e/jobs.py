@@ -1,4 +1,4 @@
-"""The same command on several nodes of a lab, and the processes that are left of it."""
+"""Runs the same command on several nodes of a lab, and finds its processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.kit.lab import Lab
 from tests.kit.lab.node import Home
 
 TOKEN = "5e" * 32  # of nodes that share no disk
-PLAIN = ("--fresh", "--cpu")  # starts in no time: for scripts that do without torch
+PLAIN = ("--fresh", "--cpu")  # starts fast: for scripts without torch
 
 
 def together(
     lab: Lab, *words: str, ranks: Sequence[int] = (2, 1), home: Home = "shared", env: Env | None = None
 ) -> list[Handle]:
-    """`phalanx run … WORDS` on as many nodes as there are numbers of ranks; the first of them leads."""
+    """Start `phalanx run … WORDS` on as many nodes as there are numbers of ranks; the first of them leads."""
     env = {**(env or {}), **({"PHALANX_TOKEN": TOKEN} if home == "own" else {})}
     same = ("-n", str(len(ranks)), "-g", ",".join(map(str, ranks)), "--master", lab[0].name)
     return [lab[place].start("run", *same, "-i", str(place), *words, home=home, env=env) for place in range(len(ranks))]
@@ -28,12 +28,12 @@ def codes(jobs: Sequence[Handle], timeout: float = 60) -> list[int]:
 
 
 def texts(jobs: Sequence[Handle]) -> str:
-    """For the message of a failure."""
+    """Return the output, for the message of a failure."""
     return "\n".join(f"--- node {place}\n{job.both[-4000:]}" for place, job in enumerate(jobs))
 
 
 def alive(lab: Lab) -> list[str]:
-    """What runs on the nodes, beside services of the lab."""
+    """Return the processes on the nodes, without services of the lab."""
     found = [(node.name, command) for node in lab for _, command in node.processes()]
     return [f"{name}: {command}" for name, command in found if sys.executable in command]
 

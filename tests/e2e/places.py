@@ -1,4 +1,4 @@
-"""Where the scripts of the end-to-end tests lie, and what their output says."""
+"""The folder of the scripts of the end-to-end tests, and parsers of their output."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def script(name: str) -> str:
 
 
 def pids(job: Handle, pattern: re.Pattern[str], count: int) -> list[int]:
-    """Of the processes that have said so by now, in the order of their ranks."""
+    """Return the pids of the processes that have printed them so far, in rank order."""
     found = {(int(match[1]), int(match[2])) for match in job.wait_for(pattern, count)}
     return [pid for _, pid in sorted(found)]

@@ -1,4 +1,4 @@
-"""A debugger in one rank: at a breakpoint, in the run's terminal or later; wherever it is; on another node."""
+"""A debugger in one rank: at a breakpoint, in the run's terminal or later; at any place; on another node."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SCRIPT = script("debugged.py")
 LINE = next(number for number, line in enumerate(Path(SCRIPT).read_text().splitlines(), 1) if "breakpoint()" in line)
 PROMPT = "(Pdb) "
 
-staged = pytest.mark.xdist_group("attach")  # they share what has torch imported
+staged = pytest.mark.xdist_group("attach")  # they share a warm fork server
 
 
 @pytest.fixture(scope="module")
 def env() -> Iterator[Env]:
-    with cli.stage() as env:
+    with cli.warm_environment() as env:
         yield env
 
 
@@ -35,7 +35,7 @@ def words(mode: str, folder: Path) -> tuple[str, ...]:
 
 
 def typed(job: Terminal, *commands: str, before: int = 0) -> None:
-    """Each at its own prompt."""
+    """Type each line at its own prompt."""
     for count, command in enumerate(commands, before + 1):
         job.wait_for(PROMPT, count)
         job.send(command.encode())
@@ -110,7 +110,7 @@ def test_a_running_rank_is_looked_at_and_continues(env: Env, tmp_path: Path) -> 
         held.wait_for(PROMPT, 6)
         (first,) = re.findall(r"p step \+ 0\r?\n(\d+)\r?\n", held.out)
         assert f"'step {first}'" in held.out
-        typed(held, "cl 1\n", "c\n", before=5)  # nothing to stop at any more: it is let go
+        typed(held, "cl 1\n", "c\n", before=5)  # no breakpoint left: the rank continues
         assert held.wait() == 0
     with terminal("attach", "0", env=env) as lost:  # while nothing stops: no prompt would notice
         typed(lost, "b limit\n", "c\n")
@@ -122,7 +122,7 @@ def test_a_running_rank_is_looked_at_and_continues(env: Env, tmp_path: Path) -> 
     assert "debugged.py" in later.out
     assert int(re.findall(r"(?m)^\d+$", later.out)[0]) > int(first)
     stuck = attach(env, 1, "p rank + 100", "where")
-    assert "\n101\n" in stuck.out  # the frame of the script's own
+    assert "\n101\n" in stuck.out  # the frame of the script
     assert "barrier()" in stuck.out
     missing = attach(env, 2, "where")
     assert missing.code == 1

@@ -19,17 +19,17 @@ from tests.kit.cli import Env, Handle, free_port, start
 
 pytestmark = pytest.mark.xdist_group("browser")
 LINK = re.compile(r"see (http://127\.0\.0\.1:\d+/#[\w-]+)\n")
-# Red is for some seconds only: who is slow may look too late.
+# Red is shown for some seconds only: a slow machine may check too late.
 REDS = """window.reds = new Set(); new MutationObserver(() => {
     for (const row of document.querySelectorAll('.row.rank[data-health=dead]'))
         reds.add(`${row.dataset.rank} ${row.querySelector('.health').textContent}`);
 }).observe(document.getElementById('grid'), {subtree: true, attributes: true, attributeFilter: ['data-health']})"""
-LIMIT = 90.0  # seconds; on a machine that has other things to do
+LIMIT = 90.0  # seconds, for a loaded machine
 
 
 @pytest.fixture(scope="module")
 def env() -> Iterator[Env]:
-    with cli.stage("torch._dynamo") as env:
+    with cli.warm_environment("torch._dynamo") as env:
         yield env
 
 
@@ -68,11 +68,11 @@ async def look(link: str, join: Callable[[], Handle], folder: Path, one: Handle,
             assert [one.wait(60), other.wait(60)] == [0, 0], one.both + other.both
             assert await page.evaluate("document.querySelectorAll('.row.rank:not([hidden])').length") == 3
             await ended(page)
-            assert [error for error in errors if "net::" not in error] == []  # who served it has gone
+            assert [error for error in errors if "net::" not in error] == []  # the server has ended
 
 
 async def ended(page: Page) -> None:
-    """What can no longer be fetched is named, with the command that shows it."""
+    """Data that can no longer be fetched is named, with the command that shows it."""
     gone = "the run has ended, and the server of this page with it; in a terminal: phalanx"
     await page.click("#stderr")
     await sees(page, f"document.getElementById('log-note').textContent.includes('stderr: {gone} logs ')")
@@ -84,14 +84,14 @@ async def ended(page: Page) -> None:
 
 
 async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:
-    # The second node has joined: all ranks are there, and train.
+    # The second node has joined: all ranks exist and train.
     await sees(page, "document.getElementById('rendezvous').hidden")
     await sees(page, "document.querySelectorAll('.row.rank:not([hidden])').length === 3")
     healths = "[...document.querySelectorAll('.row.rank:not([hidden])')].map(one => one.dataset.health)"
     await sees(page, f"{healths}.every(health => !['starting', 'dead', 'stuck'].includes(health))")
     await sees(page, "Number(document.querySelector('#rank-2 .step').textContent.replace(/\\D/g, '')) > 5")
     await sees(page, "document.querySelector('#charts [data-curve=loss]')")
-    # One is stuck: it is named, with all stacks; and continues.
+    # One rank is stuck: it is named, with all stacks; then it continues.
     (folder / "stuck").touch()
     await sees(page, "/rank 1\\b/.test(document.getElementById('verdicts').textContent)")
     await sees(page, "document.querySelector('#rank-1')?.dataset.health === 'stuck'")
@@ -99,14 +99,14 @@ async def trains(page: Page, one: Handle, other: Handle, folder: Path) -> None:
     (folder / "stuck").unlink()
     await sees(page, "document.getElementById('verdicts').hidden")
     await sees(page, "document.querySelector('#event-list [data-kind=resumed]')")
-    # Another is killed: it is red for a while, and a new one is started.
+    # Another rank is killed: it is red for a while, and a new one is started.
     await page.evaluate(REDS)
     (folder / "die").touch()
     await sees(page, "reds.has('2 ✕ dead')")
     await sees(page, "document.querySelector('#event-list [data-kind=fault]')?.textContent.includes('rank 2')")
     await sees(page, "document.querySelector('#event-list [data-kind=recovered]')")
     await sees(page, f"{healths}.length === 3 && !{healths}.includes('dead')")
-    # What it has written.
+    # Its output.
     await page.keyboard.press("g")
     await page.keyboard.press("l")
     await sees(page, "document.getElementById('log').textContent.includes('is made')")

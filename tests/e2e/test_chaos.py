@@ -1,6 +1,6 @@
 """Faults on one node whose end or message matters, and `phalanx chaos`. Most faults are in tests/chaos.
 
-Nothing may be left behind: the fixtures of the kit look for processes, shared memory and files after every test.
+Nothing may be left behind: the fixtures of the kit check processes, shared memory and files after every test.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from phalanx.contract import events
 from phalanx.launcher.chaos import Chaos, InjectedFault, faults
 from tests.chaos import oracle
 from tests.e2e.places import script
-from tests.kit.cli import Env, Result, phalanx, stage, start, until
+from tests.kit.cli import Env, Result, phalanx, start, until, warm_environment
 from tests.kit.proc import below
 
 pytestmark = pytest.mark.xdist_group("chaos")  # they share an undisturbed run
 EPOCHS = 3
 PLAIN = "import os, time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
 LONG = 180  # seconds: a bound for hangs, not for slowness
-places: dict[str, str | None] = {}  # of the warm fork server, as long as there is one
+places: dict[str, str | None] = {}  # of the warm fork server, while it exists
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> Iterator[None]:
-    with stage("torch._dynamo") as env:
+    with warm_environment("torch._dynamo") as env:
         places.update(env)
         yield
         places.clear()
@@ -44,13 +44,13 @@ def words(folder: Path, *faults: list[Any], options: tuple[str, ...] = ()) -> tu
 
 
 def trained(folder: Path, *faults: list[Any], options: tuple[str, ...] = (), env: Env | None = None) -> Result:
-    """`env`: not told, torch is imported already."""
+    """Run the training. Default `env`: torch is already imported."""
     env = {"EPOCHS": str(EPOCHS), **(places if env is None else env)}
     return phalanx(*words(folder, *faults, options=options), timeout=LONG, env=env)
 
 
 def complete(folder: Path) -> None:
-    """The training is that of an undisturbed run."""
+    """Check that the training equals that of an undisturbed run."""
     oracle.check(folder, 2, epochs=EPOCHS)
 
 
@@ -60,7 +60,7 @@ def told(err: str) -> list[events.AnyEvent]:
 
 
 def recoveries(err: str) -> list[tuple[str, ...]]:
-    """The faults of every recovery, in their order."""
+    """Return the faults of every recovery, in order."""
     found: list[tuple[str, ...]] = []
     open_: list[str] = []
     for event in told(err):
@@ -76,12 +76,14 @@ def recoveries(err: str) -> list[tuple[str, ...]]:
 
 
 def replaced(err: str) -> list[str]:
-    """Survivors that gloo did not let go."""
+    """Return the survivors that gloo did not release."""
     return re.findall(r"(rank \d) cannot leave the group.*: SIGKILL", err)
 
 
 def recovered_from(err: str, *expected: tuple[str, ...]) -> None:
-    """From these faults, one after another, and from no others than those who could not leave the group."""
+    """Check that the run recovered from these faults in order, and otherwise only from ranks that could not leave the
+    group.
+    """
     found = recoveries(err)
     assert len(found) == len(expected), found
     more = [Counter(ours) - Counter(theirs) for ours, theirs in zip(found, expected, strict=True)]
@@ -115,8 +117,9 @@ def test_a_silent_rank_is_named_and_gone_before_it_is_replaced(tmp_path: Path) -
 
 
 def test_no_regroup_at_the_beginning_and_at_the_end(tmp_path: Path) -> None:
-    """Before a rank has called, and after its training has ended, a death is that of any script: a clear end, or where
-    restarts are allowed a new start, the second from the last checkpoint."""
+    """Before a rank has connected, and after its training has ended, a death is handled as for any script: a clear end,
+    or with restarts a new start, the second one from the last checkpoint.
+    """
     faults = [[0, 0, "pause", "import", -1], [0, 1, "kill", "import", -1], [5, 1, "late"]]
     done = trained(tmp_path, *faults, options=("--max-restarts", "1", "--checkpoints", str(tmp_path / "kept")))
     assert done.code == 137
@@ -129,12 +132,13 @@ def test_no_regroup_at_the_beginning_and_at_the_end(tmp_path: Path) -> None:
     complete(tmp_path)
 
 
-# -- the processes beside them
+# -- other processes
 
 
 def test_the_store_and_the_fork_server_are_killed(tmp_path: Path) -> None:
-    """The store in mid-training, which nobody notices; when the next group has need of it; while that group forms. The
-    fork server, and with it every rank: the run continues from the disk, and not from a save that was cut short."""
+    """The store is killed during the training, without an effect; when the next group needs it; while that group forms.
+    The fork server is killed, and every rank with it: the run continues from the disk, not from an incomplete save.
+    """
     faults = [
         [3, 1, "store"],
         [6, 1, "kill"],
@@ -204,8 +208,9 @@ os.register_at_fork(after_in_child=lambda: stop_once("fork"))
 
 
 def test_replacements_that_stop_before_they_answer_are_replaced(tmp_path: Path) -> None:
-    """Stopped are: a rank before it connects; a fork server while it imports, a store before its first heartbeat.
-    Ctrl-C ends the run while a replacement is stopped."""
+    """These are stopped: a rank before it connects; a fork server while it imports; a store before its first heartbeat.
+    Ctrl-C ends the run while a replacement is stopped.
+    """
     (tmp_path / "stops.py").write_text(STOPS)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     env = {"PAUSE": "0.1", "EPOCHS": "1000000", "STOPS": str(tmp_path), "PYTHONPATH": path}
@@ -223,7 +228,7 @@ def test_replacements_that_stop_before_they_answer_are_replaced(tmp_path: Path) 
             until(lambda: steps() > before + 3, LONG, "more steps")
 
         def pids() -> list[int]:
-            """The fork server, and the ranks."""
+            """Return the pids of the fork server and of the ranks."""
             found = told(job.err)
             ready = [event.pid for event in found if isinstance(event, events.ForkServerReady)]
             ranks = {event.rank: event.pid for event in found if isinstance(event, events.WorkerStarted)}
@@ -269,7 +274,7 @@ if "PHALANX_AGENT" in os.environ or "CLOCK" in os.environ:
 
 
 def test_setting_the_clock_changes_nothing(tmp_path: Path) -> None:
-    """A day forward and back, repeatedly: no restart budget is used up, and no rank counts as silent or slow."""
+    """A day forward and back, repeatedly: no restart is counted, and no rank counts as silent or slow."""
     (tmp_path / "sitecustomize.py").write_text(JUMPY)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     faults = [[3, 1, "kill"], [6, 0, "kill"], [9, 1, "kill"]]
@@ -278,11 +283,11 @@ def test_setting_the_clock_changes_nothing(tmp_path: Path) -> None:
     assert done.code == 137, done.err
     assert "2 recoveries were allowed, and are used up" in done.err
     times = [event.time for event in told(done.err)]
-    assert max(times) - min(times) > 80000  # it did jump
+    assert max(times) - min(times) > 80000  # the clock did jump
     assert all(0 < float(took) < LONG for took in re.findall(r"committed ([\d.-]+) s later", done.err))
 
 
-# -- scripts that know nothing of phalanx
+# -- scripts without phalanx
 
 
 def write(path: Path, text: str) -> str:
@@ -360,7 +365,7 @@ def test_chaos_injects_faults_and_reports_the_recoveries(tmp_path: Path) -> None
     assert len(re.findall(r"chaos: fault \d, SIG\w+ to (?:rank \d|the store)", done.err)) == 4
     said = r"chaos: 4 faults \([\w, ]+\), seed 1: all recovered"
     assert re.search(said + "; the run ended with exit code 0", done.err)
-    # The model from which page, screen and report are drawn has the number of the summary.
+    # The model behind page, screen and report has the number of the summary.
     (goodput,) = re.findall(r"s lost: goodput ([\d.]+%)", done.err)
     report = tmp_path / "report.html"
     told_ = phalanx("report", "-o", str(report), env=places)
@@ -397,8 +402,9 @@ def test_words_that_chaos_does_not_understand() -> None:
 
 @pytest.mark.timeout(3600)
 def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
-    """Rank 0 survives them all, unless gloo does not let it go once: it, the fork server and the agent have at the end
-    what they had in the beginning."""
+    """Rank 0 survives all faults, unless gloo does not release it once: it, the fork server and the agent use the same
+    resources at the end as at the beginning.
+    """
     count = int(os.environ.get("CHAOS_FAULTS", "16"))
     options = ("--kill-every", "0.2s", "--seed", "1", "--victims", "1", "--times", str(count))
     with start("chaos", *options, *words(tmp_path)[1:], env={"PAUSE": "0.05", "EPOCHS": "1000000"}) as job:
@@ -425,7 +431,7 @@ def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
 class Size(NamedTuple):
     descriptors: int
     threads: int
-    memory: int  # kB that are its own
+    memory: int  # kB of private memory
 
 
 def size(pid: int) -> Size:

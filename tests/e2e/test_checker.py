@@ -11,15 +11,15 @@ import pytest
 
 from tests.e2e.jobs import codes, texts, together
 from tests.e2e.places import script
-from tests.kit.cli import phalanx, stage
+from tests.kit.cli import phalanx, warm_environment
 from tests.kit.lab import Lab
 
-pytestmark = pytest.mark.xdist_group("checker")  # they share what is warm
+pytestmark = pytest.mark.xdist_group("checker")  # they share a warm fork server
 CHECK = ("--cpu", "--check-collectives")
 TOLD = re.compile(r"^phalanx: rank (\d) failed: (.*\n(?:  .*\n)+)", re.MULTILINE)
 SURVIVE = str(Path(__file__).parents[1] / "train" / "scripts" / "survive.py")
 
-# Who is named for what, of ranks 0 to 2, as scripts/differ.py calls it; None: it failed of something else.
+# Blamed ranks per mismatch, of ranks 0 to 2, in the order of scripts/differ.py; None: another failure.
 FOUND = (
     ("op", "rank 1 called broadcast where ranks 0, 2 called all_reduce (collective 41 of all ranks)"),
     ("shape", "rank 2 called all_reduce(float32 [12], SUM) where ranks 0, 1 called all_reduce(float32 [10], SUM)"),
@@ -35,7 +35,7 @@ FOUND = (
     ("bucket", "rank 0 called all_reduce(float32 [], SUM) where ranks 1, 2 called all_reduce(float32 [11], SUM)"),
 )
 
-# The same without being asked to, by groups of ours: what was called, what that means, and the lines.
+# The same without the option, for phalanx's own groups: the call, its explanation, and the lines.
 NOTICED = (
     (
         "op",
@@ -60,7 +60,7 @@ NOTICED = (
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[dict[str, str | None]]:
-    with stage("torch._dynamo") as env:
+    with warm_environment("torch._dynamo") as env:
         yield dict(env)
 
 
@@ -74,13 +74,13 @@ def test_a_mismatch_is_reported_at_once_with_both_places(warm: dict[str, str | N
     assert len(told) == len(FOUND), done.err
     for (_, text), (_, expected) in zip(told, FOUND, strict=True):
         assert text.startswith(f"CollectiveMismatchError: {expected}" if expected else "ValueError"), text
-    # Told by the one that is wrong, with the lines of both.
+    # Reported by the wrong rank, with the lines of both.
     rank, text = told[0]
     assert rank == "1"
     both = r"  rank 1: broadcast\(float32 \[10\], root 0\) at \S+/differ.py:\d+\n      dist.broadcast\(x, 0\)\n"
     both += r"  ranks 0, 2: all_reduce\(float32 \[10\], SUM\) at \S+/differ.py:\d+\n      dist.all_reduce\(x\)\n"
     assert re.search(both, text), text
-    assert "loss.backward()" in told[7][1]  # what DDP calls in C++
+    assert "loss.backward()" in told[7][1]  # DDP calls it in C++
 
 
 def test_groups_of_ours_need_not_be_asked(warm: dict[str, str | None]) -> None:
@@ -119,7 +119,7 @@ def test_a_group_that_forms_again_counts_again(warm: dict[str, str | None], tmp_
 def test_on_two_nodes_they_are_compared_through_the_store(lab: Lab, tmp_path: Path) -> None:
     jobs = together(lab, *CHECK, script("differ.py"), "shape", ranks=(2, 1))
     assert codes(jobs) == [1, 1], texts(jobs)
-    # A rank that comes later sees it.
+    # A rank that arrives later detects it.
     first = re.search(r"^phalanx: rank \d .*failed: CollectiveMismatch.*\n(?:  .*\n)+", jobs[0].err, re.MULTILINE)
     assert first, texts(jobs)
     assert "rank 2 called all_reduce(float32 [12], SUM) where rank" in first[0]

@@ -12,7 +12,7 @@ def test_backends_are_measured_between_hosts(lab: Lab, ssh: Sshd, tmp_path: Path
     words = ("--hosts", "node1:2,node2:1", "--backends", "shm,gloo", "--operations", "all_reduce,all_gather")
     words += ("--sizes", "1K,64K", "--only", "calls,pairs", "--rounds", "2", "--seconds", "0.05", "--json", "out.json")
     done = lab[0].run("bench", "comm", *words, cwd=str(tmp_path), env=ssh.env)
-    assert done.code == 0, done.out + done.err  # what is promised of one machine is not asked of two
+    assert done.code == 0, done.out + done.err  # the targets for one machine do not apply to two
     found = json.loads((tmp_path / "out.json").read_text())
     cells = {(cell["operation"], cell["backend"], cell["size"]): cell for cell in found["measurements"]}
     assert not any(cell["failure"] or cell["wrong"] for cell in cells.values()), done.out + done.err

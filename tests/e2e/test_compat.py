@@ -17,7 +17,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import PHALANX, TORCHRUN, Env, Handle, Result, free_port, phalanx, python, run, stage, start, warm
+from tests.kit.cli import (
+    PHALANX,
+    TORCHRUN,
+    Env,
+    Handle,
+    Result,
+    free_port,
+    phalanx,
+    python,
+    run,
+    start,
+    warm,
+    warm_environment,
+)
 from tests.kit.reports import SCRIPTS, Case, Observed, differences, observe, oddities
 from tests.kit.torchrun import Torchrun
 
@@ -28,11 +41,11 @@ PORT = str(free_port())
 
 WAYS = {"cold": (), "fresh": ("--fresh",), "warm": ()}
 
-# Two halves, for two workers of pytest: what is imported once, is so for each of them.
+# Two halves, for two workers of pytest: each imports torch once.
 FIRST = pytest.mark.xdist_group("compat 1")
 SECOND = pytest.mark.xdist_group("compat 2")
 
-# Each costs a run of torchrun, so that one case often asks several questions; a difference names its field.
+# Each costs a run of torchrun, so one case often checks several properties; a difference names its field.
 ALL = ("cold", "fresh", "warm")
 CASES = [
     Case("1 rank", ways=("cold", "fresh")),
@@ -65,7 +78,7 @@ CASES = [
         "absolute path, C locale, python variables",
         script=(f"{SCRIPTS}/report.py",),
         cwd="{work}",
-        # All of them at once, because a warm fork server has to be started for them.
+        # All of them at once, because they need their own warm fork server.
         env=ONE_THREAD
         | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
         | {"PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore", "PYTHONPATH": "/x", "PYTHONINTMAXSTRDIGITS": "0"},
@@ -163,7 +176,7 @@ class Launchers:
         self._observed: dict[str, Observed] = {}
 
     def observed(self, case: Case, folder: str) -> Observed:
-        """torchrun's report of a case, made once."""
+        """Return torchrun's report of a case, created once."""
         if case.name not in self._observed:
             # With --run-path a worker comes from the interpreter that torchrun itself was started in.
             imported = None if "--run-path" in case.options else self.torchrun
@@ -184,12 +197,12 @@ class Launchers:
 
 @pytest.fixture(scope="module")
 def by() -> Iterator[Launchers]:
-    with Torchrun() as torchrun, stage() as places:
+    with Torchrun() as torchrun, warm_environment() as places:
         yield Launchers(torchrun, places)
 
 
 def work(factory: pytest.TempPathFactory, case: Case) -> str:
-    """The folder of the case, the same for every launcher."""
+    """Return the folder of the case, the same for every launcher."""
     folder = factory.getbasetemp() / re.sub(r"\W", "-", case.name)
     if not folder.exists():
         folder.mkdir()
@@ -200,7 +213,7 @@ def work(factory: pytest.TempPathFactory, case: Case) -> str:
 
 @contextlib.contextmanager
 def fork_server(env: Mapping[str, str], places: Env) -> Iterator[tuple[Env, int]]:
-    """A warm one that fits these variables, the one that is there if it does; and its pid."""
+    """Return a warm fork server for these variables, the existing one if it matches; and its pid."""
     if any(name.startswith(("PYTHON", "LC_")) for name in env):
         with warm(env=env) as made:
             yield env, int(re.findall(r"pid (\d+)", made.out)[0])
@@ -239,7 +252,7 @@ def test_two_runs_of_one_fork_server_draw_other_numbers(by: Launchers, tmp_path:
         assert len({numbers[name] for numbers in drawn}) == 4, name
 
 
-# How a script ends, and what `python -u` says then: for every launcher.
+# Ways to end a script, with the result of `python -u`: for every launcher.
 ENDS = [
     ("boom.py", "0"),
     ("exit_code.py", "code", "3"),
@@ -252,7 +265,7 @@ ENDS_OF = [
     ("warm", ("exit_code.py", "interrupt")),
     ("warm", ("exit_code.py", "signal", "SIGTERM")),
 ]
-# And for the usual one, of which one run serves them all.
+# The same for the usual ends, which one run covers.
 WELL = [("normal",), ("none",), ("thread",), ("warning",)]
 BADLY = [
     *(("code", "255"), ("code", "-1"), ("at once", "4"), ("group",), ("interrupt",)),
@@ -282,7 +295,7 @@ def test_end_is_that_of_python(name: str, end: tuple[str, ...], by: Launchers, t
     ours = by.run(name, "--nproc-per-node", "1", "-r", "3", "--log-dir", str(tmp_path), *end)
     (logs,) = tmp_path.glob("*/attempt_0/0")
     same_logs(logs, expected)
-    if name != "torchrun":  # which answers every failure with 1
+    if name != "torchrun":  # torchrun exits with 1 after every failure
         assert ours.code == exit_code(expected)
 
 
@@ -321,10 +334,10 @@ def test_console_of_one_rank_is_that_of_python(way: str, by: Launchers) -> None:
     for end in (("boom.py", "0"), ("exit_code.py", "text"), ("bars.py", "4")):
         ours = by.run(way, *end)
         assert ours.raw_out == plain(*end).raw_out
-        assert plain(*end).raw_err in ours.raw_err  # what phalanx has to say itself comes before or after
+        assert plain(*end).raw_err in ours.raw_err  # messages of phalanx come before or after
 
 
-# The ways in which torch.distributed.run says in its own documentation that it can be used on one node.
+# The ways of use on one node in the documentation of torch.distributed.run.
 EXAMPLES = {
     "single node, several workers": ("--standalone", "--nnodes=1", "--nproc-per-node=2"),
     "several on one node": ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nnodes=1", *TWO),
@@ -361,7 +374,7 @@ def test_training_step_is_the_same_to_the_last_digit(by: Launchers) -> None:
     """For the other ways, tests/faithful compares the numbers of a training."""
     results = {name: by.run(name, *EXAMPLES["elastic"], "ddp_step.py", "5") for name in ("torchrun", "fresh", "warm")}
     assert all(result.code == 0 for result in results.values()), results
-    # As a set: where gloo does not let go of a rank in time, torchrun has both do it all once more.
+    # As a set: if gloo does not release a rank in time, torchrun repeats both.
     found = {name: {*_said(r"rank \d loss \S+ weights \S+", result)} for name, result in results.items()}
     assert len(found["torchrun"]) == 2
     assert all(said == found["torchrun"] for said in found.values()), found

@@ -39,7 +39,7 @@ def doctor(lab: Lab, ssh: Sshd, *args: str, code: int = 0) -> dict[str, Any]:
 
 
 def close(lab: Lab, node: int) -> None:
-    """A firewall that lets ssh in, and nothing else."""
+    """Set up a firewall that accepts ssh only."""
     rules = ("iif lo accept", "ct state established accept", f"tcp dport {PORT} accept", "drop")
     chain = "\n".join(("type filter hook input priority 0;", *rules))
     lab[node].tool("nft", "-f", "-", text=f"table inet closed {{\nchain input {{\n{chain}\n}}\n}}\n")
@@ -55,7 +55,8 @@ def open_(lab: Lab, node: int) -> None:
 def test_healthy_hosts(lab: Lab, ssh: Sshd) -> None:
     found = doctor(lab, ssh)
     assert found["nodes"] == NAMES
-    assert [finding for finding in of(found, "yellow") if finding["check"] != "links"] == []  # of a busy machine
+    # caused by a loaded machine
+    assert [finding for finding in of(found, "yellow") if finding["check"] != "links"] == []
     facts = {finding["check"]: finding["fact"] for finding in found["findings"] if not finding["node"]}
     assert facts["versions"] == "the same on all nodes"
     assert facts["names"] == "every node finds every other by its name"
@@ -80,7 +81,7 @@ def test_names_that_lead_to_loopback_are_yellow_and_fit_the_screen(lab: Lab, ssh
         assert any(line.startswith(start) for line in lines)
     assert any(line.startswith("green   all_reduce    gloo, 3 ranks: 16 MiB in") for line in lines), lines
     assert max(map(len, lines)) <= 80
-    # What does not fit continues below where it began.
+    # Long text continues on the next line, with the same indent.
     cause = next(place for place, line in enumerate(lines) if line.startswith("          cause: /etc/hosts says so"))
     assert re.match(r" {17}\S", lines[cause + 1])
     table = next(place for place, line in enumerate(lines) if line.split() == ["from", "\\", "to", *NAMES])
@@ -128,7 +129,7 @@ def test_a_first_node_that_cannot_be_reached(lab: Lab, ssh: Sshd) -> None:
     # Either may report first: node 0, which waits, or one that cannot reach it.
     assert re.search(r"node 1 \(node2\), node 2 \(node3\) of 3 have not joined|could not be reached", red["fact"])
     assert "a firewall drop" in red["cause"] + red["fix"]
-    assert "firewall" in {finding["check"] for finding in of(found, "yellow")}  # what is wrong here may be why
+    assert "firewall" in {finding["check"] for finding in of(found, "yellow")}  # problems here may be the cause
 
 
 def test_hosts_that_cannot_take_part_are_named_and_the_others_checked(lab: Lab, ssh: Sshd, tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_hosts_that_cannot_take_part_are_named_and_the_others_checked(lab: Lab, 
 
 def test_ctrl_c_leaves_nothing(lab: Lab, ssh: Sshd) -> None:
     job = lab[0].terminal("doctor", *HOSTS, env=ssh.env)
-    # The fork server and its rank: the test is under way.
+    # The fork server and its rank: the test is running.
     until(lambda: all(len(surveys(lab, node)) > 1 for node in (1, 2)), 30, "the test on the other hosts")
     job.send(b"\x03")
     assert job.wait(8) == 130, job.both
@@ -164,7 +165,7 @@ def surveys(lab: Lab, node: int) -> list[str]:
 
 
 def interpreter(folder: Path, torch: str = "") -> str:
-    """A Python that has everything but torch, or knows it in another version."""
+    """Create a Python that has everything except torch, or another version of it."""
     done = run((sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")))
     assert done.code == 0, done.err
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")

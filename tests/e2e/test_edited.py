@@ -1,4 +1,4 @@
-"""Files that are edited, broken or deleted while a run uses them: ranks that start later run what it began with."""
+"""Files that are edited, broken or deleted during a run: ranks that start later run the original version."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from phalanx.contract import events
 from phalanx.launcher.coordination.leader.readmission import FIRST_DELAY
 from tests.e2e.jobs import all_gone, codes, texts
 from tests.e2e.places import script
-from tests.kit.cli import Env, phalanx, stage, until
+from tests.kit.cli import Env, phalanx, until, warm_environment
 from tests.kit.handle import Handle
 from tests.kit.lab import Lab, Node
 from tests.kit.proc import pid_inside
@@ -51,20 +51,22 @@ def entered(job: Handle, size: int | str, after: int = -1) -> int:
 
 
 def inside(node: Node, pid: int) -> int:
-    """The process that a host knows by this number, which is another one here."""
+    """Return the process that has this pid on a host."""
     (found,) = (process.pid for process in node.living() if pid_inside(process.pid) == pid)
     return found
 
 
 def changes(job: Handle) -> list[events.FaultEvent]:
-    """What has changed the group, as this node has recorded it."""
+    """Return the changes of the group that this node has recorded."""
     (folder,) = re.findall(r"output in (\S+)", job.err)[:1]
     found = [events.decode(line) for line in Path(folder, "events.jsonl").read_bytes().splitlines()]
     return [event for event in found if isinstance(event, events.FaultEvent)]
 
 
 def learnt(folder: Path) -> None:
-    """Every sample was committed once an epoch, and the parameters are those of an undisturbed training."""
+    """Check that every sample was committed once per epoch, and that the parameters are those of an undisturbed
+    training.
+    """
     epochs, steps, end = json.loads((folder / "result").read_text())
     assert steps == epochs * STEPS
     for epoch in range(epochs):
@@ -82,9 +84,9 @@ def learnt(folder: Path) -> None:
 
 @functools.cache
 def undisturbed(epochs: int) -> list[dict[str, list[float]]]:
-    """The parameters after each epoch."""
+    """Return the parameters after each epoch."""
     with tempfile.TemporaryDirectory() as folder:
-        with stage() as env:
+        with warm_environment() as env:
             assert phalanx("run", "-g", "1", "--cpu", script("elastic.py"), folder, str(epochs), env=env).code == 0
         return [json.loads(Path(folder, f"result.{epoch}").read_text()) for epoch in range(1, epochs + 1)]
 
@@ -119,7 +121,7 @@ def test_a_node_that_cannot_take_part_is_dismissed_with_the_reason(lab: Lab, tmp
     for count, (bad, (code, reason)) in enumerate(reasons.items(), 1):
         guest = node(lab, 2, tmp_path, env={"BAD": bad})
         assert guest.wait(120) == code, texts([*jobs, guest])
-        # It had no ranks when its import failed, so that only the abort counts.
+        # It had no ranks when its import failed, so only the abort counts.
         assert ("this host was dismissed before: rank 2 failed: SIGABRT" in guest.err) is (bad == "length")
         assert "this node gets its ranks once" in guest.err
         assert reason in guest.err
@@ -293,7 +295,7 @@ def test_too_few_wait_for_another_with_what_they_have(lab: Lab, tmp_path: Path) 
     entered(jobs[0], 2, after=begun)
     (tmp_path / "end").touch()
     assert codes(jobs) == [0, 0], texts(jobs)
-    assert (tmp_path / "last").exists()  # nobody ends a rank that is not through
+    assert (tmp_path / "last").exists()  # a rank that has not finished is not ended
     learnt(tmp_path)
 
 

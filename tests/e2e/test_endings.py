@@ -1,4 +1,4 @@
-"""Every way to die: afterwards no process of the run lives. The kit's fixture searches too, after each test."""
+"""Every way to end a run: afterwards no process of it exists. The kit's fixture also checks that, after each test."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WAYS = [
 
 @pytest.fixture(params=WAYS)
 def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """A run in each of the ways in which workers are made."""
+    """Start workers in each way."""
     return request.param  # type: ignore[no-any-return]
 
 
 def sleepers(options: tuple[str, ...], *args: str, ranks: int = 2) -> tuple[Handle, list[int]]:
-    """A run whose workers sleep, and their pids; with --children also those of what they started."""
+    """Start a run whose workers sleep; return it and their pids, with --children including their child processes."""
     job = start("run", "-g", str(ranks), "--cpu", *options, script("sleepy.py"), *args)
     found = pids(job, READY, ranks)
     if "--children" in args:

@@ -1,4 +1,4 @@
-"""Variables that a script sets before it imports torch count, however they are set."""
+"""Variables that a script sets before it imports torch take effect, however they are set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SET = {
         "import os\nos.environ['PYTORCH_JIT'] = '0'\nos.environ.setdefault('TORCH_LOGS', 'dynamo')\nimport dotted\n"
         "os.putenv('OMP_NUM_THREADS', '5')\n"
     ),
-    # The text does not show these: the first run has to find them.
+    # The text does not show these: the first run must find them.
     "by loops, here and in a module": (
         "import os\nfor name in ['PYTORCH_JIT', 'TORCH_COMPILE_DISABLE']:\n"
         "  os.environ[name] = str(int(name[0] == 'T'))\nimport looped\n"
@@ -49,13 +49,13 @@ def test_the_value_counts_in_the_first_run_and_in_the_second(tmp_path: Path, how
     if "TORCH_COMPILE" in SET[how]:
         with open(tmp_path / "train.py", "a") as script:
             script.write(COMPILER)
-    one = {"OMP_NUM_THREADS": "1"}  # as launchers have it
+    one = {"OMP_NUM_THREADS": "1"}  # like launchers
     expected = seen(python("train.py", cwd=str(tmp_path), env=one).out)
     assert len(expected) == 1 + ("TORCH_COMPILE" in SET[how])
     for _ in range(2):
         result = phalanx("run", "-g", "2", "--cpu", "train.py", cwd=str(tmp_path), env=one)
         assert sorted(seen(result.out)) == sorted(expected * 2), result.err
-    # The first run has shown what the text did not.
+    # The first run has found what the text does not show.
     assert "imported with that" in result.err
     assert "fresh" not in result.err
 

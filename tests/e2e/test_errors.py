@@ -51,7 +51,8 @@ def test_a_script_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("")
     (tmp_path / "t.py").chmod(0)
     tmp_path.chmod(0o755)
-    # Root reads everything, so nobody asks; who may not reach this interpreter, hence a fork and no command.
+    # Root can read everything, so permissions need another user. That user cannot run this interpreter, hence a fork
+    # instead of a command.
     pid = os.fork()
     if pid == 0:
         code = 44

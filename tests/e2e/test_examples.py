@@ -1,4 +1,4 @@
-"""The examples and the demo, as they say themselves to be run, and what they print."""
+"""Runs the examples and the demo with the commands in their text, and checks their output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.demo import digits
 from tests.kit import imported
-from tests.kit.cli import Result, phalanx, python, stage, start, terminal
+from tests.kit.cli import Result, phalanx, python, start, terminal, warm_environment
 from tests.kit.torchrun import Torchrun
 
 pytestmark = pytest.mark.xdist_group("examples")  # one import of torch for all of them
@@ -24,15 +24,15 @@ pytestmark = pytest.mark.xdist_group("examples")  # one import of torch for all 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 MODELS = ("digits", "resnet", "gpt")
-# What nobody has to wonder about on stderr: the launcher's own line, and the progress.
+# Expected lines on stderr: the launcher's own line, and the progress.
 QUIET = re.compile(r"phalanx: \S+: \d+ ranks?, output in \S+|(\[0\] )?(epoch \d+/\d+  )?step \d+/\d+ \(\d+%\)  loss .*")
-places: dict[str, str] = {}  # of the warm fork server, as long as there is one
+places: dict[str, str] = {}  # of the warm fork server, while it exists
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> Iterator[None]:
-    """One import of torch for all of them, and what a training imports beside it."""
-    with stage() as env:
+    """Import torch and the modules of a training once for all examples."""
+    with warm_environment() as env:
         places.update({name: str(value) for name, value in env.items()})
         yield
         places.clear()
@@ -49,7 +49,7 @@ def docstring(name: str) -> str:
 
 
 def command(name: str) -> list[str]:
-    """What the example says to type."""
+    """Return the command in the example's docstring."""
     found = re.search(rf"phalanx (run -g \d .*?examples/{name}\.py)", docstring(name))
     assert found is not None, name
     return found[1].split()
@@ -71,7 +71,7 @@ def noise(result: Result) -> list[str]:
 
 
 def said(result: Result, line: str) -> dict[str, tuple[str, ...]]:
-    """By rank: what else the pattern took. Each rank says it once."""
+    """Return the groups of the pattern by rank. Each rank prints the line once."""
     found = re.findall(line, result.out)
     by_rank = {rank: tuple(rest) for rank, *rest in found}
     assert len(by_rank) == len(found), result.out
@@ -116,7 +116,7 @@ def test_groups() -> None:
 def test_stores() -> None:
     found = said(example("stores"), r"rank (\d) of 4: won by TCP (\d), prefix (\d), file (\d); 3 threads agree")
     assert sorted(found) == ["0", "1", "2", "3"]
-    assert len(set(found.values())) == 1  # all saw the same winners
+    assert len(set(found.values())) == 1  # all ranks have the same result
 
 
 def test_rpc() -> None:
@@ -148,7 +148,7 @@ def test_ddp_with_rpc() -> None:
 
 
 def test_breakpoint_on_rank_0(tmp_path: Path) -> None:
-    """In a terminal, and for longer than an operation of the group may take: the others wait all the same."""
+    """In a terminal, for longer than the timeout of the group: the other ranks still wait."""
     text = (EXAMPLES / "breakpoint.py").read_text()
     hasty = "from datetime import timedelta\ndist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))\n"
     script = tmp_path / "breakpoint.py"
@@ -176,7 +176,7 @@ def test_torchrun_runs_them_too(name: str, torchrun: Torchrun) -> None:
 
 
 def told(kind: str, name: str, *options: str) -> list[str]:
-    """What it prints: alone in a process, or what rank 0 or every rank says."""
+    """Return the output: of a single process, or of rank 0 or every rank."""
     if kind == "plain":
         plain = imported.python if imported.in_use() else python
         result = plain(str(EXAMPLES / f"{name}.py"), *options, env={"OMP_NUM_THREADS": "1"}, timeout=150)
@@ -186,7 +186,7 @@ def told(kind: str, name: str, *options: str) -> list[str]:
 
 
 def last(lines: list[str], epochs: int, pattern: str) -> list[float]:
-    """The number in the line of the last epoch, of each who prints one."""
+    """Return the number in the line of the last epoch, of each rank that prints it."""
     assert sum("epoch 1: " in line for line in lines) == sum(f"epoch {epochs}: " in line for line in lines)
     found = [re.search(pattern, line) for line in lines if f"epoch {epochs}: " in line]
     return [float(match[1]) for match in found if match is not None]
@@ -233,7 +233,7 @@ def test_any_number_of_ranks_gives_the_same_numbers(tmp_path: Path, torchrun: To
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("kind", "most"), [("_ddp", 16), ("", 20)])
 def test_few_lines_make_it_distributed(model: str, kind: str, most: int) -> None:
-    """Docstrings, and options that a plain script does not have, do not count."""
+    """Docstrings, and options that a plain script does not have, are not counted."""
     plain, many = (ast.unparse(_without_docstrings(f"{model}{which}")).splitlines() for which in ("_plain", kind))
     changed = [line for line in difflib.ndiff(plain, many) if line.startswith("+ ") and "add_argument" not in line]
     assert 5 < len(changed) <= most, "\n".join(changed)
@@ -294,12 +294,12 @@ def test_survive() -> None:
     assert result.code == 0, result.out + result.err
     assert "rank 2 failed: SIGKILL" in result.err
     ((step, cost),) = re.findall(r"; regrouped, and step (\d+) was committed [\d.]+ s later, (.*)", result.err)
-    # Done again is at most what nobody but the killed one had committed, if it had still told so.
+    # At most the step that only the killed rank had committed is repeated, if the rank had reported it.
     assert (step, cost) in {("31", "no step lost"), ("30", "no step lost"), ("30", "1 step done again")}
     assert set(re.findall(r"continues after step (\d+)", result.out)) == {str(int(step) - 1)}
     found = said(result, r"rank (\d) of 3: (\d+) steps, train entered in generation (\[.*?\]), ([\d.]+)% of 360 new")
     assert {steps for steps, _, _ in found.values()} == {"88"}
-    assert re.match(r"\[[12]", found["2"][1])  # 2: gloo did not let one of the others go, who was replaced as well
+    assert re.match(r"\[[12]", found["2"][1])  # 2: gloo did not release one of the others, which was replaced as well
     assert any(entered.startswith("[0, ") for _, entered, _ in found.values())
     (percent,) = {percent for _, _, percent in found.values()}
     assert float(percent) > 88
@@ -307,7 +307,7 @@ def test_survive() -> None:
 
 # Hangs
 
-HANGS = {  # what is said first
+HANGS = {  # first words of the verdict
     "data": "probably: rank 2 is in data loading, hang.py:{} in __getitem__ (waiting for a lock); the other 2 wait",
     "uneven": "rank 2 left the loop earlier than the others, to barrier #{} at hang.py:{}, while the other 2 are still",
     "skip": "rank 0 called one more collective than the others, barrier #{} inside `if rank == 0` at hang.py:{} in",
@@ -319,7 +319,7 @@ HANGS = {  # what is said first
 
 
 def test_hang() -> None:
-    """All kinds beside each other, for most of their time they wait; and the one that does not hang."""
+    """All kinds at the same time, because they mostly wait; and the one that does not hang."""
     *words, script = command("hang")
     options = (*words, "--cpu", "--stall-timeout", "2", "--on-hang", "stop", script)
     jobs = {kind: start(*options, "--kind", kind, cwd=str(ROOT), env=places) for kind in HANGS}

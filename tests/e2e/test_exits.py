@@ -1,4 +1,4 @@
-"""Ranks that do not end with the last line of their script: named, waited for, and ended if they hang for good."""
+"""Ranks that do not end with the last line of their script: named, awaited, and ended if they hang forever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST = re.compile(r"last line ([\d.]+)")
 
 
 def begin(how: str, folder: Path, *args: str, options: tuple[str, ...] = ()) -> tuple[Handle, float]:
-    """A run, and when rank 1 has come to its last line."""
+    """Start a run; return it, and the time of rank 1's last line."""
     job = start("run", "-g", "2", "--cpu", *options, script("ends_late.py"), how, str(folder), *args)
     return job, float(job.wait_for(LAST)[0][1])
 
@@ -34,7 +34,7 @@ def begin(how: str, folder: Path, *args: str, options: tuple[str, ...] = ()) -> 
 def test_one_that_works_is_named_and_waited_for(how: str, expected: str, tmp_path: Path) -> None:
     job, last = begin(how, tmp_path)
     job.wait_for(re.compile(rf"rank 1 ran its last line \d+ s ago and has not ended: {expected}"), timeout=20)
-    assert time.time() - last < 11  # 10, and what this test takes itself
+    assert time.time() - last < 11  # 10, and the time of this test itself
     while time.time() - last < 14:  # one that hangs is ended after 10 s
         assert job.process.poll() is None
         time.sleep(0.5)
@@ -59,7 +59,7 @@ def test_one_that_hangs_in_the_teardown_is_ended(options: tuple[str, ...], tmp_p
     assert "it is in the teardown of the interpreter (ends_late.py:" in job.err
     assert "rank 1 has hung in the teardown of the interpreter for 10 s without using the CPU" in job.err
     assert "it counts as exit code 0" in job.err
-    assert len(LAST.findall(job.out)) == 1  # it is no failure
+    assert len(LAST.findall(job.out)) == 1  # it is not a failure
 
 
 @pytest.mark.smoke

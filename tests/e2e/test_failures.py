@@ -1,4 +1,4 @@
-"""One end, told once: who failed first, how, and with which exit code."""
+"""One report of a failed run: which rank failed first, how, and with which exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.smoke, pytest.mark.xdist_group("failures")]  # they sh
 
 
 def block(err: str) -> str:
-    """What phalanx says at the end, without what the workers said."""
+    """Return the message of phalanx at the end, without the output of workers."""
     return err[err.rindex("phalanx: rank") :]
 
 

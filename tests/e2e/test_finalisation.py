@@ -1,4 +1,4 @@
-"""What Python does at the end of a script happens in a worker too: in its order, to the last byte."""
+"""A worker finalizes a script like plain Python: in the same order, up to the last byte."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.places import SCRIPTS, script
-from tests.kit.cli import phalanx, python, stage
+from tests.kit.cli import phalanx, python, warm_environment
 
 pytestmark = pytest.mark.xdist_group("finalisation")  # they share a warm fork server
 
@@ -21,13 +21,13 @@ def run(way: str, name: str, *args: str, cwd: str | None = None) -> int:
     command = ("run", "-g", "1", "--cpu", *(("--fresh",) if way == "fresh" else ()), name, *args)
     if way != "warm":
         return phalanx(*command, cwd=cwd).code
-    with stage() as env:
+    with warm_environment() as env:
         return phalanx(*command, env=env, cwd=cwd).code
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, list[str]]]:
-    """What plain Python does: the same script, told to end in each of these ways."""
+    """Return what plain Python does with the same script, for each way to end."""
     found = {}
     for kind, words in KINDS.items():
         folder = tmp_path_factory.mktemp("plain")
@@ -45,7 +45,7 @@ def test_everything_is_finalized(
     assert run(way, "finalisation.py", str(tmp_path / "told"), *KINDS[kind], cwd=str(SCRIPTS)) == code
     told = (tmp_path / "told").read_text().splitlines()
     assert sorted(told) == sorted(lines)
-    # Python calls finalizers in the order of its collector, which depends on what else there is.
+    # Python calls finalizers in the order of its collector, which depends on other objects.
     ordered = [line for line in lines if not line.startswith("del ")]
     assert [line for line in told if not line.startswith("del ")] == ordered
     assert (tmp_path / "memory.log").read_text() == "".join(f"step {step}\n" for step in range(5))

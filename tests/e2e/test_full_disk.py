@@ -90,7 +90,8 @@ def commits(folder: Path, rank: int) -> list[int]:
 
 def test_a_disk_that_fills_up_costs_checkpoints_and_no_step(tmp_path: Path) -> None:
     """Full before a checkpoint, a death and the last checkpoint: each step is committed once, and nothing is retried,
-    although restarts are allowed. A save of the last step is tried, whatever became of the one before."""
+    although restarts are allowed. The last step is always saved if possible.
+    """
     (tmp_path / "train.py").write_text(TRAIN)
     disk = tmp_path / "disk"
     words = ("run", "-g", "2", "--cpu", "--max-restarts", "5", "--checkpoints", f"{disk}/kept")

@@ -36,7 +36,7 @@ def name(text: bytes) -> str:
 
 
 def report(folder: Path) -> str:
-    """Scripts of all sorts that print the same report; their folder."""
+    """Create scripts of all kinds that print the same report; return their folder."""
     (folder / "report.py").write_text(REPORT)
     (folder / "app").mkdir()
     shutil.copy(folder / "report.py", folder / "app/__main__.py")

@@ -1,4 +1,4 @@
-"""`phalanx.launch`: a run in the hands of a Python program."""
+"""`phalanx.launch`: a run that a Python program controls."""
 
 from __future__ import annotations
 

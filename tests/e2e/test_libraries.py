@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import Env, phalanx, stage, start
+from tests.kit.cli import Env, phalanx, start, warm_environment
 
-pytestmark = pytest.mark.xdist_group("libraries")  # they share what is imported
+pytestmark = pytest.mark.xdist_group("libraries")  # they share imports
 
 ROOT = Path(__file__).parents[2]
 NEEDS = {"accelerate": "accelerate", "lightning": "lightning", "transformers": "transformers.trainer"}
@@ -19,10 +19,10 @@ NEEDS = {"accelerate": "accelerate", "lightning": "lightning", "transformers": "
 
 @pytest.fixture(scope="module")
 def places() -> Iterator[Env]:
-    """Each is imported once: Lightning takes three times as long as torch."""
+    """Import each library once: Lightning takes three times as long as torch."""
     for name in NEEDS:
         assert importlib.util.find_spec(name), f"{name} is in the extra dev: make clean test"
-    with stage(*NEEDS.values()) as env:
+    with warm_environment(*NEEDS.values()) as env:
         yield env
 
 
@@ -41,7 +41,7 @@ def test_an_example(name: str, line: str, least: float, most: float, places: Env
     *words, script = typed[1].split()
     result = phalanx(*words, "--cpu", script, timeout=150, cwd=str(ROOT), env=places)
     assert result.code == 0, result.out + result.err
-    # Ranks and world as the library sees them, and a model that is the same on both though their data was not.
+    # Ranks and world as the library reports them, and a model that is the same on both although their data differs.
     found = re.findall(rf"rank (\d) of 2: {line}.* parameters have length ([\d.]+)", result.out)
     assert sorted(rank for rank, *_ in found) == ["0", "1"]
     ((score, _),) = {(score, length) for _, score, length in found}
@@ -49,7 +49,7 @@ def test_an_example(name: str, line: str, least: float, most: float, places: Env
 
 
 def test_ported_scripts(tmp_path: Path, places: Env) -> None:
-    """What docs/port.md compares phalanx with learns as well."""
+    """The scripts that docs/port.md compares phalanx with also learn."""
     jobs = {}
     for name in ("accelerate", "fabric"):
         (tmp_path / name).mkdir()
@@ -63,13 +63,13 @@ def test_ported_scripts(tmp_path: Path, places: Env) -> None:
 
 
 def test_a_script_that_says_nothing_of_cpus(tmp_path: Path, places: Env) -> None:
-    """Without a GPU, Accelerate looks for other ranks only where a variable says so: --cpu sets it."""
+    """Without a GPU, Accelerate uses other ranks only if a variable is set: --cpu sets it."""
     script = tmp_path / "bare.py"
     script.write_text(
         "from accelerate import Accelerator\n"
         "accelerator = Accelerator()\n"
         "print(f'rank {accelerator.process_index} of {accelerator.num_processes}')\n"
-        "accelerator.wait_for_everyone()\n"  # gloo fails where one leaves while another still connects
+        "accelerator.wait_for_everyone()\n"  # gloo fails if one rank leaves while another still connects
         "accelerator.end_training()\n"
     )
     result = phalanx("run", "-g", "2", "--cpu", str(script), env=places)

@@ -1,4 +1,4 @@
-"""What ranks leave running after a run: named, given time, ended, or left alone."""
+"""Processes that ranks leave running after a run: named, given time, ended, or left running."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WAYS = [
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """A run in each of the ways in which workers are made."""
+    """Start workers in each way."""
     return request.param  # type: ignore[no-any-return]
 
 
 def begin(folder: Path, *options: str, how: str = "session", args: tuple[str, ...] = ()) -> tuple[Handle, int]:
-    """A run that leaves a process running, and the pid of that."""
+    """Start a run that leaves a process running; return it and the pid of that process."""
     job = start("run", "-g", "2", "--cpu", *options, script("left.py"), how, str(folder), *args)
     return job, int(job.wait_for(LEFT)[0][1])
 
@@ -93,7 +93,7 @@ def test_it_may_be_left_alone(way: tuple[str, ...], tmp_path: Path) -> None:
     go(tmp_path)
     until(lambda: not alive(pid), 10, "its end")
     assert (tmp_path / "finished").exists()
-    log = Path(folder[1]) / "attempt_0" / "1" / "stdout.log"  # what it prints has someone who reads it
+    log = Path(folder[1]) / "attempt_0" / "1" / "stdout.log"  # its output is still read
     until(lambda: "finished" in log.read_text(), 10, "its output")
 
 
@@ -105,7 +105,7 @@ def test_what_one_run_left_alone_another_does_not_end(tmp_path: Path) -> None:
     (worker,) = pids(other, READY, 1)
     process = read(worker)
     assert process is not None
-    os.kill(process.parent, signal.SIGKILL)  # the fork server: what its workers had started comes to the warm one
+    os.kill(process.parent, signal.SIGKILL)  # the fork server: its workers' processes become children of the warm one
     assert other.wait() == 137
     until(lambda: not alive(worker), 10, "the end of the worker")
     assert alive(pid)

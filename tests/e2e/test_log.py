@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import phalanx, stage
+from tests.kit.cli import phalanx, warm_environment
 
 SCRIPT = """
 import logging
@@ -23,7 +23,7 @@ def test_workers_log_to_their_standard_error(tmp_path: Path, way: str) -> None:
     script = tmp_path / "log.py"
     script.write_text(SCRIPT)
     words = ("run", "-g", "1", *([way] if way == "--fresh" else []), str(script))
-    with stage() if way == "warm" else nullcontext({}) as env:
+    with warm_environment() if way == "warm" else nullcontext({}) as env:
         quiet = phalanx(*words, env=env)
         logged = phalanx(*words, env={**env, "PHALANX_LOG": "debug"})
     assert "0 handlers" in quiet.out

@@ -1,6 +1,6 @@
-"""A node that goes: a short silence is only told, a long one ends the job everywhere, and no process is left.
+"""A node that fails: a short silence is only reported, a long one ends the job everywhere, and no process is left.
 
-`--node-timeout` is 4 s here where it is to pass, and its default of 15 s where it is not.
+`--node-timeout` is 4 s where it must expire, and its default of 15 s where it must not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PORT = 29500
 
 
 def sleepers(lab: Lab, *options: str) -> list[Handle]:
-    """A run on two nodes, two ranks and one, that would sleep for minutes."""
+    """Start a run on two nodes, with two ranks and one, that would sleep for minutes."""
     jobs = together(lab, *PLAIN, *options, script("sleepy.py"))
     jobs[0].wait_for(READY, 3)
     jobs[1].wait_for(READY, 1)
@@ -48,7 +48,7 @@ def workers(node: Node) -> list[str]:
 
 
 def _down_for(seconds: float) -> None:
-    """A time that has to pass: no event says that a link has been down for long enough."""
+    """Wait for a fixed time: there is no event for a link that was down long enough."""
     time.sleep(seconds)
 
 
@@ -69,7 +69,7 @@ def test_a_link_that_is_down_for_five_seconds_is_only_noted(lab: Lab, tmp_path: 
 
 
 def test_a_run_that_ends_just_after_the_link_came_back_ends_well_everywhere(lab: Lab, tmp_path: Path) -> None:
-    """TCP tries again only after a second or more, so the leader's last word comes late; it stays until it has come."""
+    """TCP retransmits only after a second or more, so the leader's last message is late; the leader waits for it."""
     jobs = together(lab, *PLAIN, script("until_file.py"), str(tmp_path / "end"))
     jobs[0].wait_for(READY, 3)
     lab[1].link(False)
@@ -98,7 +98,7 @@ def test_a_member_that_was_stopped_for_too_long_ends_when_it_is_resumed(lab: Lab
     jobs[1].signal(signal.SIGSTOP)
     assert jobs[0].wait(LOST_AFTER + 5) == 1
     assert "node 1 (node2) is lost: no message from it" in jobs[0].err
-    assert workers(lab[1])  # nobody there to end them yet
+    assert workers(lab[1])  # nothing can end them yet
     jobs[1].signal(signal.SIGCONT)
     assert jobs[1].wait(8) == 1
     assert "node 0 is lost" in jobs[1].err
@@ -106,7 +106,7 @@ def test_a_member_that_was_stopped_for_too_long_ends_when_it_is_resumed(lab: Lab
 
 
 def test_a_leader_that_was_stopped_for_too_long_is_lost_to_its_members(lab: Lab) -> None:
-    """They cannot know that it will come back; it does, and learns from them how it ended."""
+    """They cannot know that it will continue. It does, and they tell it how the run ended."""
     jobs = sleepers(lab, *SHORT)
     jobs[0].signal(signal.SIGSTOP)
     until(lambda: not workers(lab[1]), LOST_AFTER + 4, "the member's worker to end")
@@ -194,7 +194,7 @@ time.sleep(600)
 
 
 def test_unknown_clients_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
-    """Garbage, two thousand connections that are held open, and a node with another token, while a run is on."""
+    """Garbage, two thousand open connections, and a node with another token, during a run."""
     jobs = together(lab, *PLAIN, script("until_file.py"), str(tmp_path / "end"))
     jobs[0].wait_for(READY, 3)
     intruder = lab[2].start(words=("sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", *PYTHON, "-c", NUISANCE))
@@ -246,7 +246,7 @@ def test_the_store_is_there_until_the_last_rank_of_all_nodes_has_ended(lab: Lab,
 
 @contextlib.contextmanager
 def eavesdropping(port: int) -> Iterator[tuple[Eavesdropper, Callable[[Callable[[], None]], object]]]:
-    """An attacker on the way to the leader at this port, in a thread, and a way to call a function there."""
+    """Run an attacker between a node and the leader at this port, in a thread; yield a function that calls it."""
     ear, loop = Eavesdropper(), asyncio.new_event_loop()
     ready, end = threading.Event(), asyncio.Event()
 
@@ -270,7 +270,7 @@ def eavesdropping(port: int) -> Iterator[tuple[Eavesdropper, Callable[[Callable[
 def test_a_connection_that_breaks_or_is_tampered_with_is_replaced(tmp_path: Path) -> None:
     port, said = free_port(), "connected to node 0 again: the connection had broken"
     env = {"PHALANX_TOKEN": TOKEN}
-    # A busy machine may need seconds for a connection: a third of the time after which a node is lost.
+    # A loaded machine may need seconds for a connection: a third of the node timeout.
     same = (
         "run",
         *PLAIN,

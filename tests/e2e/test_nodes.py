@@ -23,12 +23,12 @@ Told = dict[int, dict[str, Any]]
 
 
 def reports(folder: Path) -> Told:
-    """What each rank wrote."""
+    """Return the report of each rank."""
     return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
 def environments(lab: Lab, folder: Path, *options: str, ranks: tuple[int, ...] = (1, 1)) -> Told:
-    """Of a run that does without torch."""
+    """Return the environments of a run without torch."""
     folder.mkdir()
     jobs = together(lab, *PLAIN, *options, script("told.py"), str(folder), ranks=ranks)
     assert codes(jobs) == [0] * len(ranks), texts(jobs)
@@ -36,19 +36,19 @@ def environments(lab: Lab, folder: Path, *options: str, ranks: tuple[int, ...] =
 
 
 def output(job: Handle) -> Path:
-    """The folder that a node names as its own."""
+    """Return the folder that a node prints as its own."""
     return Path(job.wait_for(re.compile(r"output in (\S+)"))[0][1])
 
 
 def block(job: Handle) -> str:
-    """What phalanx prints about the first cause."""
+    """Return the message of phalanx about the first cause."""
     return job.err[job.err.rindex("phalanx: rank") :]
 
 
 def listening(node: Node) -> set[str]:
-    """The addresses at which processes of ours listen on a node.
+    """Return the addresses at which processes of phalanx listen on a node.
 
-    torch's store listens on loopback behind its gate: who reaches it there is in tests/launcher/test_store_access.py.
+    torch's store listens on loopback behind its gate: tests/launcher/test_store_access.py checks access to it.
     """
     ours = {inode for pid, command in node.processes() if sys.executable in command for inode in proc.sockets(str(pid))}
     found = set()
@@ -59,7 +59,7 @@ def listening(node: Node) -> set[str]:
 
 
 def _address(text: str) -> str:
-    """As the kernel spells it: words of four bytes, each in the byte order of the machine."""
+    """Return an address in the kernel's notation: words of four bytes, each in the byte order of the machine."""
     raw = bytes.fromhex(text.partition(":")[0])
     return str(ipaddress.ip_address(b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))))
 
@@ -94,13 +94,13 @@ def test_every_rank_of_uneven_nodes_knows_its_place(lab: Lab, tmp_path: Path) ->
             "MASTER_ADDR": lab[0].address,
             "GLOO_SOCKET_IFNAME": "eth0",
             "TP_SOCKET_IFNAME": "eth0",
-            "NCCL_SOCKET_IFNAME": "mine",  # the user's own is left alone
+            "NCCL_SOCKET_IFNAME": "mine",  # the user's own is not changed
         }
         assert {name: env.get(name) for name in expected} == {name: str(value) for name, value in expected.items()}
         ports.add(env["MASTER_PORT"])
     assert len(ports) == 1
     assert len({found[rank]["env"]["PHALANX_RUN"] for rank in found}) == 1
-    # phalanx.topology(), and the groups that it makes: every rank adds ten to the power of its number.
+    # phalanx.topology(), and the groups that it creates: every rank adds ten to the power of its number.
     assert [found[rank]["world"] for rank in range(3)] == [111, 111, 111]
     assert [found[rank]["local"] for rank in range(3)] == [11, 11, 100]
     assert [found[rank]["leaders"] for rank in range(3)] == [101, None, 101]
@@ -123,7 +123,7 @@ def test_interfaces_are_those_that_lead_to_the_others(lab: Lab, tmp_path: Path) 
         for env in reports(folder).values():
             assert env["MASTER_ADDR"] == address
             assert env["GLOO_SOCKET_IFNAME"] == env["TP_SOCKET_IFNAME"] == interface
-            assert env["NCCL_SOCKET_IFNAME"] == f"={interface}"  # this one alone, not all that begin like it
+            assert env["NCCL_SOCKET_IFNAME"] == f"={interface}"  # only this one, not all with this prefix
 
 
 def test_a_user_who_chose_an_interface_has_it(lab: Lab, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_flags_of_torchrun_for_nodes_that_are_not_numbered(lab: Lab, tmp_path: P
 
 @pytest.mark.warmed
 def test_a_host_whose_name_resolves_to_127_0_1_1(lab: Lab, tmp_path: Path) -> None:
-    """Debian's hosts file, on every node. Beside it, what torchrun makes of the same."""
+    """Debian's hosts file, on every node. For comparison, torchrun under the same conditions."""
     for node in lab:
         node.hosts("bad")
     jobs = together(lab, "--cpu", script("impatient.py"))
@@ -216,7 +216,7 @@ def test_ipv6_alone(lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.warmed
 def test_ports_listen_only_on_the_address_that_is_needed(lab: Lab) -> None:
-    """And `phalanx ps` shows the run on each of its nodes, and Ctrl-C at node 0 ends it on both."""
+    """Also: `phalanx ps` shows the run on each of its nodes, and Ctrl-C at node 0 ends it on both."""
     for place, node in enumerate(lab, 1):
         node.add_interface("ib0", f"10.88.0.{place}/24")
     jobs = together(lab, "--cpu", script("sleepy.py"))
@@ -372,7 +372,7 @@ def test_a_member_that_writes_very_much_is_not_slowed_down_and_what_is_left_out_
     expected = "".join(f"line {number:08d} ".ljust(99, "x") + "\n" for number in range(lines)) + "end 2\n"
     log = output(jobs[1]) / "attempt_0" / "2" / "stdout.log"
     assert log.read_text() == expected
-    # At node 0: whole lines in their order, the last ones among them, and how much is missing between.
+    # At node 0: whole lines in order, including the last ones, and how much is missing between.
     shown = re.findall(r"^\[2\] line (\d{8}) x{85}$", jobs[0].out, re.M)
     assert shown == sorted(shown)
     assert 100 < len(shown) < lines / 2

@@ -1,4 +1,4 @@
-"""What a script writes arrives as it does from `python -u` and from torchrun: every byte, in its order."""
+"""The output of a script arrives as from `python -u` and from torchrun: every byte, in order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ os.write(1, b"no newline, half a character: \\xe2\\x82")
 
 
 def joined(words: tuple[str, ...], tmp_path: Path) -> bytes:
-    """What comes from `words 2>&1 | cat`."""
+    """Return the output of `words 2>&1 | cat`."""
     env = environment({"TMPDIR": str(tmp_path)} if words[: len(TORCHRUN)] == TORCHRUN else {})  # it leaves its logs
     return subprocess.run(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, timeout=60

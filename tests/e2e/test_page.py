@@ -1,4 +1,6 @@
-"""A run in a browser: by a link, served by a child that is there once somebody looks, and gone when the run is."""
+"""A run in a browser: opened by a link, served by a child process that starts with the first request and ends with the
+run.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +76,12 @@ def test_a_page_from_its_link_to_the_end_of_the_run(tmp_path: Path) -> None:
             "address": f"http://127.0.0.1:{link[1]}/",
             "key": link[2],
         }
-        assert servers(job) == []  # nobody looks
+        assert servers(job) == []  # no viewer yet
         browser = Browser(int(link[1]), link[2])
         (first,) = servers(job)
         assert link[2] not in command(first) + Path(f"/proc/{first}/environ").read_text()
         assert os.getpgid(first) != os.getpgid(job.pid)
-        os.kill(first, signal.SIGKILL)  # another is started by the next call, and knows the same cookie
+        os.kill(first, signal.SIGKILL)  # the next request starts another, which accepts the same cookie
         until(lambda: not alive(first))
         assert "ready 1" in browser.ask("GET", "/log?rank=1")[1]["text"]
         assert [line["rank"] for line in browser.ask("GET", "/search?text=READY")[1]] == [0, 1]
@@ -90,7 +92,7 @@ def test_a_page_from_its_link_to_the_end_of_the_run(tmp_path: Path) -> None:
             name, whole = next(told)
             assert (name, whole["head"]["run"], whole["head"]["ended"]) == ("whole", folder.name, None)
             (fork_server,) = (pid for pid in descendants(job.pid) if re.search(r"forkserver \d", command(pid)))
-            os.kill(fork_server, signal.SIGKILL)  # what it leaves is cleared away, and the server is none of it
+            os.kill(fork_server, signal.SIGKILL)  # its leftovers are removed, and the server is not one of them
             job.wait_for(READY, 4)
             over.touch()
             rest = list(told)
@@ -101,7 +103,7 @@ def test_a_page_from_its_link_to_the_end_of_the_run(tmp_path: Path) -> None:
     assert not (folder / "page").exists()
     assert not (folder / "page.log").exists() or not (folder / "page.log").read_text()
     assert link[2] not in (folder / "events.jsonl").read_text()
-    with start("watch", "--page", folder.name) as watching:  # once more, from what is left
+    with start("watch", "--page", folder.name) as watching:  # once more, from the files
         (link,) = watching.wait_for(re.compile(LINK.pattern.removeprefix("see ")))
         with Browser(int(link[1]), link[2]).live() as told:
             assert next(told)[1]["head"]["code"] == 0
@@ -121,8 +123,8 @@ def test_nothing_is_left_of_a_agent_that_is_killed(tmp_path: Path) -> None:
             job.wait()
             until(lambda: not alive(server) and not alive(int(rank[2])))
             with contextlib.suppress(ConnectionError, http.client.IncompleteRead):
-                assert "end" not in [name for name, _ in told]  # it did not end: nobody knows what became of it
-    socket.create_server(("127.0.0.1", int(link[1]))).close()  # nobody listens there any more
+                assert "end" not in [name for name, _ in told]  # it did not end: its end is unknown
+    socket.create_server(("127.0.0.1", int(link[1]))).close()  # no process listens there any more
 
 
 def test_what_cannot_be_shown(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_from_another_node(tmp_path: Path) -> None:
         node.wait_for(READY)
         leader.wait_for(LINK)
         leader.wait_for(READY, 2)  # what it is asked for below has been written
-        assert "#" not in node.err  # one page, at the node that leads
+        assert "#" not in node.err  # one page, at the leader
         record = RunRecord(**json.loads((folder / "run.json").read_text()))
         assert record.pid == node.pid
 

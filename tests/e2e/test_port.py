@@ -57,7 +57,7 @@ def test_the_page_shows_the_diffs(name: str) -> None:
 
 
 def test_ported_it_survives_and_resumes(tmp_path: Path) -> None:
-    """Rank 1 is killed, then the whole run; it is resumed with one rank more. The best value is there all the time."""
+    """Rank 1 is killed, then the whole run; it is resumed with one more rank. The best value is never lost."""
     deadly = tmp_path / "deadly.py"
     deadly.write_text(DEADLY)
     words = ("--cpu", "--checkpoints", "kept", "--checkpoint-every", "10", str(deadly), str(PORT / "with_phalanx.py"))
@@ -73,7 +73,7 @@ def test_ported_it_survives_and_resumes(tmp_path: Path) -> None:
     best = 0.0
     seen: dict[int, float] = {}
     for epoch, accuracy, shown in LINE.findall(job.out + resumed.out):
-        if int(epoch) not in seen:  # else it is repeated, with another number of ranks
+        if int(epoch) not in seen:  # otherwise it is repeated, with another number of ranks
             best = max(best, float(accuracy))
         seen[int(epoch)] = float(accuracy)
         assert float(shown) >= best - 0.3, (epoch, shown)  # one picture

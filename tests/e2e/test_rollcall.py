@@ -31,13 +31,15 @@ def call(
     home: Home = "shared",
     env: Env | None = None,
 ) -> Handle:
-    """One node of a run whose ranks only say hello."""
+    """Start one node of a run whose ranks only print a line."""
     words = ("-n", str(nodes), "-g", ranks, "-i", str(place), "--master", master, "--join-timeout", str(patience))
     return node.start("run", *PLAIN, *words, *options, script, home=home, env=env)
 
 
 def refused(leader: Handle, member: Handle, *, told: str, heard: str) -> None:
-    """The member ends with its reason at once; node 0 prints why it was rejected, and waits until Ctrl-C."""
+    """Check that the member ends with its reason at once, and that node 0 prints the rejection and waits until
+    Ctrl-C.
+    """
     assert member.wait(10) == 1
     leader.wait_for("was rejected: ", timeout=5)
     leader.signal(signal.SIGINT)
@@ -53,7 +55,9 @@ def refused(leader: Handle, member: Handle, *, told: str, heard: str) -> None:
 
 
 def test_why_the_leader_was_not_reached(lab: Lab) -> None:
-    """All at once, with a leader or something else behind each of the ports, since each has to wait for its time."""
+    """All at the same time, with a leader or something else behind each port, because each must wait for its
+    timeout.
+    """
     one, two, _ = lab
     two.hosts(f"127.0.0.1 localhost\n{one.address} node1 leader\n127.0.1.1 node2 itself\n")
     one.block(7003, True)
@@ -127,12 +131,12 @@ def test_a_port_that_something_else_holds_is_reported_at_node_0_with_its_holder(
     assert leader.wait() == 2
     assert f"port {PORT} on 10.77.0.1 is in use" in leader.err
     assert "http.server" in leader.err
-    assert "a free port is taken" not in leader.err  # among several nodes none is: the others could not know it
+    assert "a free port is taken" not in leader.err  # not with several nodes: the others could not know it
 
 
 def test_a_leader_that_comes_later_is_found(lab: Lab) -> None:
     members = [call(lab[place], place, nodes=3) for place in (1, 2)]
-    # They say what they wait for, after a while that needs no explanation.
+    # They print what they wait for, after a short delay.
     for job in members:
         job.wait_for(
             "waiting for the leader: node1 (10.77.0.1) is up, but nothing listens on its port 29500", timeout=9
@@ -142,7 +146,7 @@ def test_a_leader_that_comes_later_is_found(lab: Lab) -> None:
     assert sorted(HELLO.findall(leader.out)) == [f"hello {rank} of 3" for rank in range(3)]
 
 
-# -- the leader says no
+# -- the leader rejects the node
 
 
 def test_another_token(lab: Lab) -> None:
@@ -153,7 +157,7 @@ def test_another_token(lab: Lab) -> None:
     assert mine
     assert theirs
     assert "PHALANX_TOKEN" in member.err
-    # Node 0 shows the same to compare, and what to type.
+    # Node 0 shows the same for comparison, and what to type.
     assert theirs[1] != mine[2]
     assert theirs[1] in leader.err
     assert "PHALANX_TOKEN" in leader.err
@@ -200,7 +204,7 @@ def test_another_number_of_nodes_or_ranks(lab: Lab) -> None:
 
 
 def test_another_script(lab: Lab, tmp_path: Path) -> None:
-    """Of the same name; and the same script elsewhere is the same."""
+    """A script with the same name differs; the same script at another path does not."""
     for name, text in (("one", "print('hello 0 of 2')"), ("two", "print('bye')"), ("three", "print('hello 0 of 2')")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(text)
@@ -214,7 +218,7 @@ def test_another_script(lab: Lab, tmp_path: Path) -> None:
 
 
 def _with_torch(folder: Path, version: str) -> dict[str, str]:
-    """An environment in which this torch is found to be installed, before the real one."""
+    """Return an environment in which this version of torch is found before the real one."""
     info = folder / f"torch-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
@@ -302,7 +306,7 @@ def test_waiting_is_one_line_that_is_painted_again(lab: Lab) -> None:
     assert waiting.count("\n") == 1, waiting  # that of the announcement: nothing was left standing
     assert re.search(r"nodes joined, waiting for nodes 1, 2 \(0 s\)\r\x1b\[J", waiting), waiting
     assert "joined: node 0 (node1), node 1 (node2)" in told
-    # Who came hears why it ends, too.
+    # Members that have joined also get the reason for the end.
     assert "node 2 of 3 has not joined in 30 s" in member.out
 
 

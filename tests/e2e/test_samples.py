@@ -20,12 +20,12 @@ pytestmark = pytest.mark.xdist_group("samples")
 
 @pytest.fixture(scope="module")
 def env() -> Iterator[Env]:
-    with cli.stage("torch._dynamo") as env:  # which optimizers import
+    with cli.warm_environment("torch._dynamo") as env:  # which optimizers import
         yield env
 
 
 def told(env: Env, name: str) -> Told:
-    """Of the run of that script so far: its events, and what was seen."""
+    """Return events and samples of the run so far."""
     found: list[list[AnyEvent]] = []
     for kind in ("events", "samples"):
         paths = Path(str(env["PHALANX_HOME"]), "runs").glob(f"{name}-*/{kind}.jsonl")
@@ -47,7 +47,9 @@ def measured(of: Told) -> list[events.MetricsMeasured]:
 
 
 def busy(sample: events.ClusterSample, generation: int) -> bool:
-    """All three train, and it is known how fast, at what and where: on a busy machine nobody may have looked yet."""
+    """Return whether all three ranks train with known speed, phase and place: on a loaded machine there may be no
+    sample yet.
+    """
     trains = [one for one in sample.ranks if one.samples > 0 and one.compute > 0 and "sampled.py:" in one.place]
     return len(trains) == 3 and sample.generation == generation
 
@@ -97,7 +99,7 @@ def test_every_second_has_its_letters(trained: Told) -> None:
     last = seen[-1].ranks
     steps = measured(trained)[-1].step
     assert [(row.rank, row.step, row.state) for row in last] == [(rank, steps, "E") for rank in range(3)]
-    for rank in range(3):  # not in every second: one of them is its last, in which it is at its end
+    for rank in range(3):  # not in every second: in its last one a rank is ending
         every = [row for sample in seen for row in sample.ranks if row.rank == rank]
         assert any(row.memory > 1 << 20 and "sampled.py:" in row.place for row in every)
         assert 0 < max(row.compute for row in every) <= 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cli import PHALANX, alive, descendants, stage, start, terminal, until
+from tests.kit.cli import PHALANX, alive, descendants, start, terminal, until, warm_environment
 from tests.kit.proc import command
 from tests.watch.virtual_terminal import VirtualTerminal, attributes
 
@@ -36,7 +36,7 @@ wait("end")
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> Iterator[None]:
-    with stage(LC_ALL="C.UTF-8") as env:
+    with warm_environment(LC_ALL="C.UTF-8") as env:
         places.update(env)
         yield
         places.clear()
@@ -50,14 +50,14 @@ def words(tmp_path: Path) -> tuple[str, ...]:
 
 
 def screen_of(pid: int) -> int:
-    """The process below a run that draws."""
+    """Return the process of a run that draws the screen."""
     found: list[int] = []
     until(lambda: bool(found.extend(p for p in descendants(pid) if "--held" in command(p)) or found), 30)
     return found[0]
 
 
 def here(term: VirtualTerminal) -> None:
-    """Ranks have begun, and their output is in the tail."""
+    """Wait until ranks have begun, and their output is in the tail."""
     term.until(r"rank 0 is here; input '', a terminal: False")
 
 
@@ -77,7 +77,7 @@ def test_a_screen_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None
         job.wait_for("rank 1 continues")
         (tmp_path / "end").touch()
         assert job.wait() == 0
-        assert "is here" not in term.afterwards  # that was before, and is in the logs
+        assert "is here" not in term.afterwards  # that was earlier, and is in the logs
 
 
 def test_a_breakpoint_and_last_words(words: tuple[str, ...], tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Signals on several nodes: whichever node gets one, all end the same way, and none waits for a node that has left."""
+"""Signals on several nodes: whichever node gets one, all end in the same way, and none waits for a node that has
+left.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def test_ctrl_c_twice_at_a_member_is_at_once_everywhere(lab: Lab) -> None:
 
 
 def test_a_member_that_goes_before_the_start_may_come_again(lab: Lab) -> None:
-    """Ctrl-C there is heard though it waits for node 0, and does not end what the others wait for."""
+    """Ctrl-C works there while it waits for node 0, and does not end the other nodes."""
     words = ("-n", "3", "-g", "1", "--master", "node1", *PLAIN, script("hello.py"))
     leader = lab[0].start("run", "-i", "0", *words)
     member = lab[1].start("run", "-i", "1", *words)

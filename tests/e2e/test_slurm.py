@@ -1,4 +1,4 @@
-"""In a real Slurm cluster of three nodes: one task a node, one a rank, a batch script, signals."""
+"""In a real Slurm cluster of three nodes: one task per node, one per rank, a batch script, signals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREEMPT = str(SCRIPTS.parents[1] / "train" / "scripts" / "preempt.py")
 
 
 def places(text: str) -> list[str]:
-    """`rank 2 of 3, local 0 of 1, node 1 of 2, on node2`, by rank."""
+    """Parse `rank 2 of 3, local 0 of 1, node 1 of 2, on node2`, by rank."""
     return sorted(re.findall(r"rank \d+ of .*", text))
 
 
@@ -113,7 +113,7 @@ def test_explain_in_a_step_says_what_would_run(lab: Lab, slurm: Slurm, tmp_path:
 
 
 def test_usr1_is_handed_to_the_workers_once(lab: Lab, slurm: Slurm) -> None:
-    """Slurm signals every process of a step, the workers too: they must not get it a second time from us."""
+    """Slurm signals every process of a step, including the workers: they must not get it a second time from us."""
     words = ("srun", "-N2", "-n2", "--ntasks-per-node=1", *RUN, "--fresh", GRACE)
     job = lab[0].start(words=words, env=slurm.env)
     job.wait_for("ready", count=2)

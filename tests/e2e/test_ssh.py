@@ -43,7 +43,7 @@ while not os.path.exists("go"):
 
 
 def command_lines() -> dict[str, str]:
-    """Of everything that is not a rank, by name."""
+    """Return the command lines of all processes that are not ranks, by name."""
     found = {}
     for process in proc.every():
         words = proc.command(process.pid)

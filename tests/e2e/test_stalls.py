@@ -1,4 +1,4 @@
-"""Real processes that hang: each kind is named right, with its rank and its line; what is only slow is not."""
+"""Real processes that hang: each kind is reported correctly, with its rank and line; slow ones are not reported."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.kit.proc import SLOWEST
 SCRIPT = script("hang.py")
 LIMIT = "2"  # seconds
 LIMITS = {
-    "loop": "1",  # what computes has ten times as long before anything is done about it
-    # Where a rank is killed and the others train again: a busy machine may stop one for seconds between two steps, in
-    # which it sleeps, and that is killed as well.
+    "loop": "1",  # computing ranks have ten times as long before an action
+    # A rank is killed and the others train again: a loaded machine may stop one for seconds between two steps, in which
+    # it sleeps, and it would be killed as well.
     "once": str(int(LIMIT) * SLOWEST),
 }
 pytestmark = pytest.mark.warmed
 
-# What hangs: the verdict's kind, and the ranks that are to blame. Its line is the one with the mark of its name.
+# What hangs: the kind of the verdict, and the ranks to blame. Its line has a mark with its name.
 KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
     "data": ("data", (2,)),
     "loader": ("data", (2,)),
@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 # With backend shm, where the others use gloo. It reports ranks that differ at once: test_checker.py.
 SHM = ("data", "sleeps", "order", "send", "both", "stopped", "backtrack", "asks", "waits", "fifo", "absent", "once")
-SMOKE = {"uneven", "skipped", "shape", "stopped"}  # one who waits, two whose calls differ, one who cannot run
+SMOKE = {"uneven", "skipped", "shape", "stopped"}  # one that waits, two with different calls, one that cannot run
 GROUPS = [pytest.mark.xdist_group(f"explain-{number}") for number in range(2)]  # each has a warm fork server
 
 
@@ -102,16 +102,16 @@ def test_what_hangs_is_named(tmp_path: Path, kind: str) -> None:
         assert first["place"]["line"] == marked(kind) or kind == "skipped"  # the rank that skipped it is elsewhere
     # It is reported at once, and as the reason of the end.
     assert done.code == 1
-    assert done.err.count(first["text"]) == (3 if kind == "loop" else 2)  # again, when it has lasted long enough
+    assert done.err.count(first["text"]) == (3 if kind == "loop" else 2)  # again, after it has lasted long enough
     verdicts = [event for event in told(folder) if isinstance(event, events.VerdictEvent)]
     assert (verdicts[0].kind, verdicts[0].ranks, verdicts[0].text) == (expected, ranks, first["text"])
     assert any(isinstance(event, events.Stalled) and event.folder == str(stall) for event in told(folder))
     assert sorted(path.name for path in stall.iterdir()) == ["evidence.json", "stacks.txt", "verdict.json"]
-    if kind not in ("stopped", "absent"):  # stacks of one that is stopped need py-spy
+    if kind not in ("stopped", "absent"):  # stacks of a stopped process need py-spy
         assert f'hang.py", line {marked(kind)} in ' in (stall / "stacks.txt").read_text()
 
 
-# gloo sums ten integers with ten floats, and continues; what is stalled later is something else.
+# gloo adds ten integers and ten floats, and continues; a later stall is unrelated.
 PASSED = """
 import sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -181,7 +181,7 @@ def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
     assert [event.code for event in ended if event.rank == 2] == [-signal.SIGKILL, 0]
 
 
-# Asks the agent of this machine why, wherever it leads.
+# Asks the agent of this machine why, wherever the leader is.
 ASKS = """
 import sys
 from phalanx.launcher.ipc import control_socket

@@ -1,4 +1,4 @@
-"""Who reaches the store of a run: its ranks on all nodes, and nobody else."""
+"""Access to the store of a run: its ranks on all nodes, and no other process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.launcher.store_host import COUNT, HELLO, NOBODY, PING, of_nobody
 
 STORE = re.compile(r"store (\S+) (\d+)")
 
-# HOST PORT BYTES COUNT USER: connect COUNT times as this user, and print what the last connection gets.
+# HOST PORT BYTES COUNT USER: connect COUNT times as this user, and print the answer to the last connection.
 CALLER = """
 import encodings.idna, os, socket, sys
 host, sent = sys.argv[1], bytes.fromhex(sys.argv[3])
@@ -39,7 +39,7 @@ print("got", got.hex())
 
 
 def called(node: Node, where: tuple[str, str], sent: bytes, *, count: int = 1, user: int = 0) -> str:
-    """What a process on a node is answered by the store."""
+    """Return the store's answer to a process on a node."""
     words = (sys.executable, "-I", "-c", CALLER, *where, sent.hex(), str(count), str(user))
     done = node.run(words=words)
     assert done.code == 0, done.err
@@ -52,7 +52,7 @@ def test_other_hosts_and_other_users_of_a_node_do_not_reach_the_store(lab: Lab, 
     (found, _) = jobs[0].wait_for(STORE, 2)
     where = found[1], found[2]
     assert where[0] == lab[0].address
-    assert called(lab[2], where, HELLO + COUNT) == "got \n"  # a host that is no node of the run
+    assert called(lab[2], where, HELLO + COUNT) == "got \n"  # a host that is not a node of the run
     assert called(lab[1], where, HELLO + COUNT, user=NOBODY) == "got \n"
     assert called(lab[0], where, HELLO + COUNT, user=NOBODY) == "got \n"
     assert called(lab[1], where, HELLO + PING) == f"got {b'ping'.hex()}\n"  # the user who runs the ranks there

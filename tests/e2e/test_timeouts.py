@@ -1,4 +1,4 @@
-"""A collective that times out names the rank that did not come, and where it was."""
+"""A collective that times out names the rank that did not arrive, and where it was."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_who_did_not_come_is_named_and_not_its_victim(tmp_path: Path, backend: s
     assert result.code == 1
     assert told.startswith(f"phalanx: {said}")
     assert " timed out: " in told
-    why = phalanx("why")  # the run has ended: from its folder alone
+    why = phalanx("why")  # the run has ended: from its folder only
     assert said in why.out
 
 
@@ -79,7 +79,7 @@ def test_a_script_that_sets_its_own_port_is_reported_where_each_rank_waits(tmp_p
     path.write_text(
         "import os, torch.distributed as dist\n"
         "from datetime import timedelta\n"
-        "os.environ['MASTER_PORT'] = str(1 + int(os.environ['RANK']))\n"  # where nobody listens
+        "os.environ['MASTER_PORT'] = str(1 + int(os.environ['RANK']))\n"  # no process listens there
         "dist.init_process_group('gloo', timeout=timedelta(seconds=2))\n"
     )
     result = phalanx("run", "-g", "2", "--cpu", str(path))

@@ -1,4 +1,4 @@
-"""Stragglers: ranks that are alike are not told apart; one that computes longer is named, live and at the end."""
+"""Stragglers: equal ranks are not reported; one that computes longer is named, live and at the end."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.control_messages import TimingsQuery, TimingsReply
 from phalanx.launcher.runs import run_folder
 from tests.e2e.places import script
-from tests.kit.cli import stage, until
+from tests.kit.cli import until, warm_environment
 
 NOTHING = TimingsReply(ranks=(), late=(), table=())
 
 
 def asked(job: Job) -> TimingsReply:
-    """What the agent of the run says; it knows more every second."""
+    """Return the answer of the agent, which has more data every second."""
     time.sleep(0.5)
     (run,) = (run for run in run_folder.all_runs(os.path.dirname(os.path.dirname(job.folder))) if run.alive)
     reply = control_socket.request(run, TimingsQuery(), TimingsReply, timeout=30)
-    return reply if isinstance(reply, TimingsReply) else NOTHING  # it has not begun to look
+    return reply if isinstance(reply, TimingsReply) else NOTHING  # it has not started measuring
 
 
 def test_a_rank_that_computes_longer_is_named_and_equal_ones_are_not(
@@ -38,9 +38,9 @@ def test_a_rank_that_computes_longer_is_named_and_equal_ones_are_not(
 
     def uneven() -> bool:
         found.append(asked(job))
-        return all(reply.late for reply in found[-6:])  # no longer close to the limit, at which the end may differ
+        return all(reply.late for reply in found[-6:])  # far enough from the limit, where the result may change
 
-    with stage("torch._dynamo") as env:
+    with warm_environment("torch._dynamo") as env:
         variables = {name: str(value) for name, value in env.items()}
         with launch(script("uneven.py"), [str(tmp_path)], workers=3, cpu=True, env=variables) as job:
             until(lambda: "training" in job.logs(), 60, "the training to begin")

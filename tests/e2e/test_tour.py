@@ -1,4 +1,4 @@
-"""`phalanx tour`: the picture, on real ranks; and that it says so when a result is another."""
+"""`phalanx tour`: the picture, on real ranks; and the report of a wrong result."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_it_quietly() -> None:
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
-    """As if this torch could not do it."""
+    """Simulates a torch that does not support it."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'phalanx.demo.tour' in sys.orig_argv:\n"

@@ -1,4 +1,4 @@
-"""`phalanx why`: of a run that continues, of one that has ended, of a job that phalanx did not start."""
+"""`phalanx why`: for a live run, a finished one, and a job that phalanx did not start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_of_a_run_that_continues_and_of_its_remains(tmp_path: Path) -> None:
     with start("run", "-g", "2", "--fresh", "--cpu", SCRIPT, env=env) as job:
         job.wait_for("here", count=2)
         told = phalanx("why", "--stacks", env=env)
-        assert told.code == 0, told.err  # nothing that anybody waits for
+        assert told.code == 0, told.err  # no rank waits for anything
         assert "ranks 0, 1: sleeping at outsider.py:10 in linger" in told.out
         assert told.out.count(f'File "{SCRIPT}", line 10 in linger') == 2
         facts = json.loads(phalanx("why", "--json", env=env).out)
@@ -38,7 +38,7 @@ def test_of_a_run_that_continues_and_of_its_remains(tmp_path: Path) -> None:
 
 
 def test_of_a_run_that_imports_and_has_no_ranks_yet(tmp_path: Path) -> None:
-    """It is answered, and then has an answer: no run is too young to ask."""
+    """There is always an answer, even for a run that has just started."""
     (tmp_path / "slow.py").write_text(
         f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(0.02)\n"
     )
@@ -96,7 +96,7 @@ def test_nothing_to_ask_about(tmp_path: Path) -> None:
 
 
 def test_of_a_job_that_someone_else_started() -> None:
-    """A launcher and its ranks, of which there is one below another process; what ranks have started is no rank."""
+    """A launcher and its ranks, one of them below another process; processes that ranks have started are not ranks."""
     launcher = (
         "import os, subprocess, sys\n"
         "ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]], env={**os.environ, 'RANK': str(rank)})"
@@ -111,7 +111,7 @@ def test_of_a_job_that_someone_else_started() -> None:
 
 
 def test_of_a_slurm_job(lab: Lab, slurm: Slurm) -> None:
-    """On two nodes, asked from a third: each node looks at its own."""
+    """On two nodes, asked from a third: each node checks its own."""
     words = ("srun", "-N2", "-n3", "-J", "outsider", sys.executable, SCRIPT)
     with lab[0].start(words=words, env=slurm.env) as job:
         job.wait_for("here", count=3)

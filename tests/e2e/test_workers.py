@@ -1,4 +1,4 @@
-"""What a worker is given: input, variables set before the import, a store on loopback; which fork server it is from."""
+"""What a worker gets: input, variables set before the import, a store on loopback; and which fork server starts it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def way(err: str) -> str:
     return next(event.mode for event in told(err) if isinstance(event, events.ForkServerReady))
 
 
-# Whether the fork server has: a script does not see it before it imports it itself.
+# Whether the fork server has imported it: a script does not see it before its own import.
 IMPORTED = (
     "import sys; layers = sys.modules['_phalanx_forkserver.imports.preload'].modules._layers; "
     "print(any('torch._dynamo' in layer.modules for layer in layers), 'torch._dynamo' in sys.modules)"
@@ -112,7 +112,7 @@ def test_preload_of_what_is_not_there(tmp_path: Path) -> None:
             "import threading as t, time\nt.Thread(target=time.sleep, args=(60,), daemon=True, name='poller').start()",
             "poller",
         ),
-        # No GPU here: the flag that torch itself goes by stands for a CUDA context.
+        # No GPU here: the flag that torch itself uses replaces a CUDA context.
         ("import torch\ntorch.cuda.is_initialized = lambda: True", "CUDA was initialised"),
     ],
     ids=["thread", "cuda"],
@@ -292,7 +292,7 @@ def test_keep_warm_leaves_one_and_it_ends_by_itself(tmp_path: Path) -> None:
     write(tmp_path, main="")
     result = phalanx("run", "-g", "2", "--cpu", "--keep-warm", "1s", "main.py", cwd=str(tmp_path))
     assert way(result.err) == "warm"
-    # That it ends is the kit's to see: a process that is left fails the test.
+    # The kit checks that it ends: a leftover process fails the test.
 
 
 def test_what_is_stale_is_noticed_and_not_used(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_what_is_stale_is_noticed_and_not_used(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(tmp_path)}
 
     def used(module: str = "extra", **variables: str) -> tuple[str, bool]:
-        """How it starts, and whether it prints that the warm fork server is not used."""
+        """Return how it starts, and whether it prints that the warm fork server is not used."""
         words = ("run", "-g", "2", "--cpu", "--preload", module, "main.py")
         result = phalanx(*words, cwd=str(tmp_path), env={**env, **variables})
         return way(result.err), "the warm fork server is not used" in result.err

@@ -1,4 +1,4 @@
-"""`python -m tests.faithful`: a row for each kind, and what differs below it. Exits with 1 if something does."""
+"""`python -m tests.faithful`: prints a row per kind, with its differences. Exits with 1 if there are any."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compare(kind: Kind, lane: Lane, ways: Sequence[str] = tuple(WAYS), turns: in
 
 
 def rows(kinds: Sequence[Kind], ways: Sequence[str], jobs: int, limit: float) -> Iterator[Row]:
-    """As they are ready."""
+    """Yield the rows when they are ready."""
     lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
 
     def one(kind: Kind) -> Row:
@@ -87,7 +87,7 @@ def heading(ways: Sequence[str]) -> str:
 
 
 def text(row: Row, full: bool = False) -> Iterator[str]:
-    """The row of the table, and what differs."""
+    """Return the row of the table, with the differences."""
     code = "-" if row.expected.code is None else row.expected.code
     words = "".join(run.word.ljust(11) for run in row.runs)
     yield f"{row.kind.name:20}{code:>6}{row.expected.seconds:>9.1f}  {words}".rstrip()

@@ -95,7 +95,7 @@ class Count:
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Keep so many cores busy."""
+    """Keep this many cores busy."""
     burning = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(processes)]
     try:
         yield
@@ -106,7 +106,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def count(end: End, lane: Lane, runs: int, theirs: int, ways: Sequence[str]) -> tuple[Count, Count]:
-    """phalanx's count and torchrun's. The ways take turns."""
+    """Return phalanx's count and torchrun's. The ways alternate."""
     ours, torchrun = Count(), Count()
     for way, _ in zip(itertools.cycle(ways), range(runs), strict=False):
         ours.add(end, lane.phalanx(end, way), way)

@@ -1,4 +1,4 @@
-"""The processes of a run that does not end: do they still compute, and where are they?"""
+"""The processes of a run that does not end: whether they still compute, and where they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kit.proc import command, every
 
 
 def inside(folder: str, launcher: int = 0) -> list[int]:
-    """The processes that work in a folder, except the launcher: the ranks of a run, and their children."""
+    """Return the processes that work in a folder, except the launcher: the ranks of a run, and their children."""
     found = []
     for process in every():
         with contextlib.suppress(OSError):
@@ -26,7 +26,7 @@ def inside(folder: str, launcher: int = 0) -> list[int]:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """The CPU time that they and the children they waited for have used."""
+    """Return the CPU time that they and their reaped children have used."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
@@ -35,7 +35,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def dump(pids: list[int]) -> str:
-    """As py-spy sees them, C frames too; without it, where the kernel has them wait."""
+    """Return the stacks from py-spy, with C frames; without py-spy, the kernel function in which each waits."""
     spy = shutil.which("py-spy", path=os.path.dirname(sys.executable)) or shutil.which("py-spy")
     return "\n".join(f"--- process {pid}: {command(pid)}\n{_one(pid, spy)}" for pid in pids)
 

@@ -1,4 +1,4 @@
-"""The kinds of scripts: what is typed after the launcher's name, and what may differ from run to run."""
+"""The kinds of scripts: the words after the launcher's name, and what may differ from run to run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Kind:
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
     def lay_out(self, folder: str) -> None:
-        """Make the folder that the script runs in, with nothing else in it."""
+        """Create the folder in which the script runs, with nothing else in it."""
         shutil.rmtree(folder, ignore_errors=True)
         source = os.path.join(self.scripts, self.name)
         if os.path.isdir(source):
@@ -61,8 +61,8 @@ def _linked(folder: str) -> None:
     os.symlink("real/main_facts.py", os.path.join(folder, "link.py"))
 
 
-# Those that the test suite runs come first. Together they cover files closed at exit, variables set before torch
-# is imported, numbers and the end of a group, a failure, what a script sees of itself, and its children.
+# The kinds that the test suite runs come first. Together they cover files closed at exit, variables set before torch is
+# imported, numbers and the end of a group, a failure, what a script sees of itself, and its children.
 KINDS = (
     Kind("csv_log"),
     Kind("env_assigned"),

@@ -1,4 +1,4 @@
-"""Differences that are meant: each is documented, in docs/concepts/launch.md if its reason does not say otherwise."""
+"""Intended differences: each is documented, in docs/concepts/launch.md unless its reason says otherwise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KNOWN = (
 
 
 def reason(kind: str, way: str, difference: Difference) -> str | None:
-    """Why this one is no failure, or None."""
+    """Return why this difference is not a failure, or None."""
     fit = [one for one in KNOWN if kind in one.kinds and _fits(way, one.way) and _fits(difference.field, one.field)]
     reasons = {next((one.reason for one in fit if re.fullmatch(one.lines, line)), None) for line in difference.lines}
     return None if not reasons or None in reasons else "; ".join(sorted(map(str, reasons)))

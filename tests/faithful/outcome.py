@@ -1,4 +1,4 @@
-"""What one run left: its exit code, each rank's streams, files. Read from disk, masked, compared field by field.
+"""The result of one run: its exit code, each rank's streams, files. Read from disk, masked, compared field by field.
 
 differences(torchrun_outcome, phalanx_outcome)  -> [Difference("rank 0 stdout", "…")]
 """
@@ -49,12 +49,12 @@ class Difference:
 
     @property
     def lines(self) -> list[str]:
-        """Those that only one side has."""
+        """Return the lines that only one side has."""
         return [line[1:] for line in self._changed()]
 
     @property
     def brief(self) -> str:
-        """The first line of each side."""
+        """Return the first line of each side."""
         firsts = (next((line for line in self._changed() if line[0] == sign), sign) for sign in "-+")
         return " | ".join(line[:110] for line in firsts)
 
@@ -63,7 +63,7 @@ class Difference:
 
 
 def differences(theirs: Outcome, ours: Outcome) -> list[Difference]:
-    """The differences. A run that did not end is a single difference: its results are unknown."""
+    """Return the differences. A run that did not end is a single difference: its results are unknown."""
     left, right = theirs.fields(), ours.fields()
     if None in (theirs.code, ours.code):
         left, right = ({"exit code": one["exit code"]} for one in (left, right))
@@ -80,7 +80,9 @@ def diff(theirs: str | None, ours: str | None) -> str:
 
 
 def worker_code(code: int, report: str) -> int:
-    """The exit code of the worker that torchrun calls the root cause, as a shell would give it; torchrun's own is 1."""
+    """Return the exit code of the worker that torchrun reports as the root cause, as in a shell; torchrun's own is
+    1.
+    """
     found = re.findall(r"exitcode\s*: (-?\d+)", report.partition("Root Cause")[2] or report)
     if code != 1 or not found:
         return code
@@ -95,7 +97,9 @@ def mask(text: str, more: Iterable[str] = ()) -> str:
 
 
 def logs(folder: str, ranks: int, masks: Iterable[str] = ()) -> dict[str, str]:
-    """Each rank's streams, from the log files that both launchers write in the same places; empty where none began."""
+    """Return each rank's streams, from the log files that both launchers write in the same places; empty if none
+    began.
+    """
     run = next(iter(os.listdir(folder)), "")
     found = {}
     for rank in range(ranks):
@@ -106,13 +110,13 @@ def logs(folder: str, ranks: int, masks: Iterable[str] = ()) -> dict[str, str]:
 
 
 def shown(text: str, rank: int) -> str:
-    """The lines of one rank on the console, as the log has them."""
+    """Return the lines of one rank on the console, in the form of the log."""
     lines = (SHOWN.fullmatch(line) for line in text.split("\n"))
     return "\n".join(line[2] for line in lines if line and line[1] == str(rank))
 
 
 def files(folder: str, ignore: Iterable[str] = (), masks: Iterable[str] = ()) -> dict[str, str]:
-    """Every file below the folder, with what is in it."""
+    """Return every file below the folder, with its content."""
     found = {}
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not _matches(name, CACHES))
@@ -124,7 +128,7 @@ def files(folder: str, ignore: Iterable[str] = (), masks: Iterable[str] = ()) ->
 
 
 def content(path: str) -> str:
-    """As text. Of archives what is inside: they also hold the time when they were made."""
+    """Return the content as text. For archives, their members: archives also contain their creation time."""
     if os.path.islink(path):
         return f"-> {os.readlink(path)}"
     try:
@@ -140,7 +144,7 @@ def content(path: str) -> str:
 
 
 def leftovers(folder: str) -> str:
-    """The names that are left in a folder for temporary files, without their random parts."""
+    """Return the names left in a folder for temporary files, without their random parts."""
     names = (name for name in os.listdir(folder) if not _matches(name, CACHES))
     return "\n".join(sorted(UNNAMED.sub("*", name) for name in names))
 

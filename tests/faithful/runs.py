@@ -26,7 +26,7 @@ from tests.kit.cli import PHALANX, TORCHRUN, Handle, phalanx, start
 # way -> options of `phalanx run`. Warm: a fork server that has torch imported is waiting.
 WAYS = {"cold": (), "fresh": ("--fresh",), "warm": ()}
 LIMIT = 60.0  # seconds; most runs take less than 8
-# A run beyond the limit may only be slow, on a machine that is full: it hangs once its processes stop using the CPU.
+# A run beyond the limit may only be slow, on a loaded machine: it hangs once its processes stop using the CPU.
 SLICE = 5.0
 SLICES = 60
 IDLE = 0.03
@@ -38,7 +38,7 @@ FOREIGN = ("PET_", "PHALANX_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC
 
 @dataclass(frozen=True)
 class Ended:
-    """A launcher's end; without a code, where its processes stood when the time was over."""
+    """The end of a launcher; without a code, where its processes were at the timeout."""
 
     code: int | None
     out: str
@@ -48,7 +48,7 @@ class Ended:
 
 
 class Lane:
-    """Folders and a warm fork server for runs that follow each other. Lanes can run beside each other."""
+    """Folders and a warm fork server for consecutive runs. Lanes can run concurrently."""
 
     def __init__(self, limit: float = LIMIT) -> None:
         self._limit = limit
@@ -100,7 +100,7 @@ class Lane:
             return Ended(code, job.out, job.err, (job.ended or time.monotonic()) - job.started, where)
 
     def _wait(self, job: Handle, work: str) -> int | None:
-        """The exit code, or None if the run hangs."""
+        """Return the exit code, or None if the run hangs."""
         with contextlib.suppress(AssertionError):
             return job.wait(self._limit)
         used = hangs.cpu_seconds(hangs.inside(work))
@@ -113,13 +113,13 @@ class Lane:
         return None
 
     def _env(self, way: str) -> dict[str, str | None]:
-        # One thread, as torchrun has it for several ranks: then one fork server serves runs of one rank, too.
+        # One thread, like torchrun for several ranks: then one fork server serves runs of one rank, too.
         return {
             **{name: None for name in os.environ if name.startswith(FOREIGN)},
             "TMPDIR": self._tmp,
             "PHALANX_HOME": self._homes.get(way, self.root),
             "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_CACHE_DIR": f"{self.root}/inductor",  # or every run would compile again
+            "TORCHINDUCTOR_CACHE_DIR": f"{self.root}/inductor",  # otherwise every run would compile again
         }
 
     def _outcome(self, kind: Kind, code: int, seconds: float) -> Outcome:
@@ -128,7 +128,7 @@ class Lane:
         return Outcome(code, streams, found | {"left in TMPDIR": leftovers(self._tmp)}, seconds)
 
     def _note(self, way: str, err: str) -> str:
-        """What went wrong with phalanx itself: no worker was started, or not in the way that was asked for."""
+        """Return errors of phalanx itself: no worker was started, or not in the requested way."""
         events = []
         for path in glob.glob(f"{self._logs}/*/events.jsonl"):
             with open(path) as lines:
@@ -139,7 +139,7 @@ class Lane:
         return "" if used == way else f"was {used}, not {way}"
 
     def warm_up(self) -> None:
-        """Start the warm fork server, unless it is there."""
+        """Start the warm fork server, unless it is running."""
         if not self._warm:
             os.makedirs(self._tmp, exist_ok=True)
             made = phalanx("warm", "--for", "1h", env=self._env("warm"))
@@ -148,7 +148,7 @@ class Lane:
 
 
 def _console(streams: Mapping[str, str], kind: Kind, out: str, err: str) -> dict[str, str]:
-    """What the console showed of each rank has to be what its log has; if not, it counts as a separate stream."""
+    """The output of each rank on the console must equal its log; otherwise it counts as a separate stream."""
     found = {}
     for rank in range(kind.ranks):
         for stream, text in (("stdout", out), ("stderr", err)):

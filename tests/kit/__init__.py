@@ -1,1 +1,1 @@
-"""What the tests stand on: leak checks around every test, and the real commands run as a user runs them."""
+"""The test kit: leak checks around every test, and the real commands run like by a user."""

@@ -1,4 +1,4 @@
-"""A cgroup with a limit, for as long as a block lasts; of whichever version the kernel offers."""
+"""A cgroup with a limit, for the duration of a block, of the version that the kernel provides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 @contextlib.contextmanager
 def cgroup(controller: str, limit: str, value: int) -> Iterator[tuple[str, ...]]:
-    """Yields what to put before a command so that it runs in there. `limit` is a file's name, of version 1 or 2."""
+    """Yield the words to put before a command so that it runs in the cgroup. `limit` is the name of a file, of version
+    1 or 2.
+    """
     root = f"/sys/fs/cgroup/{controller}"
     if not os.path.isdir(root):
         root = "/sys/fs/cgroup"

@@ -38,13 +38,13 @@ __all__ = [
     "phalanx",
     "python",
     "run",
-    "stage",
+    "shut_down",
     "start",
-    "strike",
     "terminal",
     "torchrun",
     "until",
     "warm",
+    "warm_environment",
 ]
 
 PYTHON = (sys.executable, "-u")
@@ -58,7 +58,7 @@ Env = Mapping[str, str | None]
 class Options(TypedDict, total=False):
     env: Env | None  # changes to the environment of the test: a value sets, None removes
     cwd: str | None
-    input: str | None  # what comes on standard input, which is empty without it
+    input: str | None  # standard input; default: empty
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def python(*args: str, timeout: float = 60, **options: Unpack[Options]) -> Resul
 
 
 def torchrun(*args: str, timeout: float = 60, **options: Unpack[Options]) -> Result:
-    # It makes a log directory even when nothing is logged, and never removes it.
+    # It creates a log directory even if nothing is logged, and never removes it.
     with tempfile.TemporaryDirectory(prefix="torchrun-") as tmp:
         options["env"] = {"TMPDIR": tmp, **(options.get("env") or {})}
         return run((*TORCHRUN, *args), timeout=timeout, **options)
 
 
 def run(words: Sequence[str], *, timeout: float = 60, **options: Unpack[Options]) -> Result:
-    """Run the command to its end. Fails when something that it left behind holds its output open."""
+    """Run the command to its end. Fails if a leftover process keeps its output open."""
     with start(words=words, **options) as job:
         code = job.wait(timeout)
         if not job.drained(2):
@@ -98,7 +98,7 @@ def run(words: Sequence[str], *, timeout: float = 60, **options: Unpack[Options]
 
 
 def start(*args: str, words: Sequence[str] = (), **options: Unpack[Options]) -> Handle:
-    """`phalanx ARGS`, or the command `words`, in its own session; standard input is empty."""
+    """Start `phalanx ARGS`, or the command `words`, in its own session; standard input is empty."""
     text = options.get("input")
     words = tuple(words or (*PHALANX, *args))
     if words[: len(PHALANX)] == PHALANX and text is None:
@@ -139,7 +139,7 @@ def terminal(
     cwd: str | None = None,
     size: tuple[int, int] = (24, 80),
 ) -> Terminal:
-    """The same in a new pseudo-terminal that controls a new session, as in its own window."""
+    """Same in a new pseudo-terminal that controls a new session, as in its own window."""
     screen, tty = os.openpty()
     resize(screen, *size)
     try:
@@ -163,7 +163,7 @@ def terminal(
 
 @contextlib.contextmanager
 def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator[Result]:
-    """A warm fork server for as long as the block lasts."""
+    """Keep a warm fork server for the duration of the block."""
     result = phalanx("warm", *args, env=env, cwd=cwd)
     assert result.code == 0, result.out + result.err
     try:
@@ -173,60 +173,61 @@ def warm(*args: str, env: Env | None = None, cwd: str | None = None) -> Iterator
 
 
 @contextlib.contextmanager
-def stage(*preload: str, **variables: str) -> Iterator[Env]:
-    """Places in which torch stays imported, for many short runs: each costs seconds less. Nothing may be left there.
+def warm_environment(*preload: str, **variables: str) -> Iterator[Env]:
+    """Yield an environment with a warm fork server, for many short runs: each saves seconds. No files may be left
+    there.
 
-    Who asks later finds the same fork server, in places that are empty again; `strike` ends it.
+    Later calls get the same fork server, with empty folders; `shut_down` ends it.
     """
-    alike = (frozenset(preload) - ALWAYS_IMPORTED, frozenset(variables.items()))
-    scene = next((one for one in _scenes if one.alike == alike and not one.used), None)
-    if scene is None:
-        scene = _Scene(alike)
-        _scenes.append(scene)
-    scene.used = True
+    key = (frozenset(preload) - ALWAYS_IMPORTED, frozenset(variables.items()))
+    found = next((one for one in _environments if one.key == key and not one.used), None)
+    if found is None:
+        found = _WarmEnvironment(key)
+        _environments.append(found)
+    found.used = True
     try:
-        scene.warm()
-        state.beside.add(scene.fork_server)
-        yield scene.env
-        scene.clear()
+        found.warm()
+        state.beside.add(found.fork_server)
+        yield found.env
+        found.clear()
     finally:
-        state.beside.discard(scene.fork_server)
-        scene.used = False
+        state.beside.discard(found.fork_server)
+        found.used = False
 
 
-def strike() -> None:
-    """End what is warm: there are no more tests."""
-    while _scenes:
-        _scenes.pop().strike()
+def shut_down() -> None:
+    """End all warm fork servers, after the last test."""
+    while _environments:
+        _environments.pop().shut_down()
 
 
-# What `phalanx warm` imports by itself; and what is next to nothing once that is there: one fork server serves all.
+# Modules that `phalanx warm` always imports, or that are cheap afterwards: one fork server serves all tests.
 ALWAYS_IMPORTED = {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"}
-_ROOT = tempfile.gettempdir()  # of the process, and not of the test
+_ROOT = tempfile.gettempdir()  # of the process, not of the test
 
 
-class _Scene:
-    def __init__(self, alike: tuple[frozenset[str], frozenset[tuple[str, str]]]) -> None:
-        self.alike = alike
+class _WarmEnvironment:
+    def __init__(self, key: tuple[frozenset[str], frozenset[tuple[str, str]]]) -> None:
+        self.key = key
         self.used = False
         self.fork_server = 0
         self._root = tempfile.mkdtemp(prefix="kit-", dir=_ROOT)
-        # One thread, as in the fork server: OMP_NUM_THREADS is set for several ranks anyway, but not for one.
+        # One thread, as in the fork server: OMP_NUM_THREADS is always set for several ranks, but not for one.
         self.env: Env = {
             "TMPDIR": f"{self._root}/tmp",
             "PHALANX_HOME": f"{self._root}/home",
             "OMP_NUM_THREADS": "1",
-            **dict(alike[1]),
+            **dict(key[1]),
         }
         os.mkdir(f"{self._root}/tmp")
 
     def warm(self) -> None:
-        """Once; and again when a test has killed it."""
+        """Start the fork server, unless it is running. A test may have killed it."""
         if self.fork_server and alive(self.fork_server):
             return
-        # It is not to be found by those tests that have nothing to do with it.
+        # Other tests must not find it.
         with state.orphans_left_alone():
-            made = phalanx("warm", "--preload", ",".join(self.alike[0] | ALWAYS_IMPORTED), env=self.env, timeout=180)
+            made = phalanx("warm", "--preload", ",".join(self.key[0] | ALWAYS_IMPORTED), env=self.env, timeout=180)
         assert made.code == 0, made.out + made.err
         self.fork_server = int(made.out.split("(pid ")[1].split(")")[0])
 
@@ -237,17 +238,17 @@ class _Scene:
                 shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
         assert not left, f"leaked temporary files: {left}"
 
-    def strike(self) -> None:
-        if self._root in command(self.fork_server):  # and not another that has its number by now
+    def shut_down(self) -> None:
+        if self._root in command(self.fork_server):  # not another process that has its pid now
             os.kill(self.fork_server, signal.SIGTERM)  # at once: xdist does not wait for long
         shutil.rmtree(self._root, ignore_errors=True)
 
 
-_scenes: list[_Scene] = []
+_environments: list[_WarmEnvironment] = []
 
 
 def environment(changes: Env | None = None) -> dict[str, str]:
-    # What pytest says about itself is nothing that a user's shell would have set.
+    # A user's shell would not set the variables of pytest.
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     for name, value in (changes or {}).items():
         if value is None:

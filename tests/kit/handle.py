@@ -79,7 +79,7 @@ class Handle:
             return bytes(self._text[stream])
 
     def wait_for(self, text: str | re.Pattern[str], count: int = 1, timeout: float = 60) -> Matches:
-        """Until the text was written `count` times; return the matches. Fails at once when it cannot come."""
+        """Wait until the text was written `count` times; return the matches. Fails at once if that cannot happen."""
         pattern = re.compile(re.escape(text)) if isinstance(text, str) else text
         limit = timeout * proc.SLOWEST
         found: Matches = []
@@ -99,10 +99,10 @@ class Handle:
         self.process.send_signal(number)
 
     def wait(self, timeout: float = 60) -> int:
-        """The exit code; minus the number of the signal that killed it."""
+        """Wait for the end. Return the exit code, or minus the number of the signal that killed it."""
         limit = timeout * proc.SLOWEST
         if self.process.poll() is None:
-            # Not Popen's own wait, which with a timeout looks only every 50 ms.
+            # Not Popen's own wait, which polls only every 50 ms with a timeout.
             ending = self._ending()
             ended, _, _ = select.select([ending], [], [], limit)
             os.close(ending)
@@ -114,7 +114,7 @@ class Handle:
         return self.process.wait()
 
     def _ending(self) -> int:
-        """A descriptor that can be read once it has ended."""
+        """Return a descriptor that is readable once the process has ended."""
         return os.pidfd_open(self.pid)
 
     @property
@@ -122,15 +122,16 @@ class Handle:
         return list(self._open)
 
     def drained(self, timeout: float) -> bool:
-        """Both streams at their end? If not, a process that outlives the command has them open."""
+        """Return whether both streams are at their end. If not, a process that outlives the command keeps them open."""
         self._drain(timeout)
         return not self._open
 
     def end(self) -> None:
-        """Kill the command and all below it, and let go of its output."""
+        """Kill the command and all its descendants, and close its output."""
         if self in _live:
             _live.remove(self)
-        # Once it is reaped, its pid may belong to another process; what it left is then our child, and found as a leak.
+        # Once it is reaped, its pid may belong to another process. Its leftovers are then our children, and found as
+        # leaks.
         family = [self.pid, *proc.descendants(self.pid)] if self.process.poll() is None else []
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
@@ -182,7 +183,7 @@ class Handle:
     def _take(self, ready: selectors.BaseSelector, fd: int) -> None:
         try:
             data = os.read(fd, 1 << 16)
-        except OSError:  # how a terminal says that nobody has it open any more
+        except OSError:  # a terminal reports that no process has it open any more
             data = b""
         with self._news:
             if data:
@@ -199,14 +200,14 @@ class Handle:
 
 
 class Terminal(Handle):
-    """A command in its own terminal, which it controls: keys can be typed, the window resized."""
+    """A command in its own terminal, which it controls: supports keys and resizing."""
 
     def __init__(self, process: subprocess.Popen[bytes], screen: int) -> None:
         self._keys = os.dup(screen)
         super().__init__(process, {screen: "out"})
 
     def send(self, keys: bytes) -> None:
-        """send(b"\\x03") is Ctrl-C, b"\\x1c" Ctrl-\\, b"\\x1a" Ctrl-Z."""
+        """Type keys: send(b"\\x03") is Ctrl-C, b"\\x1c" Ctrl-\\, b"\\x1a" Ctrl-Z."""
         os.write(self._keys, keys)
 
     def resize(self, rows: int, columns: int) -> None:
@@ -229,5 +230,5 @@ def resize(screen: int, rows: int, columns: int) -> None:
 
 
 def take_terminal() -> None:
-    """In the child: the terminal that is standard input becomes the one that controls this session."""
+    """Make the terminal on standard input the controlling terminal of this session. Runs in the child."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

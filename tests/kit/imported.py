@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # this file is the program of that process, too
+if TYPE_CHECKING:  # this file is also the program of that process
     from tests.kit.cli import Env, Handle, Result
 
 
@@ -32,7 +32,7 @@ _AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_")  # an interpre
 
 
 def start(*words: str, env: Env | None = None, cwd: str | None = None) -> Handle:
-    """`python -u WORDS` in a new session; standard input is empty."""
+    """Start `python -u WORDS` in a new session; standard input is empty."""
     from tests.kit.cli import environment
 
     assert in_use(), "only a test that is marked `imported` has it"
@@ -40,15 +40,14 @@ def start(*words: str, env: Env | None = None, cwd: str | None = None) -> Handle
 
 
 def command(words: Sequence[str], env: dict[str, str], cwd: str | None, init: int = 0) -> Handle | None:
-    """`python -m phalanx WORDS` in a new session; standard input is empty. None if that needs another interpreter.
+    """Start `python -m phalanx WORDS` in a new session; standard input is empty. None: that needs a new interpreter.
 
-    With `init` in all namespaces of that process, the init of a lab's node.
+    `init` is the pid of the init of a lab's node: the command starts in all its namespaces.
     """
     from tests.kit import state
 
-    if (
-        not _sockets or state.daemons_allowed()
-    ):  # a program without pytest; a daemon that must not become a child of ours
+    # Without pytest there is no plugin that ends it. A daemon must not become its child.
+    if not _sockets or state.daemons_allowed():
         return None
     parent = _parent(COMMANDS)
     if _at_start(env) != _at_start(parent.env):
@@ -87,14 +86,14 @@ def python(*words: str, env: Env | None = None, cwd: str | None = None, timeout:
 
 
 def claim() -> None:
-    """Make the sockets, before any test: in a test they would look like leaked descriptors."""
+    """Make the sockets before any test: in a test they would look like leaked descriptors."""
     for what in (TORCH, COMMANDS):
         _sockets[what] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 @contextlib.contextmanager
 def use() -> Iterator[None]:
-    """Have torch imported for a test. What is left below that process is the test's."""
+    """Use the process with torch in a test: its leftover descendants belong to the test."""
     from tests.kit import state
 
     pid = _parent(TORCH).pid
@@ -107,7 +106,7 @@ def use() -> Iterator[None]:
 
 @contextlib.contextmanager
 def commands() -> Iterator[None]:
-    """Around every test: the commands that it starts are its own, and those of its module's fixtures are not."""
+    """Enter this around every test: only commands that the test starts itself can be its leaks."""
     from tests.kit import state
 
     parent = _shared.get(COMMANDS)
@@ -135,13 +134,13 @@ def _parent(what: str) -> _Parent:
     return _shared[what]
 
 
-def strike() -> None:
+def shut_down() -> None:
     """End these processes: there are no more tests."""
     from tests.kit import proc
 
     while _shared:
         pid = _shared.popitem()[1].pid
-        if __file__ in proc.command(pid):  # and not another process that has its pid by now
+        if __file__ in proc.command(pid):  # its pid may belong to another process by now
             os.kill(pid, signal.SIGKILL)  # at once: it may still import
     while _sockets:
         for sock in _sockets.popitem()[1]:
@@ -160,7 +159,7 @@ class _Parent:
         self.env = environment()
         with state.orphans_left_alone():
             subprocess.run(
-                ("sh", "-c", '"$@" &', "sh", *words),  # no child of ours: tests look at those
+                ("sh", "-c", '"$@" &', "sh", *words),  # not our child: tests check those
                 env={**self.env, "OMP_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -189,13 +188,13 @@ class _Parent:
 
 
 class _Process:
-    """As much of a `Popen` as a handle needs, for a process that is another's child."""
+    """The part of `Popen` that a handle needs, for a process that is another's child."""
 
     stdin = None
 
     def __init__(self, pid: int, report: int, words: list[str]) -> None:
         self.pid = pid
-        self.report = report  # gets the exit code
+        self.report = report  # receives the exit code
         self.args = words
         self.returncode: int | None = None
 
@@ -286,7 +285,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _become(order: dict[str, Any], fds: list[int]) -> Any:
-    """All that comes before the first line of the script; what is returned, is to be called."""
+    """Do everything that precedes the first line of the script. Call the result to run it."""
     import functools
     import tempfile
 
@@ -299,7 +298,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> Any:
     for name in signal.Signals:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(name, signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL)
-    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # like Python
         signal.signal(name, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(order["env"])
@@ -362,5 +361,5 @@ if __name__ == "__main__":
     for _name in _modules(sys.argv[1]):
         importlib.import_module(_name)
     gc.collect()
-    gc.freeze()  # or the end of each child would go through all that was ever imported
+    gc.freeze()  # otherwise the exit of each child would scan everything that was ever imported
     _become(*_serve(_sock))()

@@ -1,10 +1,10 @@
-"""What a test left behind: this process, its descendants and its places, before and after.
+"""Detects what a test leaves behind: in this process, its descendants and its folders, before and after.
 
     before = Before(tmp)
     ...                      # the test
     found = before.leaks()
 
-A clean comparison costs a fraction of a millisecond: what is slow is done only when something differs.
+A clean comparison costs a fraction of a millisecond: slow checks run only if something differs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import pytest
 from tests.kit import proc, state
 
 SHM = "/dev/shm"
-GRACE = 2.0  # what is just ending may end; what stays for longer is a leak
-LONGER = 15.0  # the same for shared memory: it may be of a test beside this one, whose processes were just killed
-# The compiler's cache, which torch makes in every process that builds an optimizer, and keeps on purpose.
+GRACE = 2.0  # seconds for processes that are just ending; longer is a leak
+LONGER = 15.0  # the same for shared memory: it may belong to a concurrent test whose processes were just killed
+# The compiler's cache, which torch creates in every process that builds an optimizer, and keeps on purpose.
 KEPT_BY_TORCH = "torchinductor_"
 # pytest itself writes the phase of the test here.
 PYTESTS_OWN = "PYTEST_CURRENT_TEST"
@@ -48,13 +48,13 @@ class Leak:
 
 
 def allowed(item: pytest.Item, leak: Leak) -> bool:
-    """Does the test say that it leaves this?"""
+    """Return whether the test declares this leak."""
     patterns = [pattern for mark in item.iter_markers("leaves") for pattern in mark.args]
     return any(fnmatch(f"{leak.kind}:{leak.name}", pattern) for pattern in patterns)
 
 
 class Before:
-    """How things stood before the test. What `allowed` says yes to is no leak."""
+    """The state before the test. `allowed` returns whether a leak is declared."""
 
     def __init__(self, tmp: str, allowed: Callable[[Leak], bool] = lambda leak: False) -> None:
         self.tmp = tmp
@@ -70,7 +70,7 @@ class Before:
         self.descriptors = state.descriptors()
 
     def leaks(self) -> list[Leak]:
-        """What is left after a grace period for what is just ending."""
+        """Return the leaks, after a grace period for processes that are just ending."""
         began = time.monotonic()
         first = True
         while True:
@@ -79,14 +79,14 @@ class Before:
             if not passing or time.monotonic() - began > (LONGER if passing == {"shm"} else GRACE):
                 return found
             if first:
-                gc.collect()  # a file or socket in a cycle is closed late, not never
+                gc.collect()  # a file or socket in a reference cycle is closed late, not never
                 first = False
             time.sleep(0.02)
 
     def clean(self, found: list[Leak]) -> None:
-        """Undo what can be undone, so that one leak fails one test.
+        """Undo what can be undone, so that one leak fails only one test.
 
-        Only what is surely ours: shared memory stays, because another process may be using a file there.
+        Only what certainly belongs to the test: shared memory stays, because another process may be using a file there.
         """
         if (helpers := state.Helpers()).pids - {None, *(pid for pid, _ in self.family)}:
             helpers.stop()
@@ -97,7 +97,7 @@ class Before:
                 self._undo(leak)
 
     def _kill(self) -> bool:
-        # Again and again, for what is killed leaves us its children, which perhaps nobody saw yet.
+        # Repeatedly: the children of a killed process become ours, and may not have been seen yet.
         left = [pid for pid, _ in state.family() - self.family]
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -143,8 +143,8 @@ class Before:
     def _places(self, helpers: state.Helpers) -> Iterator[Leak]:
         for name in sorted({*os.listdir(SHM)} - self.shm - self.foreign):
             if name.startswith("kit-leak-") and name != f"kit-leak-{os.getpid()}":
-                continue  # left on purpose by the test of this very check, in another pytest, perhaps beside us
-            # All tests of all workers share this place, so a file counts only while no other process has it.
+                continue  # left on purpose by the test of this check, in another pytest that may run concurrently
+            # All tests of all workers share this folder, so a file counts only if no other process uses it.
             if state.held_by_others(f"{SHM}/{name}"):
                 self.foreign.add(name)
             else:

@@ -1,4 +1,4 @@
-"""Placements for tests: all ranks on one node, if nothing else is given."""
+"""Placements for tests. Default: all ranks on one node."""
 
 from __future__ import annotations
 

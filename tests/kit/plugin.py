@@ -1,12 +1,12 @@
-"""The pytest plugin around every test: private folders before it, a search for leaks after it.
+"""The pytest plugin around every test: private folders before it, a check for leaks after it.
 
-A test that cannot but leave something says so, kind and name as patterns, and why:
+A test that must leave something behind declares it with patterns of kind and name, and the reason:
 
     @pytest.mark.leaves("tmp:pymp-*", why="a killed worker cannot remove its forkserver's directory")
 
-One that does not care how its workers come to be is marked `warmed`: torch is imported once for all such of a process,
-and once on each node of a lab.
-`imported` is the same for plain Python, where the test starts it by tests.kit.imported.
+A test that does not depend on how its workers start is marked `warmed`: torch is imported once for all such tests of a
+process, and once on each node of a lab. `imported` is the same for plain Python that the test starts with
+tests.kit.imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pytest
 from tests.kit import cli, handle, imported, leaks, ports, state, tiers
 from tests.kit.lab import fixtures
 
-# What a scheduler, a launcher or a user's shell may have set, and what would change what is tested.
+# Variables that a scheduler, a launcher or a user's shell may have set, and that would change the results.
 FOREIGN = ("PET_", "PHALANX_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")
 FOREIGN_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
@@ -45,10 +45,10 @@ class Places(Protocol):
 
 
 class Own(Places):
-    """Places that no other test has used."""
+    """Folders that no other test has used."""
 
     def __init__(self) -> None:
-        # A short path, for that of a Unix socket may have 107 characters at most.
+        # A short path: the path of a Unix socket has at most 107 characters.
         self.root = tempfile.mkdtemp(prefix="kit-")
         self.number = 0
         self.make()
@@ -60,14 +60,14 @@ class Own(Places):
         os.makedirs(self.tmp)
 
     def renew(self) -> None:
-        # Places that nobody used are as good as new; to make and remove directories is what costs most.
+        # Reuse unused folders: creating and removing directories is the main cost.
         if os.listdir(self.tmp) or os.path.lexists(self.home):
             shutil.rmtree(os.path.dirname(self.tmp), ignore_errors=True)
             self.make()
 
 
 class Warm(Places):
-    """The places of a warm fork server, in which nothing else is left of the test before."""
+    """The folders of a warm fork server, without files of earlier tests."""
 
     def __init__(self, env: cli.Env) -> None:
         self.tmp, self.home = str(env["TMPDIR"]), str(env["PHALANX_HOME"])
@@ -94,7 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "imported: plain Python does, too, where the test starts it by tests.kit.imported"
     )
     config.pluginmanager.register(fixtures, "lab")
-    hypothesis.settings.register_profile("kit", deadline=None)  # a busy machine may take seconds for any example
+    hypothesis.settings.register_profile("kit", deadline=None)  # an example may take seconds on a loaded machine
     hypothesis.settings.load_profile("kit")
     state.adopt_orphans()
     # A shell that runs us in the background ignores these, and every command of a test would inherit that.
@@ -108,12 +108,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Iterator[None]:
-    """Without the garbage collector, which would go through torch and thousands of tests again and again."""
+    """Collect tests without the garbage collector, which would scan torch and thousands of tests repeatedly."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()  # the same in every collection during a test
+        gc.freeze()  # the same for every collection during a test
         gc.enable()
 
 
@@ -122,23 +122,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    cli.strike()
-    imported.strike()
+    cli.shut_down()
+    imported.shut_down()
     shutil.rmtree(config.stash[_places].root, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
 def _no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    # One fixture and not one a check, because it is set up first and torn down last, after all others have
-    # tidied up; and a separate patch, because the shared `monkeypatch` would be undone after the search.
-    tmp_path_factory.getbasetemp()  # is made once and for all tests, so not in the TMPDIR of the first
+    # One fixture instead of one per check, because it is set up first and torn down last, after all others have cleaned
+    # up. A separate patch, because the shared `monkeypatch` would be undone after the check.
+    tmp_path_factory.getbasetemp()  # created once for all tests, so not in the TMPDIR of the first
     places: Places = request.config.stash[_places]
     warmth: cli.Env = {}
     with contextlib.ExitStack() as stack:
         if request.node.get_closest_marker("warmed"):
-            # For each test, because the one before may have ended the fork server.
+            # For each test, because the previous one may have ended the fork server.
             lab = request.getfixturevalue("_lab") if "_lab" in request.fixturenames else None
-            warmth = lab.warm.start() if lab else stack.enter_context(cli.stage())
+            warmth = lab.warm.start() if lab else stack.enter_context(cli.warm_environment())
             places = Warm(warmth)
         stack.enter_context(imported.commands())
         if request.node.get_closest_marker("imported"):

@@ -1,7 +1,7 @@
 """Ports for options that need a number: no other test, and no connection of the system, takes one in the meantime.
 
-A port that was free a moment ago may be the next one that the kernel gives to a connection or to a server that asked
-for any port. These are below the range from which the kernel chooses, and every test process has its own share of them.
+A port that was free a moment ago may be the next one that the kernel gives to a connection or to a server without a
+fixed port. These are below the range of the kernel, and every test process has its own share of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _held: dict[int, tuple[socket.socket, Iterator[int]]] = {}  # process -> the soc
 
 
 def claim() -> None:
-    """Take a share for this process, until it ends. A name in the abstract namespace is taken once on a host."""
+    """Reserve a share for this process, until it ends. A name in the abstract namespace is unique on a host."""
     for number in range(SHARES):
         mark = socket.socket(socket.AF_UNIX)
         try:
@@ -32,7 +32,7 @@ def claim() -> None:
 
 
 def free_port() -> int:
-    """A port of this process's share on which nobody listens; not the same as the last ones."""
+    """Return a port of this process's share on which no process listens; not one of the last ones."""
     if os.getpid() not in _held:
         claim()
     for port in itertools.islice(_held[os.getpid()][1], SHARE):

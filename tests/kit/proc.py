@@ -1,4 +1,4 @@
-"""Processes, read from /proc. A zombie counts as dead: it holds nothing but its number."""
+"""Processes, read from /proc. A zombie counts as dead: it has only its pid."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeVar
 
 Found = TypeVar("Found")
 LISTEN = "0A"
-SLOWEST = 4  # limits of waiting are written for a quiet machine; a busy one may be this many times slower
+SLOWEST = 4  # timeouts are for an idle machine; a loaded one may be this many times slower
 
 
 class Process(NamedTuple):
-    """One process at one moment. Pid and start together name it for good, since pids are used again."""
+    """One process at one moment. Pid and start time identify it, because pids are reused."""
 
     pid: int
     start: int
@@ -35,7 +35,7 @@ def read(pid: int) -> Process | None:
             text = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name in parentheses may hold spaces and parentheses itself, so the fields begin after the last one.
+    # The name in parentheses may contain spaces and parentheses, so the fields begin after the last one.
     fields = text[text.rindex(b")") + 2 :].split()
     return Process(pid, int(fields[19]), int(fields[1]), fields[0].decode())
 
@@ -47,7 +47,7 @@ def every() -> Iterator[Process]:
 
 
 def below(*pids: int) -> list[Process]:
-    """All descendants, zombies too, parents before children."""
+    """Return all descendants, including zombies, parents before children."""
     children: dict[int, list[Process]] = {}
     for process in every():
         children.setdefault(process.parent, []).append(process)
@@ -61,7 +61,7 @@ def below(*pids: int) -> list[Process]:
 
 
 def descendants(*pids: int) -> list[int]:
-    """The pids of the living descendants."""
+    """Return the pids of the live descendants."""
     return [process.pid for process in below(*pids) if not process.dead]
 
 
@@ -79,7 +79,7 @@ def command(pid: int) -> str:
 
 
 def pid_inside(pid: int) -> int:
-    """The number that a process has in its own pid namespace; 0: it has ended."""
+    """Return the pid of a process in its own pid namespace; 0: it has ended."""
     try:
         with open(f"/proc/{pid}/status") as file:
             return next(int(line.split()[-1]) for line in file if line.startswith("NSpid:"))
@@ -88,7 +88,7 @@ def pid_inside(pid: int) -> int:
 
 
 def sockets(pid: int | str) -> Iterator[str]:
-    """The inodes of the sockets that a process holds."""
+    """Return the inodes of the sockets of a process."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
@@ -103,7 +103,7 @@ def sockets(pid: int | str) -> Iterator[str]:
 
 
 def listening() -> dict[str, str]:
-    """Inode to address of every listening TCP and Unix socket."""
+    """Return inode -> address of every listening TCP and Unix socket."""
     found: dict[str, str] = {}
     for table in ("tcp", "tcp6"):
         try:
@@ -120,7 +120,7 @@ def listening() -> dict[str, str]:
 
 
 def until(predicate: Callable[[], Found], timeout: float = 10, what: str = "the condition") -> Found:
-    """Ask again and again until the answer is true; return that answer.
+    """Call `predicate` until its result is true; return that result.
 
     until(lambda: not alive(pid), 5, f"worker {pid} to end")
     """

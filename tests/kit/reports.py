@@ -1,10 +1,10 @@
-"""Run tests/e2e/scripts/report.py under a launcher, and compare two of its reports field by field.
+"""Runs tests/e2e/scripts/report.py under a launcher, and compares two of its reports field by field.
 
     torch = observe(TORCHRUN, case, work)
     ours = observe((*PHALANX, "run"), case, work)
     assert differences(torch, ours, case) == []
 
-Both runs get the same paths and the same environment, so that what differs is the launcher's doing.
+Both runs get the same paths and the same environment, so that only the launcher differs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 Report = dict[str, Any]
 SHOWN = re.compile(r"rank \d+ writes to \w+")
 
-# field -> why the two need not be equal
+# field -> why the two may differ
 ALLOWED = {
     "chance": "random numbers; that they differ from rank to rank is tested by itself",
     "modules": "a fork has more imported than the script asked for; that none is missing is tested by itself",
@@ -37,11 +37,11 @@ ALLOWED = {
     "env": "compared by what the launcher changed, see below",
 }
 
-# Standard output and error may be any of these, since phalanx reads them itself to log them and to tell ranks
-# apart, where torchrun gives a file or /dev/null. A script can tell a terminal from them, not one from another.
+# Standard output and error may be any of these: phalanx reads them itself to log them and to prefix ranks, where
+# torchrun uses a file or /dev/null. A script can distinguish a terminal from them, but not one from another.
 NO_TERMINAL = {"file", "pipe", "/dev/null"}
 
-# variable -> why the two need not be equal
+# variable -> why the two may differ
 ALLOWED_ENV = {
     "MASTER_PORT": "a free port, another one each time",
     "MASTER_ADDR": "torchrun takes the host's name, which may not resolve",
@@ -57,21 +57,21 @@ ALLOWED_ENV = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is typed after the launcher's name. `{work}` stands for a folder that only this case has."""
+    """The words after the launcher's name. `{work}` stands for a folder that only this case has."""
 
     name: str
     options: tuple[str, ...] = ("--nproc-per-node", "1")
-    before: tuple[str, ...] = ()  # what stands before the launcher: nice, sh -c …
+    before: tuple[str, ...] = ()  # words before the launcher: nice, sh -c …
     script: tuple[str, ...] = ("report.py",)
     args: tuple[str, ...] = ()
     ranks: int = 1
     cwd: str = SCRIPTS
     env: Mapping[str, str] = field(default_factory=dict)
-    exact: tuple[str, ...] = ()  # variables that were given, so that they must be equal for once
-    only: tuple[str, ...] = ()  # fields to compare, where torchrun itself does not run the script as python would
-    torch: bool = True  # false: the script does without, where torch has nothing to add to the answer
+    exact: tuple[str, ...] = ()  # variables that are set in this case, and must be equal
+    only: tuple[str, ...] = ()  # fields to compare, if torchrun itself does not run the script like python
+    torch: bool = True  # False: the script does not import torch, which would not change the result
     in_terminal: bool = False
-    ways: tuple[str, ...] = ("cold",)  # of starting workers that are compared; each costs a run
+    ways: tuple[str, ...] = ("cold",)  # ways to start workers that are compared; each costs a run
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ class Observed:
 def observe(
     launcher: Sequence[str], case: Case, work: str, *, env: Env | None = None, imported: Torchrun | None = None
 ) -> Observed:
-    """`imported`: a torchrun that need not be started for this, where its own start is not part of the case."""
+    """Run the script and return its report. `imported`: use a forked torchrun, if its own start is not part of the
+    case.
+    """
     out = f"{work}/out"
     os.makedirs(out)
 
@@ -100,7 +102,7 @@ def observe(
     cwd = case.cwd.replace("{work}", work)
     env = {**(env or {}), **case.env}
     if tuple(launcher) == TORCHRUN:
-        env["TMPDIR"] = tmp = f"{work}/tmp"  # for it leaves its log folders there
+        env["TMPDIR"] = tmp = f"{work}/tmp"  # it leaves its log folders there
         os.makedirs(tmp)
     try:
         if case.in_terminal:
@@ -144,13 +146,13 @@ def _logs(folder: str) -> Iterator[tuple[str, str]]:
 
 
 def changes(report: Report, launcher: Mapping[str, str]) -> dict[str, str | None]:
-    """What the launcher did to the environment; None where it took a variable away."""
+    """Return the launcher's changes of the environment; None for a variable that it removed."""
     env = report["env"]
     return {name: env.get(name) for name in env.keys() | launcher.keys() if env.get(name) != launcher.get(name)}
 
 
 def differences(theirs: Observed, ours: Observed, case: Case, *, warm: bool = False) -> list[str]:
-    """A line for each thing that torchrun's worker sees otherwise than ours."""
+    """Return a line for each difference between torchrun's worker and ours."""
     if warm:
         ours = replace(ours, reports={rank: _without_warmth(report) for rank, report in ours.reports.items()})
     found = [f"rank {rank}, {line}" for rank in range(case.ranks) for line in _of_rank(theirs, ours, rank, case)]
@@ -163,7 +165,7 @@ def differences(theirs: Observed, ours: Observed, case: Case, *, warm: bool = Fa
 
 
 def oddities(ours: Observed, case: Case) -> list[str]:
-    """What must hold for ours by itself, because it cannot be equal."""
+    """Check what must hold for our worker alone, because it cannot be equal."""
     found = []
     for name in ours.reports[0]["chance"]:
         values = [report["chance"][name] for report in ours.reports.values()]
@@ -186,7 +188,7 @@ def _of_rank(theirs: Observed, ours: Observed, rank: int, case: Case) -> Iterato
         if name in ALLOWED or (case.only and name not in case.only):
             continue
         if case.in_terminal and rank and name in ("fd kinds", "streams"):
-            continue  # the terminal is rank 0's alone: what others write is read, and shown behind their number
+            continue  # only rank 0 has the terminal: output of others is read, and shown with a prefix
         yield from _unequal(name, torch.get(name, "nothing"), phalanx.get(name, "nothing"))
     allowed = ALLOWED_ENV.keys() - set(case.exact)
     torch_env, phalanx_env = changes(torch, theirs.env), changes(phalanx, ours.env)
@@ -199,12 +201,12 @@ def _of_rank(theirs: Observed, ours: Observed, rank: int, case: Case) -> Iterato
 
 
 def _without_warmth(report: Report) -> Report:
-    """What a worker of a warm fork server is allowed to see: all of it, and its reasons, stand here."""
+    """Remove the differences that are allowed in a worker of a warm fork server, each with its reason."""
     words, frames = list(report["cmdline"]), list(report["frames"])
-    # The place of the command line has room to spare, which not every kernel lets us give back.
+    # The memory of the command line has spare space, which not every kernel allows to shrink.
     while words[-2:] == ["", ""]:
         words.pop()
-    # The script was not known when the interpreter was started, so it is not what Python itself runs.
+    # The script was not known when the interpreter was started, so Python itself does not run it.
     if frames[-1:] == ["<module> in warm_main.py"]:
         frames.pop()
     even = report | {"cmdline": words, "frames": frames}
@@ -215,9 +217,9 @@ def _without_warmth(report: Report) -> Report:
 
 
 def _without_probe(report: Report) -> Report:
-    """Without what a worker's probe needs: a thread, two signals, and descriptors out of everyone's way.
+    """Remove what a worker's probe needs: a thread, two signals, and descriptors with high numbers.
 
-    Those that torch's import leaves open lie there too.
+    Descriptors that torch's import leaves open have high numbers, too.
     """
     high = min(report["limits"]["RLIMIT_NOFILE"][0], 4096) - preload.RESERVED
     fds = [row for row in report["other fds"] if int(row.split()[0]) < high]
@@ -231,7 +233,7 @@ def _without_probe(report: Report) -> Report:
 
 def _even(report: Report) -> Report:
     report = _without_probe(report)
-    # Finds what was imported before the fork.
+    # Finds modules that were imported before the fork.
     importers = [kind for kind in report["path of importers"] if kind != "Preloaded"]
     report = report | {"path of importers": importers}
     stdin, *written = report["fd kinds"]

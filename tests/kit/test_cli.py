@@ -1,4 +1,4 @@
-"""The handles by which tests run commands: no output is lost, waits end, no process is left."""
+"""The handles with which tests run commands: no output is lost, waits end, no process is left."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_end_takes_the_whole_family() -> None:
 
 
 def test_command_that_leaves_its_output_open_is_named() -> None:
-    before = {*descendants(os.getpid())}  # a lab may be up, for other tests
+    before = {*descendants(os.getpid())}  # a lab of other tests may be up
     with pytest.raises(AssertionError, match=r"held open by\nprocess \d+: sleep 4"):
         run(("sh", "-c", "sleep 4 & echo done"))
     until(lambda: {*descendants(os.getpid())} <= before, 10, "the sleeper to end")

@@ -1,4 +1,4 @@
-"""Plain Python that has torch already: its streams, its end and its main module are those of any other."""
+"""Plain Python with torch already imported: its streams, its end and its main module are those of any other."""
 
 from __future__ import annotations
 

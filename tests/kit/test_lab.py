@@ -1,4 +1,4 @@
-"""The lab does what it says: else every test that stands on it would prove nothing."""
+"""Checks the lab itself: otherwise tests that use it would prove nothing."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_what_is_left_on_a_node_fails_the_test(pytester: pytest.Pytester, monkey
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeconftest("from tests.kit import leaks\nleaks.GRACE = 0.3")
     pytester.makepyfile(LEAKING)
-    # No summary: with CI in the environment it would repeat every line of what was left.
+    # No summary: with CI in the environment it would repeat every line.
     result = pytester.runpytest_subprocess("-p", "tests.kit.plugin", "--tb=short", "--strict-markers", "-rN")
     result.assert_outcomes(passed=4, errors=3)
     text = result.stdout.str()
@@ -259,7 +259,7 @@ def test_nothing_is_left_of_a_lab_whose_maker_was_killed(tmp_path: object) -> No
     assert len(pids) == 4
     job.signal(signal.SIGKILL)
     job.wait()
-    # What the maker had started is our child now, and a node is only gone when that is reaped.
+    # Processes that the creator had started are our children now, and a node ends only when they are reaped.
     until(lambda: state.family() is not None and not any(map(alive, pids)), 5, "its nodes to end")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(tmp_path))

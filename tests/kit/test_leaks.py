@@ -1,4 +1,4 @@
-"""Each leak is made on purpose once, and must fail its test with the words that say what it was."""
+"""Each kind of leak is made on purpose once, and must fail its test with a message that describes it."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_what_is_tidy_passes(suite: pytest.Pytester) -> None:
 
 @pytest.fixture
 def asked() -> Iterator[Callable[[str], bool]]:
-    """Ask another, unrelated process whether foreign processes hold the file."""
+    """Ask an unrelated process whether foreign processes use the file."""
 
     def held(path: str) -> bool:
         ask = f"from tests.kit import state; print(state.held_by_others({path!r}))"
@@ -241,7 +241,7 @@ def test_a_semaphore_of_a_foreign_process_is_not_ours(asked: Callable[[str], boo
 
 
 def test_cleaning_removes_nothing_from_shared_memory(tmp_path: Path) -> None:
-    # It is not certain who made a file there, and a running job would lose its semaphores.
+    # The creator of a file there is not certain, and a running job would lose its semaphores.
     path = f"/dev/shm/kit-kept-{os.getpid()}"
     before = leaks.Before(str(tmp_path))
     with open(path, "w"):

@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make test-all`."""
+"""Which tests run only in `make test-all`."""
 
 from __future__ import annotations
 

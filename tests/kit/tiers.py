@@ -30,19 +30,19 @@ MARKERS = (
 
 
 def needs_system(path: str, fixtures: frozenset[str]) -> bool:
-    """Whether a test of this file, relative to tests/, needs more than one plain host."""
+    """Return whether a test of this file, relative to tests/, needs more than one plain host."""
     return path.startswith(SYSTEM_FILES) or not SYSTEM_FIXTURES.isdisjoint(fixtures)
 
 
 def is_extended(path: str, fixtures: frozenset[str], marks: frozenset[str]) -> bool:
-    """Whether only `make test-all` runs the test."""
+    """Return whether only `make test-all` runs the test."""
     if "smoke" in marks:
         return needs_system(path, fixtures)
     return "extended" in marks or path.startswith(REAL_RUNS) or needs_system(path, fixtures)
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """Mark what is extended."""
+    """Mark the extended tests."""
     root = os.path.dirname(os.path.dirname(__file__))
     for item in items:
         fixtures = frozenset(getattr(item, "fixturenames", ()))

@@ -20,7 +20,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # this file is the program of the process, too, which is to hold nothing else
+if TYPE_CHECKING:  # this file is also the program of the process, which must not import anything else
     from tests.kit.cli import Env, Result
 
 RUN = "torch.distributed.run"
@@ -48,7 +48,7 @@ class Torchrun:
 
         start = time.monotonic()
         with (
-            tempfile.TemporaryDirectory(prefix="torchrun-") as tmp,  # where it leaves log folders
+            tempfile.TemporaryDirectory(prefix="torchrun-") as tmp,  # folder of its logs
             tempfile.TemporaryFile() as out,
             tempfile.TemporaryFile() as err,
             open(os.devnull) as nothing,
@@ -94,10 +94,10 @@ def _serve(sock: socket.socket) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: torch must not find our modules where it looks for others
+    del sys.path[0]  # this folder: torch must not import our modules by mistake
     importlib.import_module(RUN)
     gc.collect()
-    gc.freeze()  # or the end of each fork would go through all that was ever imported
+    gc.freeze()  # otherwise the exit of each fork would scan everything that was ever imported
     _order = _serve(socket.socket(fileno=int(sys.argv[1])))
     os.environ.clear()
     os.environ.update(_order["env"])

@@ -29,7 +29,7 @@ class Run:
     def start(
         self, rank: int, code: str, *args: object, show: Std = Std.ALL, terminal: bool = False
     ) -> subprocess.Popen[bytes]:
-        """A worker that runs this Python."""
+        """Start a worker that runs this Python code."""
         out, err = self.open(rank, show=show, terminal=terminal)
         command = [sys.executable, "-S", "-c", code, *map(str, args)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)

@@ -25,31 +25,31 @@ class GatedServer:
         self._thread = threading.Thread(target=gate.serve)
 
     def start(self) -> None:
-        """Accept connections. Those that were made before have waited."""
+        """Accept connections. Earlier ones have waited."""
         self._thread.start()
 
     def end(self) -> None:
-        """End the gate, as the end of the agent does."""
+        """End the gate, like the end of the agent."""
         self.agent.close()
         self._thread.join()
 
     def call(self) -> socket.socket:
-        """A connection to the gate."""
+        """Return a connection to the gate."""
         return socket.create_connection(self.address, timeout=TIMEOUT)
 
     def connection(self) -> tuple[socket.socket, socket.socket]:
-        """A connection through the gate: the client's end, and the server's."""
+        """Return a connection through the gate: the client's end, and the server's."""
         client = self.call()
         return client, self.accept()
 
     def accept(self) -> socket.socket:
-        """The next connection that the gate lets through."""
+        """Return the next connection that the gate admits."""
         server, _ = self.port.listener.accept()
         server.settimeout(TIMEOUT)
         return server
 
     def message(self) -> dict[str, Any]:
-        """The next message that the agent gets."""
+        """Return the next message for the agent."""
         message: dict[str, Any] = json.loads(self.agent.recv(4096))
         return message
 
@@ -60,7 +60,7 @@ class GatedServer:
 
 @contextlib.contextmanager
 def gated_server(*, remote: bool = False) -> Iterator[GatedServer]:
-    """Open a gate, which accepts nobody before it is started."""
+    """Open a gate, which accepts no connection before it is started."""
     agent, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.settimeout(TIMEOUT)
     link = AgentLink(theirs.detach())

@@ -1,6 +1,7 @@
-"""By hand, on a machine with a GPU: `phalanx run -g 1 tests/launcher/gpu_probe.py`. What a probe sees of NCCL.
+"""Run by hand on a machine with a GPU: `phalanx run -g 1 tests/launcher/gpu_probe.py`. Checks what a probe reads from
+NCCL.
 
-Prints what the recorder and the page say, and fails where that is not so.
+Prints the content of the recorder and the status slot, and fails if it is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def read() -> Any:
 
 
 def told() -> dict[str, Any]:
-    """From another thread, as the agent's questions are answered; twice, for a moving group is not read."""
+    """Read from another thread, like requests of the agent; twice, because a group in motion is not read."""
     found: list[dict[str, Any]] = []
     asker = threading.Thread(target=lambda: found.append(REPORT.full()))
     asker.start()
@@ -49,7 +50,7 @@ def collectives(device: torch.device) -> None:
 
 
 def captured(device: torch.device) -> None:
-    """A graph is captured while we ask all the time: neither spoils the other."""
+    """Capture a graph while the probe is queried continuously: neither disturbs the other."""
     tensor = torch.ones(1000, device=device)
     over = threading.Event()
 
@@ -72,7 +73,7 @@ def captured(device: torch.device) -> None:
 
 
 def pending(device: torch.device) -> None:
-    """The GPU is busy for seconds before a collective, which the main thread waits for."""
+    """Keep the GPU busy for seconds before a collective, which the main thread waits for."""
     tensor = torch.ones(5, device=device)
     torch.cuda._sleep(int(6e9))
     dist.all_reduce(tensor)
@@ -106,7 +107,7 @@ def main() -> None:
         model(torch.ones(2, 4, device=device)).sum().backward()
         optimizer.step()
     collectives(device)
-    time.sleep(1.0)  # NCCL's watchdog looks ten times a second for what is over
+    time.sleep(1.0)  # NCCL's watchdog polls ten times per second for completed work
     raw = json.loads(c10d._dump_nccl_trace_json(includeCollectives=True))
     print("raw:", {name: value for name, value in raw.items() if name != "entries"})
     for entry in raw["entries"]:

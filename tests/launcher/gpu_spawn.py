@@ -1,4 +1,4 @@
-"""On a machine with a GPU: `python tests/launcher/gpu_spawn.py`. A caller that has CUDA up spawns all the same."""
+"""On a machine with a GPU: `python tests/launcher/gpu_spawn.py`. A caller that has initialized CUDA can spawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store in a process, as `phalanx run --fresh` starts it, and callers of another user."""
+"""A store in a process, started like by `phalanx run --fresh`, and callers of another user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.forkserver import linux
 
 NOBODY = 65534
 STORE = Path(linux.__file__).parent / "store"
-# What clients of torch's store send: a byte for the query, then its fields.
+# The requests of clients of torch's store: a byte for the query, then its fields.
 HELLO = bytes([0]) + struct.pack("=I", 0x3C85F7CE)
 COUNT = bytes([7])
 DELETE = bytes([8])
@@ -34,17 +34,17 @@ class HostedStore:
         self.agent = agent
 
     def client(self) -> Any:
-        """torch's client of it."""
+        """Return torch's client of it."""
         from torch.distributed import TCPStore
 
         return TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=TIMEOUT))
 
     def connect(self) -> socket.socket:
-        """A connection that has not sent anything."""
+        """Return a connection that has not sent anything."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT)
 
     def listens_on(self) -> list[tuple[str, int]]:
-        """The addresses and ports on which it listens."""
+        """Return the addresses and ports on which it listens."""
         inodes = set()
         for fd in Path(f"/proc/{self.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -54,14 +54,14 @@ class HostedStore:
         return [(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in found]
 
     def message(self) -> dict[str, Any]:
-        """The next message that the agent gets."""
+        """Return the next message for the agent."""
         data = self.agent.recv(4096)
         assert data, "the store has ended"
         message: dict[str, Any] = json.loads(data)
         return message
 
     def wait_for(self, kind: str) -> dict[str, Any]:
-        """The next message of this kind."""
+        """Return the next message of this kind."""
         while (message := self.message())["is"] != kind:
             pass
         return message
@@ -94,7 +94,7 @@ def hosted(address: str = "127.0.0.1", *, before: str = "", **order: bool) -> It
 
 
 def answered(sock: socket.socket, query: bytes, size: int) -> bytes:
-    """What a connection gets for a query: `size` bytes, or fewer if it is closed."""
+    """Return the answer to a query: `size` bytes, or fewer if the connection is closed."""
     found = b""
     with contextlib.suppress(ConnectionError):
         sock.sendall(query)
@@ -105,9 +105,9 @@ def answered(sock: socket.socket, query: bytes, size: int) -> bytes:
 
 @contextlib.contextmanager
 def of_nobody(script: str, *words: object) -> Iterator[subprocess.Popen[str]]:
-    """A process of another user that runs a script, and keeps what it has opened until its input ends.
+    """Start a process of another user that runs a script, and keeps its open files until its input ends.
 
-    It becomes that user after it has imported what it needs: its folder may be closed to others.
+    It becomes that user after its imports: the folder of the packages may not be accessible to others.
     """
     imports = "import encodings.idna, os, socket, sys\n"
     become = f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"

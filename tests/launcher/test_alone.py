@@ -1,4 +1,4 @@
-"""The probe thread is out of the way when a script needs its process to itself."""
+"""The probe thread ends when a script needs a process with one thread."""
 
 from __future__ import annotations
 

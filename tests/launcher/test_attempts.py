@@ -52,7 +52,7 @@ class Group:
 
 
 class Node:
-    """Everything that an attempt loop works with: `failures` says which attempts fail, `results` what follows each."""
+    """Everything that an attempt loop uses: `failures`: which attempts fail; `results`: what follows each."""
 
     leads = True
 
@@ -64,7 +64,7 @@ class Node:
         self.reports: list[AttemptReport] = []
         self.groups: list[Group] = []
         self.calls: list[str] = []
-        self.released: list[list[int]] = []  # ranks whose tracebacks were shown after all
+        self.released: list[list[int]] = []  # ranks whose tracebacks were shown
         self.dropped: list[Any] = []  # which tracebacks were not shown, because a message reported the failure
         self.ready = True
         self.at_start: Callable[[], None] = lambda: None

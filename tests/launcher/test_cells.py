@@ -1,4 +1,4 @@
-"""The cells of a notebook, named as the notebook names them."""
+"""The cells of a notebook have the same names as in the notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `phalanx chaos` counts as recovered: a store or fork server only if another one has taken its place."""
+"""What `phalanx chaos` counts as recovered: a store or fork server only if it was replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.launcher.chaos import Chaos, InjectedFault
 
 
 class Agent:
-    """A healthy run of one rank. `react` is called with each signal, and may replace what was hit."""
+    """A healthy run of one rank. `react` is called with each signal, and may replace the process."""
 
     def __init__(self, react: Callable[[Agent], None]) -> None:
         self.notes: list[str] = []
@@ -49,7 +49,7 @@ class Agent:
 
 
 def ignored(agent: Agent) -> None:
-    """Nothing takes the place of what was hit."""
+    """Do not replace the process."""
 
 
 def replaced(agent: Agent) -> None:
@@ -58,7 +58,7 @@ def replaced(agent: Agent) -> None:
 
 
 def silent(agent: Agent) -> None:
-    """Another store takes its place, and does not answer; another fork server is not ready yet."""
+    """Replace the store by one that does not answer, or the fork server by one that is not ready yet."""
     agent.store.pid, agent.store.answers = 6, False
     agent.fork_server = SimpleNamespace(pid=(1 << 22) + 2)
 
@@ -88,7 +88,7 @@ def test_a_store_that_does_not_run_cannot_be_hit() -> None:
 
 
 def test_the_time_until_the_next_fault_counts_from_the_recovery() -> None:
-    """A recovery that takes longer than --kill-every leaves training as much time as a short one."""
+    """A recovery that takes longer than --kill-every leaves as much training time as a short one."""
     hit: list[float] = []
     healthy: list[float] = []
 

@@ -1,4 +1,4 @@
-"""What ranks are about to call, compared in shared memory: ranks are threads here, which is all the same to it."""
+"""Calls of ranks, compared in shared memory. Ranks are threads here, which makes no difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARK = 77
 class Node:
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, ledger.size(RANKS + 1))
-        self.slots = {rank: RANKS - rank for rank in range(RANKS)}  # not in the order of ranks
+        self.slots = {rank: RANKS - rank for rank in range(RANKS)}  # not in rank order
         for rank, slot in self.slots.items():
             ledger.clear(self.memory, slot)
             ledger.set_rank(self.memory, slot, rank)
@@ -98,7 +98,7 @@ def test_one_that_is_far_ahead_is_not_compared_with(node: Node) -> None:
     for number in range(1, ledger.DEPTH + 2):
         node.call(ranks[0], number, 5, waits=False)
         node.call(ranks[1], number, 5, waits=False)
-    assert node.call(ranks[2], 1, 6) == []  # both are there, and have gone over what they said of it
+    assert node.call(ranks[2], 1, 6) == []  # both have arrived, and have overwritten earlier records
     assert node.call(ranks[2], 2, 6) != []
 
 
@@ -111,7 +111,7 @@ def test_who_does_not_come_is_waited_for_once(node: Node, monkeypatch: pytest.Mo
     assert time.monotonic() - began > 0.25
     monkeypatch.setattr(exchange, "WAIT", 3600.0)
     node.call(other, 2, 5, waits=False)
-    assert node.call(way, 2, 5) == []  # rank 2 did not come before: it is not waited for
+    assert node.call(way, 2, 5) == []  # rank 2 did not arrive before: it is not waited for
     late = node.way(2)
     assert [side.ranks for side in node.call(late, 1, 6, waits=False)] == [(2,), (0, 1)]
 
@@ -152,7 +152,7 @@ ALL_REDUCE = CollectiveCall("all_reduce", "torch.float32", ((2, 5),), 0)
 @pytest.mark.parametrize(
     ("other", "same"),
     [
-        (ALL_REDUCE._replace(shapes=((10,),)), True),  # as many, laid out differently
+        (ALL_REDUCE._replace(shapes=((10,),)), True),  # same number of elements, different layout
         (ALL_REDUCE._replace(shapes=((11,),)), False),
         (ALL_REDUCE._replace(shapes=((5,), (5,))), False),
         (ALL_REDUCE._replace(dtype="torch.int64"), False),

@@ -1,4 +1,4 @@
-"""When there is a page, and what is said about it."""
+"""When there is a page, and the messages about it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_how_to_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
         "  from your own computer, after: ssh -N -L 29580:127.0.0.1:29580 gpu7",
     ]
     here = said(PageAddress(), gathering=SimpleNamespace(names=("localhost", "gpu8")), ssh=True)
-    assert here.endswith(f"@{os.uname().nodename}")  # what it is called here would lead elsewhere from there
+    assert here.endswith(f"@{os.uname().nodename}")  # the local name would refer to another host there
     assert "plain http" in said(PageAddress("0.0.0.0"), ssh=True)
     assert " 29580:[::1]:29580 " in said(PageAddress("::1"), ssh=True)
 
@@ -76,8 +76,8 @@ def test_a_full_disk() -> None:
         said: list[str] = []
         looks = dashboard(ViewerOptions(page=True))
         looks._console = SimpleNamespace(say=said.append)  # type: ignore[assignment]
-        looks.start(leads=True)  # /nowhere is no folder
-        assert looks._listener is None  # nobody would ever answer
+        looks.start(leads=True)  # /nowhere is not a folder
+        assert looks._listener is None  # nothing would ever answer
         return said
 
     (told,) = asyncio.run(work())

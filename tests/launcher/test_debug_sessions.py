@@ -1,4 +1,4 @@
-"""Who may debug what from where, what broken or malicious nodes can do, and who may ask an agent."""
+"""Permissions of debuggers, limits for broken or malicious nodes, and access to an agent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Network:
 
 
 class Node:
-    """One that has one rank, with its own number."""
+    """A node with one rank of the same number."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ def test_without_a_token_no_node_debugs_ranks_of_another() -> None:
         nodes = [Node(network, number, 2, trusted=False) for number in range(2)]
         with pytest.raises(AttachRefused, match="--no-auth"):
             await opened(network, nodes[1], 0)
-        # One that asks all the same.
+        # A request without permission.
         ask = encoding.encode(AttachRequest(stream=3, rank=0, by="me"))
         nodes[0].rpc.receive(1, RpcFrame(kind=ATTACH, number=1, content=ask))
         await network.settle()
@@ -309,7 +309,7 @@ def test_a_debugger_that_is_through_is_so_although_a_child_has_its_socket() -> N
 
 
 class Tracing:
-    """A debugger, as far as it matters here."""
+    """A debugger, as far as needed here."""
 
     def __init__(self, stdin: TerminalStream) -> None:
         self.stdin = stdin
@@ -324,7 +324,7 @@ def test_a_child_of_a_rank_is_not_debugged_at_the_terminal_of_its_parent() -> No
         sys.settrace(Tracing(stream).trace_dispatch)
         debugger.untrace()
         assert sys.gettrace() is None
-        sys.settrace(lambda *_: None)  # someone else's
+        sys.settrace(lambda *_: None)  # the trace function of other code
         debugger.untrace()
         assert sys.gettrace() is not None
     finally:

@@ -57,7 +57,7 @@ def test_a_syntax_error_is_shown_with_its_own_line(tmp_path: Path) -> None:
     [
         ("NameError: no rat. Did you mean: 'rate'?\n", ". Did you mean: 'rate'?"),
         ("__main__.NameError: no rat. Did you forget to import 'rat'?", ". Did you forget to import 'rat'?"),
-        # torch puts the rank before every line, once for each group that the process has formed.
+        # torch puts the rank before every line, once per group that the process has formed.
         ("[rank0]: [rank0]: NameError: no rat. Did you mean: 'rate'?\n", ". Did you mean: 'rate'?"),
         # Another thread, or a finalizer, printed a line in between.
         ("NameError: no ratsys:1: ResourceWarning: unclosed file\n. Did you mean: 'rate'?", ". Did you mean: 'rate'?"),

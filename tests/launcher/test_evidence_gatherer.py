@@ -15,7 +15,7 @@ def test_in_a_small_run_every_node_tries_all() -> None:
 
 @pytest.mark.parametrize("count", [5, 6, 100])
 def test_in_a_large_run_every_node_tries_its_neighbours(count: int) -> None:
-    """The request must not grow with the run, and every node is tried by some."""
+    """The request must not grow with the run, and every node is tried by some others."""
     peers = [ReachableNode(rank, "10.0.0.1") for rank in range(count)]
     asked = list(peers_to_reach(peers, 4))
     assert len(asked) == count

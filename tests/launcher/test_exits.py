@@ -1,4 +1,4 @@
-"""A rank whose script is over: when it is named, when it is ended, and what is said of it."""
+"""A rank whose script is over: when it is named, when it is ended, and the message about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kit.placements import seat
         (Exit(1.0), False, "wait"),
         (Exit(8.0), False, "name"),
         (Exit(8.0), True, "wait"),
-        (Exit(500.0, idle=500.0), True, "wait"),  # threads or atexit functions, however still they are
+        (Exit(500.0, idle=500.0), True, "wait"),  # threads or atexit functions, however idle they are
         (Exit(9.0, 9.0, 9.0), True, "wait"),
         (Exit(10.0, 10.0, 9.0), True, "end"),
         (Exit(10.0, 10.0, 9.0), False, "end"),

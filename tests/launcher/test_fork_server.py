@@ -1,4 +1,4 @@
-"""A fork server, spoken to as the agent speaks to it: real processes, one order at a time."""
+"""A fork server, used like by the agent: real processes, one order at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def heard(fork_server: ForkServerClient) -> dict[str, Any]:
 
 
 def start(fork_server: ForkServerClient, folder: Path, **order: object) -> str:
-    """One child, to its end; what it wrote to stderr."""
+    """Run one child to its end; return its stderr."""
     with open(os.devnull) as nothing, open(folder / "err", "wb") as err:
         fds = [nothing.fileno(), err.fileno(), err.fileno()]
         fork_server.send({"do": "start", "name": "0", "environ": {}, "exec": ["true"], **order}, fds)
@@ -79,7 +79,7 @@ def test_what_a_child_left_behind_is_swept(fresh: ForkServerClient, tmp_path: Pa
 
 
 def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> None:
-    """Shared memory named after a process that is alive, whether or not it has it open just now."""
+    """Shared memory named after a live process, whether or not it is open at the moment."""
     with open(tmp_path / "forkserver.log", "wb") as log:
         fork_server = fork_servers.fresh(os.environ, log=log.fileno())
     assert heard(fork_server)["is"] == "ready"

@@ -1,4 +1,4 @@
-"""The fork server of a run: what follows imports that fail or cannot be forked, and who replaces a killed one."""
+"""The fork server of a run: failed imports, imports that cannot be forked, and replacements of a killed one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAN: Any = SimpleNamespace(
 
 
 class Server(ForkServerClient):
-    """A fork server that this test plays: it reports once, and ends on request."""
+    """A simulated fork server: it reports once, and ends on request."""
 
     def __init__(self, way: str, report: wire.Message) -> None:
         ours, self.theirs = socket.socketpair()
@@ -51,7 +51,7 @@ class Server(ForkServerClient):
 
 
 class Run:
-    """A supervisor of played fork servers."""
+    """A supervisor of simulated fork servers."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.servers: list[Server] = []

@@ -28,7 +28,7 @@ def test_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("gpu", 0, "0", "", "")
     began = time.monotonic()
     assert asyncio.run(gpus.query([device], 0.1)) == [None]
-    assert asyncio.run(gpus.query([device], 0.1)) == [None]  # it is not asked again meanwhile
+    assert asyncio.run(gpus.query([device], 0.1)) == [None]  # it is not queried again meanwhile
     assert time.monotonic() - began < 5
     released.set()
     while gpus._querying.locked():
@@ -38,7 +38,7 @@ def test_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NotSupported(Exception):
-    """As NVMLError is raised: of slices, of consumer cards, of old drivers."""
+    """Raised like NVMLError: for slices, consumer cards, old drivers."""
 
 
 def refuse(*_: Any) -> Any:
@@ -46,7 +46,7 @@ def refuse(*_: Any) -> Any:
 
 
 def driver(**known: Any) -> Any:
-    """NVML, which knows no more than this."""
+    """Return a fake NVML that supports nothing else."""
     names = ("HandleByIndex", "RemappedRows", "TotalEccErrors", "PciInfo", "RetiredPagesPendingStatus")
     names += ("PcieReplayCounter", "NvLinkState", "NvLinkErrorCounter", "CurrentClocksThrottleReasons")
     asked: dict[str, Any] = {f"nvmlDeviceGet{name}": refuse for name in names}

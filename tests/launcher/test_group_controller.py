@@ -1,4 +1,4 @@
-"""What the actions of a coordinator do to the workers, before, during and after an attempt."""
+"""The effects of a coordinator's actions on the workers, before, during and after an attempt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP = StopWorkers(TERM, "rank 1 failed", 5.0)
 
 
 class Group:
-    """A worker group that writes down how it is called."""
+    """A worker group that records its calls."""
 
     def __init__(self, *, living: bool = True, stopping: bool = False) -> None:
         self.calls: list[Any] = []

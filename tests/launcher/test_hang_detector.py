@@ -49,7 +49,7 @@ def test_a_node_that_others_do_not_reach_is_dismissed_whatever_on_hang_says() ->
         assert hang_action.cut_off(on_hang, [HERE, PARTED]) == PARTED
         assert hang_action.cut_off(on_hang, [HERE, GONE]) is None
     assert hang_action.cut_off("stop", [PARTED]) is None
-    # Where it cannot be dismissed: ranks that are killed would be replaced on the same node, and hang again.
+    # If it cannot be dismissed: killed ranks would be replaced on the same node, and hang again.
     evidence = Evidence(time=0.0, waited=9.0, ranks=(Rank(rank=2, node=2),), limit=10.0)
     assert hang_action.choose("report", evidence, [PARTED]) is None
     action = hang_action.choose("kill", evidence, [PARTED])
@@ -72,7 +72,7 @@ def _reading(**changed: object) -> Any:
 
 
 def test_no_progress_is_expected_of_ranks_that_are_meant_to_wait() -> None:
-    """Too few nodes are left: with --on-hang kill that would cost what was trained."""
+    """Too few nodes remain: with --on-hang kill, trained state would be lost."""
     progress = _progress({1: (1,)})
     assert progress.heartbeat(_reading()) is not None
     assert progress.generation == (0, 0)

@@ -1,4 +1,4 @@
-"""Requests and replies, packets of workers, and the limits of what is read."""
+"""Requests and replies, packets of workers, and the limits of received data."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_questions_of_a_node_are_limited() -> None:
             await asyncio.sleep(0.01)
         leader.rpc.receive(1, ask)  # there is room again
         leader.rpc.close()
-        leader.rpc.receive(1, ask)  # nobody answers any more
+        leader.rpc.receive(1, ask)  # no answer any more
 
     asyncio.run(scene())
 
@@ -263,7 +263,7 @@ def test_a_killed_worker_is_noticed_before_it_is_reaped() -> None:
             await until(lambda: [*server.connections.values()] == [worker.pid])
             assert not linux.is_being_killed(worker.pid)
             worker.kill()
-            await until(lambda: closed == [worker.pid])  # nobody has waited for it yet
+            await until(lambda: closed == [worker.pid])  # it is not reaped yet
             await until(lambda: linux.is_being_killed(worker.pid))
         finally:
             worker.kill()

@@ -1,4 +1,4 @@
-"""What a dead rank has started ends with it, and nothing else does."""
+"""Processes that a dead rank has started end with it, and no others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TABLE = [
     [
         ({22}, [21, 22, 23, 24]),
         (set(), [21, 24]),
-        ({31, 32, 50}, [21, 24]),  # below a living worker, or of someone else
+        ({31, 32, 50}, [21, 24]),  # below a live worker, or of another user
         ({LIVING, AGENT, FORK_SERVER}, [21, 24]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which processes that outlive their rank are waited for, and what is said about them."""
+"""Which processes that outlive their rank are waited for, and the message about them."""
 
 from __future__ import annotations
 

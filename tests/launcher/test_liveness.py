@@ -1,4 +1,4 @@
-"""Processes beside the workers that do not answer any more, and those that have outlived their fork server."""
+"""Processes besides the workers that no longer answer, and those that have outlived their fork server."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_imports_that_are_known_to_end_have_a_bound() -> None:
 
 
 def stopped_server() -> tuple[ForkServerConnection, subprocess.Popen[bytes], list[str]]:
-    """A process that has the other end of a connection, and is stopped."""
+    """Start a process that has the other end of a connection, and is stopped."""
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(["sleep", "600"], pass_fds=(theirs.fileno(),), start_new_session=True)
     theirs.close()
@@ -109,7 +109,7 @@ def test_a_stopped_fork_server_does_not_delay_the_end() -> None:
 
 
 def test_an_order_that_a_stopped_fork_server_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the agent would wait forever, and handle no signal."""
+    """Otherwise the agent would wait forever, and handle no signal."""
     monkeypatch.setattr("phalanx.launcher.forking.fork_servers._SEND_TIMEOUT", 0.1)
     connection, process, _ = asyncio.run(_made())
     with connection.client.sock, pytest.raises(TimeoutError):
@@ -137,7 +137,7 @@ def test_what_has_outlived_its_fork_server_is_signalled_and_reaped_here() -> Non
         assert adopted.send_signal("1", signal.SIGKILL, alone=True)
         assert os.WTERMSIG((await exits.get())["status"]) == signal.SIGKILL
         assert not adopted.send_signal("1", signal.SIGKILL, alone=True)
-        assert not adopted.adopt("2", first.pid)  # it is gone
+        assert not adopted.adopt("2", first.pid)  # it has ended
         adopted.close()
         first.poll(), second.poll()
 

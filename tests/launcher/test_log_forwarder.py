@@ -1,4 +1,4 @@
-"""What a member's workers write, on its way to node 0: whole within the rate, counted beyond it."""
+"""Output of a member's workers, forwarded to node 0: complete within the rate, counted beyond it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.launcher.output.log_forwarder import BURST, CHUNK, LogForwarder
 
 
 class Sent:
-    """What went out."""
+    """The forwarded output."""
 
     def __init__(self) -> None:
         self.logs: list[Log] = []

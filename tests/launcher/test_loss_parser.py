@@ -1,4 +1,4 @@
-"""The loss that a script prints, in all the ways in which scripts do; and what is no loss."""
+"""The loss that a script prints, in all usual forms; and text that is not a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which members of a run have ranks, which are spares, and when they get some."""
+"""Which members of a run have ranks, which are spares, and when they get ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_node_that_joins_is_on_trial_until_its_first_step() -> None:
     assert made.cannot_take_part(2, ends_run=True)
     made.leaving.add(2)
     made.remove(2)
-    assert not made.cannot_take_part(2, ends_run=True)  # it leaves already
+    assert not made.cannot_take_part(2, ends_run=True)  # it is already leaving
 
 
 def test_a_spare_starts_only_once_the_script_can_regroup() -> None:
@@ -144,7 +144,7 @@ def test_nodes_that_join_a_script_that_cannot_regroup_get_ranks_in_a_restart() -
 def test_the_members_of_a_lost_leader(finished: bool) -> None:
     made = MemberStates(Roster(4, least=3), 1)
     made.expect([1, 2, 3], worked=[0, 1, 2], own=CONNECTED)
-    made.keep([1, 2])  # 3 has not come
+    made.keep([1, 2])  # 3 has not joined
     assert made.ranks.keys() == {1, 2}
     assert not made.admit(2, state(finished=finished))
     assert made.readiness.can_regroup is not finished

@@ -1,4 +1,4 @@
-"""Counters of the out-of-memory killer, on trees like those of the two versions of cgroups."""
+"""Counters of the out-of-memory killer, on file trees like those of both versions of cgroups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of processes from outside: stacks that they write on a signal, and states from the kernel."""
+"""Information about processes from outside: stacks that they write on a signal, and states from the kernel."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_stacks_come_while_the_lock_of_python_is_held() -> None:
         try:
             assert process.stdout is not None
             process.stdout.readline()
-            for _ in range(2):  # the file is begun again each time
+            for _ in range(2):  # the file is rewritten each time
                 text = asyncio.run(stacks.written(fd, lambda: stacks.send_signal(process.pid, probe.SIGNAL), 20.0))
                 other, main = stacks.parsed(text)
                 assert (main.main, main.frames[0].function) == (True, "spins")
-                assert main.frames[0].line in (8, 9)  # it may not have got to the next line yet
+                assert main.frames[0].line in (8, 9)  # it may not have reached the next line yet
                 assert (other.main, other.frames[0].function) == (False, "waits")
         finally:
             process.kill()
@@ -58,7 +58,7 @@ def test_stacks_come_while_the_lock_of_python_is_held() -> None:
 
 
 def test_which_thread_holds_the_gil() -> None:
-    """The main thread, or if that waits for it the one that waits for nothing."""
+    """The main thread, or if that waits for the GIL, the only one that does not wait."""
     main = ThreadStack(name="MainThread", frames=(Frame("train.py", 9, "step"),), main=True)
     spins = ThreadStack(name="logger", frames=(Frame("log.py", 5, "write"),))
     waits = ThreadStack(name="other", frames=(Frame("/usr/lib/python3.12/threading.py", 327, "wait"),))
@@ -80,7 +80,7 @@ def test_a_rank_that_has_answered_is_not_silent() -> None:
 
 
 def test_answers_of_nodes_that_are_mixed() -> None:
-    """As srun shows them: whole lines, in any order."""
+    """In srun's output: whole lines, in any order."""
     ranks = tuple(Rank(rank=number, node=0, note="x" * 3000) for number in range(2))
     answers = [Evidence(time=1.0, waited=0.0, ranks=(rank,)) for rank in ranks]
     here = os.uname().nodename
@@ -94,7 +94,7 @@ def test_answers_of_nodes_that_are_mixed() -> None:
 
 
 def test_a_worker_that_is_forgotten_meanwhile_costs_no_other_file_its_contents(tmp_path: Path) -> None:
-    """The number of what it wrote its stacks to may be that of a log by then."""
+    """The descriptor of its stacks may then be that of a log."""
     fd = os.memfd_create("stacks")
     log = tmp_path / "log"
     log.write_text("what a rank has written")
@@ -253,7 +253,7 @@ def test_a_message_in_parts_does_not_block() -> None:
 
 
 def test_a_group_of_all_ranks_does_not_list_them() -> None:
-    """Each of thousands of ranks would send all of them to the leader."""
+    """Otherwise each of thousands of ranks would send all of them to the leader."""
     groups = (
         GroupEvidence(name="0", backend="gloo", ranks=(0, 1, 2, 3), enqueued=7),
         GroupEvidence(name="1", backend="gloo", ranks=(0, 1)),

@@ -1,4 +1,4 @@
-"""What real processes write into real pipes, and where it arrives."""
+"""Output of real processes through real pipes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.launcher.captured_run import PATIENCE, SPEED, Run, running, written
 
 
 class Reader(threading.Thread):
-    """Reads what is shown, and keeps a digest of what each rank has written."""
+    """Reads the shown output, and keeps a digest of the output of each rank."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_a_console_that_nobody_reads_holds_back_nobody(tmp_path: Path) -> None:
         processes = [run.start(rank, SPEED, rank, size) for rank in range(8)]
         assert await run.output.drained(PATIENCE) == []
         assert [process.wait() for process in processes] == [0] * 8
-        watcher.start()  # only now does anybody look
+        watcher.start()  # there was no reader before
         await run.close()
 
     try:
@@ -250,7 +250,7 @@ def test_a_disk_that_becomes_full(tmp_path: Path) -> None:
 
 
 def test_what_is_neither_kept_nor_shown_is_counted(tmp_path: Path) -> None:
-    reader, writer = os.pipe()  # that nobody reads
+    reader, writer = os.pipe()  # not read
     size = 12_000_000
     watcher = Reader(reader)
 
@@ -273,7 +273,7 @@ def test_what_is_neither_kept_nor_shown_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    """As one that was deleted: the output is shown and not kept."""
+    """For example a deleted one: the output is shown and not kept."""
 
     async def body(run: Run) -> None:
         run.output.open(0, str(tmp_path / "nowhere"), show=Std.ALL)

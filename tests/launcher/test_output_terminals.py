@@ -1,4 +1,4 @@
-"""What real processes write into real pseudo-terminals, and where it arrives."""
+"""Output of real processes through real pseudo-terminals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.launcher.captured_run import PATIENCE, SPEED, Run, running, written
 
 @pytest.fixture
 def terminal() -> Iterator[int]:
-    """Our own, that somebody reads."""
+    """Our own terminal, with a reader."""
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (30, 90))
 
@@ -50,7 +50,7 @@ print(bool(termios.tcgetattr(1)[1] & termios.OPOST) if os.isatty(1) else "")
 
 
 def test_rank_0_has_a_terminal_where_ours_is_one(tmp_path: Path, terminal: int) -> None:
-    async def body(run: Run) -> None:  # our stderr is none
+    async def body(run: Run) -> None:  # our stderr is not a terminal
         assert run.start(0, ABOUT, terminal=True).wait() == 0
         assert await run.output.drained(PATIENCE) == []
         # Four columns are the prefix's. The worker's session has no terminal that could send it signals.

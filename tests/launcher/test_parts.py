@@ -100,7 +100,7 @@ def test_hints_about_variables_are_valid_for_the_text_of_the_script_only(tmp_pat
     assert recall().applied({"TORCH_LOGS": "b", "X": "1"}) == {"TORCH_LOGS": "a", "X": "1"}
     recall().learned([{"OMP_NUM_THREADS": "2", "TORCH_LOGS": None}]).save()
     assert recall().applied({"TORCH_LOGS": "b", "X": "1"}) == {"X": "1", "OMP_NUM_THREADS": "2"}
-    assert recall().varying == ()  # the guess was wrong, and no more than that
+    assert recall().varying == ()  # the guess was wrong, without other effects
     recall().learned([{"OMP_NUM_THREADS": "3"}]).save()
     assert recall().varying == ("OMP_NUM_THREADS",)
     (tmp_path / "t.py").write_text("import torch")
@@ -279,7 +279,7 @@ def test_a_socket_whose_owner_was_killed_is_no_warm_fork_server(tmp_path: Path) 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
 def test_a_warm_fork_server_of_another_user_is_refused(tmp_path: Path) -> None:
-    """The file is ours, but another user's process listens: the kernel says who that is."""
+    """The file is ours, but a process of another user listens, as the kernel reports."""
     path = str(tmp_path / "k.sock")
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(path)
@@ -300,7 +300,7 @@ def test_a_warm_fork_server_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_a_warm_fork_server_that_is_stopped_is_not_waited_for(
     stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that imports is, however long that takes."""
+    """One that is importing is waited for, however long that takes."""
     monkeypatch.setattr(warm_pool, "_STOPPED", 0.2)
     monkeypatch.setattr(warm_pool, "_INTERVAL", 0.1)
     pool = warm_pool.WarmPool(str(tmp_path), "k")
@@ -339,7 +339,7 @@ def test_a_socket_file_of_another_user_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
 @pytest.mark.parametrize(("user", "answered"), [(12345, False), (0, True)])
 def test_a_warm_fork_server_answers_its_own_user_only(user: int, answered: bool, tmp_path: Path) -> None:
-    """Whatever the file system allows: here everybody may connect."""
+    """Regardless of the file system: here every user may connect."""
     path = str(tmp_path / "k.sock")
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
         listener.bind(path)

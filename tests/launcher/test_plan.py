@@ -43,7 +43,7 @@ def test_which_devices_a_worker_sees(
 
 
 def test_spares_on_slices_of_a_gpu_claim_different_hosts_one_after_another(tmp_path: Path) -> None:
-    """The second spare gets the local rank that the first had at its start, whose variables that one keeps."""
+    """The second spare gets the local rank that the first had at its start, which keeps its variables."""
     slices = [Slot(Device("mig", 0, f"MIG-{n}", f"MIG-{n}", "a slice")) for n in range(3)]
     options = parse_run(["-g", "2", "--spares", "1", "--cpu", __file__], {})
     plan = make_plan(options, {}, detect_context(options, {}, str(tmp_path)))

@@ -1,4 +1,4 @@
-"""What is read from the folder of an ended run: the rank that ended it, and not one that was replaced."""
+"""What is read from the folder of a finished run: the rank that ended it, not one that was replaced."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stopping(time: float) -> events.Stopping:
 
 
 def test_of_the_second_attempt(tmp_path: Path) -> None:
-    """What was stopped in the first says nothing about the second."""
+    """Workers that were stopped in the first attempt are irrelevant for the second."""
     first = [*started(0, 1.0), exited(1, 1, 0, 2.0), stopping(2.0), exited(0, -15, 0, 3.0)]
     second = [*started(1, 4.0), exited(1, -9, 1, 5.0), stopping(5.0), exited(0, -15, 1, 6.0)]
     remains = postmortem.read(record(tmp_path, *first, *second))
@@ -51,7 +51,7 @@ def test_of_one_that_was_replaced_before(tmp_path: Path) -> None:
 
 
 def test_of_a_run_that_was_stopped(tmp_path: Path) -> None:
-    """The ranks end with a KeyboardInterrupt then: nothing has failed."""
+    """Then the ranks end with a KeyboardInterrupt: nothing has failed."""
     stop = events.Stopping(time=2.0, reason="SIGINT", signal="SIGINT")
     folder = tmp_path / "attempt_0" / "1"
     folder.mkdir(parents=True)

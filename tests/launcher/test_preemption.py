@@ -1,4 +1,4 @@
-"""Preemption, as the coordinator sees it: reports of ranks, deaths during it, and their order."""
+"""Preemption in the coordinator: reports of ranks, deaths during it, and their order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_all_have_to_say_where_they_stand() -> None:
 
 @pytest.mark.parametrize("last", [True, False])
 def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
-    """The last of them would be waited for, for as long as a checkpoint may take."""
+    """Otherwise the run would wait for the last one until the checkpoint timeout."""
 
     async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert alone.preempt(signal.SIGTERM)
@@ -92,7 +92,7 @@ def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
 def test_nothing_is_started_again_where_the_machine_is_taken_away(preempted: bool) -> None:
     async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert not preempted or alone.preempt(signal.SIGTERM)
-        alone.regroup_ready(True, True, True)  # one is through with its work: no group can form any more
+        alone.regroup_ready(True, True, True)  # one has finished: no group can form any more
         assert alone.worker_failed(FAILURE) == StopWorkers(signal.SIGTERM, FAILURE.reason, SHUTDOWN.failure_timeout)
         assert alone.is_last_attempt(failed=True) is preempted
         assert isinstance(await alone.attempt_ended(DEAD), RunResult) is preempted

@@ -1,4 +1,4 @@
-"""Modules that are imported before the fork: hidden until they are asked for, and checked then."""
+"""Modules that are imported before the fork: hidden until they are imported, and checked then."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.kit.cli import run
 
 SCRIPTS = Path(E2E).parents[1] / "launcher/scripts"
 
-# Recorded, and nothing is kept of them.
+# Recorded, but their values are not stored.
 NOT_KEPT = {"LNAME", "LOGNAME", "PYTHONUSERBASE", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME", "_PYTHON_PROJECT_BASE"}
 
 
 @pytest.mark.extended
 def test_a_change_of_any_variable_that_the_import_of_torch_reads_is_noticed(tmp_path: Path) -> None:
-    """Found by looking: native code by its calls of getenv, Python by its reads of os.environ."""
+    """Determined by observation: calls of getenv in native code, and reads of os.environ in Python."""
     shim = tmp_path / "getenv.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, SCRIPTS / "getenv.c"], check=True)
     log = str(tmp_path / "log")
@@ -72,7 +72,7 @@ def test_the_modules_reappear_as_they_were(tmp_path: Path) -> None:
         """)
     )
     result = run((sys.executable, str(tmp_path / "test.py")), cwd=str(tmp_path))
-    # What an import registers is called in the order of imports, not of what was imported before the fork.
+    # Functions that an import registers are called in the order of imports in the script, not before the fork.
     assert result.out.split("\n") == ["done", "part at exit", "mine at exit", ""], result.err
 
 

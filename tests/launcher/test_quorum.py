@@ -29,7 +29,7 @@ from phalanx.launcher.coordination.quorum import Electorate
         ((0, 1, 2), (), {1}, False),
         ((0, 1, 2, 3), (), {2, 3}, False),
         ((0, 1, 2, 3), {3}, {1, 2}, True),
-        # Node 1 leads, and node 0 has come back.
+        # Node 1 leads, and node 0 has joined again.
         ((1, 0, 2), {1}, {0}, True),
         ((1, 0, 2), {1}, {2}, False),
         ((0,), {0}, set(), False),

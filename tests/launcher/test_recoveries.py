@@ -1,4 +1,4 @@
-"""What faults have cost: the steps that were computed again count as lost."""
+"""The cost of faults: repeated steps count as lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def failure(step: int | None, idle: float = 0.3) -> WorkerFailure:
 
 
 def lived(monkeypatch: pytest.MonkeyPatch, *, resumed_at: int) -> tuple[str, str, list[object]]:
-    """60 steps in 30 s, a death, 2 s to the next step, and 30 s for the rest."""
+    """Simulate 60 steps in 30 s, a death, 2 s to the next step, and 30 s for the rest."""
     clock, folder = Clock(), Folder()
     monkeypatch.setattr(recoveries, "time", clock)
     found = Recoveries(RestartPolicy(None), folder)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def test_lost_time_counts_from_the_last_step_and_not_from_when_a_fault_is_notice
 
 
 def test_the_time_before_a_node_counts_as_lost_is_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes do not reach each other for 20 s, until one of them is dismissed."""
+    """Two nodes cannot reach each other for 20 s, until one of them is dismissed."""
     clock, folder = Clock(), Folder()
     monkeypatch.setattr(recoveries, "time", clock)
     found = Recoveries(RestartPolicy(None), folder)  # type: ignore[arg-type]

@@ -42,12 +42,12 @@ def error(text: str, when: float, **more: object) -> str:
 DEAD = {
     "one exit": ([ProcessFailure(2, 3, 10.0)], 2),
     "the earlier of two": ([ProcessFailure(0, 1, 11.0), ProcessFailure(1, 1, 10.0)], 1),
-    # Rank 1 raised first, and took longer to be gone.
+    # Rank 1 raised first, and took longer to exit.
     "exception before exit": (
         [ProcessFailure(0, 1, 11.0), ProcessFailure(1, 1, 12.0, error=error("ValueError: x", 10.5))],
         1,
     ),
-    # Rank 0 noticed that rank 1 was gone before the kernel had told us of rank 1.
+    # Rank 0 detected the loss of rank 1 before the kernel had reported its exit.
     "a lost peer is no cause": ([ProcessFailure(0, 1, 9.9, error=error(LOST, 9.9)), ProcessFailure(1, -9, 10.0)], 1),
     "nor is one of phalanx's groups": (
         [ProcessFailure(0, 1, 9.9, error=error(OURS, 9.9)), ProcessFailure(1, -9, 10.0)],
@@ -92,7 +92,7 @@ def test_who_made_a_rank_time_out_is_the_cause_and_its_victims_are_not() -> None
     text = block(victim, tail=(), folder="x").splitlines()
     assert text[:3] == [BLAME[0], "  its line: x()", f"  rank 0 timed out: {TIMEOUT}"]
     threw = ProcessFailure(2, -15, 12.0, True, error=error("ValueError: x", 9.9), stop_sent=11.1)
-    assert first_cause([victim, threw]) == replace(threw, code=1)  # before anybody timed out
+    assert first_cause([victim, threw]) == replace(threw, code=1)  # before any rank timed out
     obeyed = replace(threw, error=error("ValueError: interrupted", 11.2))
     assert first_cause([victim, obeyed]) == victim
 
@@ -294,7 +294,7 @@ def test_a_kill_is_explained_where_the_kernel_tells() -> None:
 
 
 def traced(text: str, *files: str, when: float = 2.0, **more: object) -> str:
-    """The error file of an exception with these frames, outermost first."""
+    """Return the error file of an exception with these frames, outermost first."""
     frames = "".join(f'  File "{file}", line {n}, in f{n}\n    call{n}()\n' for n, file in enumerate(files, 1))
     stack = f"Traceback (most recent call last):\n{frames}{text}\n"
     message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": "2"}}

@@ -1,4 +1,4 @@
-"""The output of a run from its files: which workers there are, whole lines, the last lines, nothing for a terminal."""
+"""The output of a run from its files: which workers exist, whole lines, the last lines, no control characters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_workers_are_found_by_attempt_rank_and_generation(tmp_path: Path) -> Non
 def test_lines_come_whole_while_the_file_grows(tmp_path: Path) -> None:
     path = tmp_path / "stdout.log"
     log = LogFile(WorkerLog(0, 0, 0, str(tmp_path)), "stdout")
-    assert list(log.new_lines()) == []  # the file is not there yet
+    assert list(log.new_lines()) == []  # the file does not exist yet
     with path.open("ab", buffering=0) as file:
         file.write("one\ntwö".encode()[:-1])
         assert list(log.new_lines()) == ["one"]

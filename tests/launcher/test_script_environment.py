@@ -1,4 +1,4 @@
-"""Variables that a script sets before it imports torch, read off its text."""
+"""Variables that a script sets before it imports torch, determined from its text."""
 
 from __future__ import annotations
 

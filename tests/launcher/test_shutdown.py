@@ -1,4 +1,4 @@
-"""What signals do to a run: in which phase, how often, and which nodes are informed."""
+"""The effects of signals on a run: in which phase, how often, and which nodes are informed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INT, TERM, USR1, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SI
 
 
 class Run:
-    """A shutdown whose collaborators write down how they are called."""
+    """A shutdown whose collaborators record their calls."""
 
     def __init__(self, *, group: bool = True, debugged: bool = False, can_halt: bool = False) -> None:
         self.calls: list[Any] = []

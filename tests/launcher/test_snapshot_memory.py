@@ -1,4 +1,4 @@
-"""Memory that an agent holds and workers borrow: over a real socket, from a thread in place of a worker."""
+"""Memory that an agent holds and workers borrow: over a real socket, from a thread instead of a worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def visit(call: Callable[[str], None], room: Callable[[], int] = lambda: PLENTY,
 
 
 def borrowed(memory: worker.SnapshotMemoryClient, name: str, size: int, text: bytes = b"") -> int:
-    """How large it is; with this text at its beginning."""
+    """Borrow memory and write this text at its beginning; return its size."""
     fd = memory.lend(name, size)
     try:
         os.pwrite(fd, text, 0)
@@ -60,7 +60,7 @@ def test_what_one_has_written_the_next_reads() -> None:
         again = worker.SnapshotMemoryClient(name, "0")
         assert again.names() == ["a"]
         assert seen(again, "a") == b"one"
-        assert borrowed(again, "a", 30) == 30  # larger, and with what was there
+        assert borrowed(again, "a", 30) == 30  # larger, with its previous content
         assert borrowed(again, "a", 5) == 30
         assert seen(again, "a") == b"one"
         borrowed(again, "b", 1)
@@ -77,7 +77,7 @@ def test_what_one_has_written_the_next_reads() -> None:
 
 
 def test_no_more_is_lent_than_there_is_room_for() -> None:
-    """What is lent and not written yet counts as used."""
+    """Memory that is lent and not written yet counts as used."""
 
     def call(name: str) -> None:
         memory = worker.SnapshotMemoryClient(name)

@@ -73,7 +73,7 @@ def test_the_script_and_the_local_modules_that_it_imports_are_kept(
 def test_what_has_changed_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sources = project(tmp_path)
-    os.utime(tmp_path / "helper.py", (1, 1))  # touched, and the same
+    os.utime(tmp_path / "helper.py", (1, 1))  # touched, but unchanged
     assert sources.changed() == {}
     (tmp_path / "pkg/leaf.py").unlink()
     (tmp_path / "train.py").write_text("new")

@@ -1,4 +1,4 @@
-"""Where spares wait, and for whom."""
+"""Where spares wait, and which ranks they replace."""
 
 from __future__ import annotations
 

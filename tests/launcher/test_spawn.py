@@ -1,6 +1,6 @@
-"""phalanx.spawn: results, first causes, and that nothing stays behind. The kit's fixture searches after each test.
+"""phalanx.spawn: results, first causes, and no leftovers. The kit's fixture checks that after each test.
 
-torch is imported here once, and not by the fork server of every test; scripts that are about something else have none.
+torch is imported here once, not by the fork server of every test; scripts about other things do not import it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.launcher.spawn import spawn as module
 from phalanx.launcher.spawn.output import RankOutput
 from tests.kit.cli import alive
 
-# Most are about processes, and need no group.
+# Most tests are about processes, and need no group.
 spawn = partial(module.spawn, join=False)
 
 
@@ -38,7 +38,7 @@ def rank() -> int:
 
 def test_results_come_in_the_order_of_ranks() -> None:
     def place() -> tuple[str, ...]:
-        time.sleep(0.05 * (2 - rank()))  # the last is the first to end
+        time.sleep(0.05 * (2 - rank()))  # the last one ends first
         return tuple(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 
     assert spawn(place, 3) == [("0", "3", "0", "3"), ("1", "3", "1", "3"), ("2", "3", "2", "3")]
@@ -51,7 +51,7 @@ def test_a_lambda_and_what_it_closes_over() -> None:
 
 
 def test_what_the_user_has_set_is_set_in_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not what says of this process that it is a rank of something else."""
+    """Except variables that mark this process as a rank of another run."""
     for name in ("PHALANX_CHECKPOINTS", "PHALANX_RUN", "PHALANX_TOPOLOGY", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.setenv(name, "x")
     found = spawn(lambda: {name for name, value in os.environ.items() if value == "x"}, 1)
@@ -76,7 +76,7 @@ def test_the_group_is_made_for_those_who_ask() -> None:
         return found
 
     assert spawn(gathered, 2, backend="gloo") == [[0, 10]] * 2
-    assert module.spawn(gathered, 2) == [[0, 10]] * 2  # joined without a word
+    assert module.spawn(gathered, 2) == [[0, 10]] * 2  # joined without a call
 
 
 @pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.extended)])
@@ -86,7 +86,7 @@ def test_ranks_are_joined_unless_told_otherwise(fresh: bool) -> None:
 
 
 def adopted() -> tuple[int, int, float]:
-    """`phalanx.init` takes the group that is there."""
+    """`phalanx.init` uses the existing group."""
     import phalanx
 
     group = phalanx.init()
@@ -146,7 +146,7 @@ def test_the_hint_of_python_is_part_of_the_error() -> None:
 
 
 def test_ranks_do_not_show_exceptions_as_a_notebook_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its hook sends messages, and has none of Python's hints."""
+    """Its hook sends messages, and lacks Python's hints."""
     called = tmp_path / "called"
     monkeypatch.setattr(sys, "excepthook", lambda *_: called.touch())
     with pytest.raises(RankError, match=r"Did you mean: 'sleep'\?"):
@@ -346,7 +346,7 @@ def test_init_inside() -> None:
 
 
 def test_beside_a_running_event_loop() -> None:
-    """As in a notebook, whose cells run inside one: ranks have nothing of it."""
+    """As in a notebook, whose cells run inside one: ranks do not inherit it."""
     import asyncio
 
     async def inner() -> int:

@@ -1,4 +1,4 @@
-"""phalanx.spawn: whatever ends the caller or its fork server, no process stays behind."""
+"""phalanx.spawn: whatever ends the caller or its fork server, no process is left."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_ctrl_c(sleepers: str) -> None:
 
 
 def test_ctrl_c_twice(tmp_path: Path) -> None:
-    """Whoever does not end when asked is not waited for."""
+    """Processes that do not end on request are not waited for."""
     path = tmp_path / "script.py"
     heard = tmp_path / "heard"
     path.write_text(SLEEPERS.format(fresh=False, stubborn=str(heard)))

@@ -44,7 +44,7 @@ _forked = False
 
 @pytest.mark.extended
 def test_where_cuda_is_up_ranks_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as it can be seen without a GPU; with one: gpu_spawn.py."""
+    """As far as it can be tested without a GPU; with one: gpu_spawn.py."""
     monkeypatch.setattr(sys.modules[__name__], "_forked", True)
     assert spawn(forked, 1) == [True]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

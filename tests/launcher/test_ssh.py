@@ -1,4 +1,4 @@
-"""Links to hosts, without a host: real child processes that answer, are noisy, or end as ssh would."""
+"""Links to hosts, without a host: real child processes that answer, are noisy, or end like ssh."""
 
 from __future__ import annotations
 

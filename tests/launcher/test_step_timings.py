@@ -72,7 +72,7 @@ def test_a_gpu_that_is_slowed_down_now_and_then_is_not_the_reason() -> None:
 
 
 def looked(dice: random.Random, rank: int, looks: int, computes: float, steps: int = 100) -> Total:
-    """A rank that is seen so many times, and computes for that part of its time."""
+    """Return a rank that was sampled this many times, and computes for this share of its time."""
     found = sum(dice.random() < computes for _ in range(looks))
     return Total(
         rank=rank, samples={"forward": found, "collective": looks - found}, steps=steps, seconds=looks / 10, host="a"

@@ -21,7 +21,7 @@ from tests.launcher.store_host import COUNT, DELETE, HELLO, PING, answered, of_n
 
 @contextlib.contextmanager
 def connection(listening: str, calling: str) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection to this host: the socket that called, and the other."""
+    """Return a connection to this host: the calling socket, and the other."""
     family = socket.AF_INET6 if ":" in listening else socket.AF_INET
     with (
         socket.create_server((listening, 0), family=family, dualstack_ipv6=listening == "::") as listener,
@@ -46,9 +46,10 @@ def test_the_user_of_a_connection_is_found(lookup: PeerLookup, listening: str, c
     with connection(listening, calling) as (one, other):
         peer, own = other.getpeername()[:2], other.getsockname()[:2]
         assert lookup.user(peer, own) == os.getuid()
-        assert lookup.user((peer[0], own[1]), own) is None  # the socket that listens is none
+        assert lookup.user((peer[0], own[1]), own) is None  # a listening socket does not count
         one.close()
-        assert lookup.user(peer, own) is None  # not root, which the kernel says of what nobody has open
+        # not root, which the kernel reports for a socket that no process has open
+        assert lookup.user(peer, own) is None
     assert lookup.user(("192.0.2.1", 4711), ("192.0.2.2", 4712)) is None
     assert lookup.works()
 
@@ -68,7 +69,7 @@ def test_addresses_as_proc_shows_them() -> None:
 
 
 def test_proc_is_used_where_the_kernel_has_no_such_netlink() -> None:
-    """It answers ENOENT, as it does for a socket that is not there."""
+    """It answers ENOENT, as for a socket that does not exist."""
     lookup = PeerLookup()
     lookup._ask = lambda _netlink, _pair: None  # type: ignore[method-assign,assignment]
     assert lookup.works()
@@ -93,7 +94,7 @@ def test_another_user_is_refused_and_named_once() -> None:
         for _ in range(3):
             with of_nobody(ASK, *gated.address, PING.hex()) as process:
                 assert process.communicate()[0] == NOTHING
-        client, server = gated.connection()  # the first that passed
+        client, server = gated.connection()  # the first that was admitted
         with client, server:
             client.sendall(b"first")
             assert server.recv(64) == b"first"
@@ -118,7 +119,7 @@ def test_a_process_that_only_tries_the_port_is_not_named() -> None:
 
 @as_root
 def test_what_another_user_sends_before_it_hangs_up_is_not_passed_on() -> None:
-    """A socket that no process has open any more belongs to root, by what the kernel says."""
+    """The kernel reports root as the owner of a socket that no process has open any more."""
     send = """
 for _ in range(50):
     with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as sock:
@@ -161,7 +162,7 @@ for _ in range(3000):
 def test_on_several_nodes_the_agent_decides_about_the_others(admitted: bool) -> None:
     with gated_server(remote=True) as gated:
         gated.start()
-        for end in gated.connection():  # of this user: nobody is asked
+        for end in gated.connection():  # of this user: the agent is not asked
             end.close()
         with of_nobody(ASK, *gated.address, b"ping".hex()) as process:
             asked = gated.message()
@@ -203,7 +204,7 @@ def test_another_user_reaches_torchs_store_by_none_of_its_ports() -> None:
         client.set("secret", "value")
         ports = hosted.listens_on()
         assert ("127.0.0.1", hosted.port) in ports
-        assert len(ports) == 3  # that of the ranks, torch's own, and that for the client of the store's own process
+        assert len(ports) == 3  # for the ranks, for torch's server, and for the client in the store's own process
         for query in (COUNT, DELETE + (7).to_bytes(8, sys.byteorder) + b"/secret"):
             for port in ports:
                 with of_nobody(ASK.replace("60", "2"), *port, (HELLO + query).hex()) as process:

@@ -44,7 +44,7 @@ def test_an_end_that_does_not_read_stops_the_other(gated: GatedServer) -> None:
             while sent < 1 << 28:
                 sent += client.send(part[sent % 256 :])
         assert sent < 1 << 28  # buffers of the kernel and of the gate: some megabytes
-        with gated.connection()[0] as another:  # the others are not stopped
+        with gated.connection()[0] as another:  # the others are not blocked
             another.sendall(b"x")
         client.shutdown(socket.SHUT_WR)
         received = 0
@@ -104,7 +104,7 @@ def test_another_user_cannot_connect_behind_the_gate(gated: GatedServer) -> None
         assert process.communicate()[0] == "done\n"
         server.sendall(b"still here")
         assert client.recv(100) == b"still here"
-    with contextlib.ExitStack() as stack:  # and what was tried has left nothing in the way
+    with contextlib.ExitStack() as stack:  # the attempts have left nothing behind
         for sock in gated.connection():
             stack.enter_context(sock)
 
@@ -119,7 +119,7 @@ def test_source_addresses_are_loopback_addresses_that_differ() -> None:
 
 
 def test_a_filter_that_the_kernel_does_not_have_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number of an option that the kernel takes, and that is no filter."""
+    """An option number that the kernel accepts, and that is not a filter."""
     monkeypatch.setattr(private_port, "_SO_ATTACH_FILTER", socket.SO_RCVBUF)
     with socket.socket() as sock, pytest.raises(OSError, match="no socket filters"):
         private_port._attach(sock, private_port.source_port_filter(1))

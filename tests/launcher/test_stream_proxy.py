@@ -11,7 +11,7 @@ from phalanx.launcher.ipc.stream_proxy import WINDOW, StreamProxy
 
 
 class Pair:
-    """Two nodes: what one sends, the other has a moment later."""
+    """Two nodes: messages of one arrive at the other a moment later."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -42,7 +42,7 @@ class Pair:
 
 
 async def read(sock: socket.socket) -> bytes:
-    """To its end."""
+    """Read to the end."""
     found = b""
     with suppress(ConnectionResetError):
         while data := await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1 << 16), 20):
@@ -105,7 +105,7 @@ def test_who_does_not_read_holds_back_who_writes() -> None:
         much = b"p everything\n" * 300_000
         sending = loop.create_task(loop.sock_sendall(pair.left, much))
         before = -1
-        while pair.a._in_flight < WINDOW or before != pair.a._in_flight:  # until it is full and nothing moves any more
+        while pair.a._in_flight < WINDOW or before != pair.a._in_flight:  # until it is full and nothing moves
             before = pair.a._in_flight
             await asyncio.sleep(0.1)
         assert before < 2 * WINDOW

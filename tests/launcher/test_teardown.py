@@ -1,4 +1,4 @@
-"""What a worker does not destroy at exit, and what it finalizes as usual."""
+"""Objects that a worker does not destroy at exit, and those that it finalizes as usual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a worker wrote about its end to an exception, its frames and the root of its chain: tables of text."""
+"""From the output of a worker about its end to an exception, its frames and the root of its chain: tables of text."""
 
 from __future__ import annotations
 

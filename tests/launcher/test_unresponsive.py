@@ -1,4 +1,4 @@
-"""Which workers do not leave their group."""
+"""Workers that do not leave their group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last traceback of a worker is kept off the console, exactly that, and is never lost."""
+"""The last traceback of a worker is withheld from the console, exactly that text, and is never lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a worker, as its agent knows it."""
+"""The states of a worker, in its agent."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def after(*states: WorkerState) -> Worker:
         ((RUNNING, EXITED), EXITED, False, False, False),
         ((RUNNING, CONNECTED, FINISHED, EXITED), EXITED, True, True, False),
         ((RUNNING, CONNECTED, STOPPING, EXITED), EXITED, True, False, True),
-        ((STOPPING, RUNNING, CONNECTED), STOPPING, False, False, True),  # what it does then changes nothing
-        ((RUNNING, FINISHED), RUNNING, False, False, False),  # only one that can regroup says so
+        ((STOPPING, RUNNING, CONNECTED), STOPPING, False, False, True),  # later reports change nothing
+        ((RUNNING, FINISHED), RUNNING, False, False, False),  # only a worker that can regroup reports it
         ((EXITED, STOPPING), EXITED, False, False, False),  # it had ended by itself
     ],
 )

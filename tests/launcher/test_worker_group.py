@@ -1,4 +1,4 @@
-"""The parts of a worker group, each by itself."""
+"""The parts of a worker group, each separately."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ForkServer:
 
 
 class Channels:
-    """Records what workers are sent."""
+    """Records messages to workers."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, Any]] = []
@@ -148,7 +148,7 @@ def test_readiness_is_reported_when_it_changes() -> None:
     ranks[0].exited(0)
     readiness.update(ranks, spare_node=False)
     assert observer.reported[-1] == (True, True, True)
-    readiness.update([], spare_node=False)  # that the script can regroup stays known
+    readiness.update([], spare_node=False)  # it stays known that the script can regroup
     assert observer.reported[-1] == (True, False, True)
 
 

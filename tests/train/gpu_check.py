@@ -1,8 +1,8 @@
 """Run by hand on a machine with an NVIDIA GPU: PYTHONPATH=src python tests/train/gpu_check.py
 
-One process, one GPU, an NCCL group of one. Trains a small transformer in every way there is (fp32, bf16, fp16 with its
-scaler, compiled, FSDP, each with accumulation and clipping), stops and resumes one, and times a step beside raw DDP.
-A line for each, "ok" or "FAILED" in front. `--cpu` rehearses all of it without a GPU.
+One process, one GPU, an NCCL group of one. Trains a small transformer in every way (fp32, bf16, fp16 with its scaler,
+compiled, FSDP, each with accumulation and clipping), stops and resumes one, and compares the time of a step with raw
+DDP. Prints a line for each, "ok" or "FAILED" first. `--cpu` runs everything without a GPU.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def wait() -> None:
 
 @contextmanager
 def runs(*, ddp: bool = False) -> Iterator[phalanx.Run]:
-    """In the group of one. `ddp`: it says two, so that models are wrapped as in a larger one, with DDP and hooks."""
+    """Yield a run in a group of one. `ddp`: it reports a world size of two, so that models are wrapped as in a larger
+    one, with DDP and hooks.
+    """
     with phalanx.Run(phalanx.init(device=str(DEVICE))) as run:
         if ddp:
             pretend(run, 2)
@@ -88,14 +90,14 @@ def runs(*, ddp: bool = False) -> Iterator[phalanx.Run]:
 
 
 def pretend(run: phalanx.Run, world_size: int) -> None:
-    """Make a run of one rank say another world size."""
+    """Make a run of one rank report another world size."""
     placement = dataclasses.replace(run.group.membership.placement, world_size=world_size)
     run.group.membership = dataclasses.replace(run.group.membership, placement=placement)
 
 
 def check(name: str, question: Callable[[], str]) -> None:
-    """The question answers with what there is to say, or raises."""
-    torch.compiler.reset()  # else what earlier questions have compiled counts against how often one may
+    """Run a check, which returns a text or raises."""
+    torch.compiler.reset()  # otherwise compilations of earlier checks count towards the limit
     try:
         answer = question()
     except Exception as error:

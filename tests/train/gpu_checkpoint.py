@@ -1,9 +1,9 @@
 """Run by hand on a machine with an NVIDIA GPU: python tests/train/gpu_checkpoint.py [FOLDER]
 
-One process, one GPU, an NCCL group of one. Saves and loads what is on a GPU (plain and FSDP, fp32 and bf16, a fused
-optimizer, random numbers) while training continues, compares to the bit, and measures what a save costs beside one copy
-of the state from the device to pinned memory: the time that the training's thread is held, and the time that steps
-lose in all. Fails where something differs, or where either is over 1.5 copies.
+One process, one GPU, an NCCL group of one. Saves and loads state on a GPU (plain and FSDP, fp32 and bf16, a fused
+optimizer, random numbers) while training continues, and compares it bit for bit. Measures the cost of a save relative
+to one copy of the state from the device to pinned memory: the time that the training thread is blocked, and the total
+time that steps lose. Fails if something differs, or if either exceeds 1.5 copies.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def there_and_back(folder: str, dtype: torch.dtype, *, sharded: bool) -> None:
         first.steps(3)
         at_save = first.values()
         checkpoints.save(3, first.kept)
-        first.steps(3)  # at once: the copy must be of what was before
+        first.steps(3)  # at once: the copy must contain the earlier state
         checkpoints.wait()
         buffers = checkpoints._queue.free
         expect(any(buffer._pinned for buffer in buffers), f"{name}: the buffer is pinned")

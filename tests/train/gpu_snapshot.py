@@ -1,9 +1,9 @@
 """Run by hand on a machine with an NVIDIA GPU: python tests/train/gpu_snapshot.py
 
-One process, one GPU. Takes snapshots of what is on the GPU into memory that another process holds, loads them again and
-compares to the bit, and measures for how long the training's thread is held, beside one copy of the state to pinned
-memory. The last snapshot is copied beside a forward and a backward. Fails where something differs, where the memory
-could not be pinned, or where the thread is held for a copy.
+One process, one GPU. Takes snapshots of state on the GPU into memory that another process holds, loads them again and
+compares them bit for bit. Measures how long the training thread is blocked, relative to one copy of the state to pinned
+memory. The last snapshot is copied during a forward and a backward. Fails if something differs, if the memory could not
+be pinned, or if the thread is blocked for a copy.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def check(name: str) -> None:
             step()
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            while not snapshots.save(number, kept, {"epoch": number}):  # memory is being made ready
+            while not snapshots.save(number, kept, {"epoch": number}):  # memory is being allocated
                 assert not snapshots.off
                 snapshots.wait()
             held.append(time.perf_counter() - begin)
@@ -80,7 +80,7 @@ def check(name: str) -> None:
         begin = time.perf_counter()
         snapshots.update()
         late = time.perf_counter() - begin
-        opt.step()  # what was taken is not what is there now
+        opt.step()  # the snapshot differs from the current state
         opt.zero_grad()
         snapshots.wait()
         copies = []

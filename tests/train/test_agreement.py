@@ -1,4 +1,4 @@
-"""What differs between ranks, and which of them are wrong: no processes."""
+"""Differences between ranks, and which of them are wrong: without processes."""
 
 from __future__ import annotations
 

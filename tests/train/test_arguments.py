@@ -1,4 +1,4 @@
-"""What a script gives to `Run`: a wrong type is named, with what to type instead. And all of `Run` is documented."""
+"""Arguments of `Run`: a wrong type is named, with what to type instead. And all of `Run` is documented."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_process_group(run: phalanx.Run) -> None:
 
 
 def test_a_run_is_closed_with_its_group(tmp_path: Path) -> None:
-    """The process group closes what was made in it, and raises what that raises."""
+    """The process group closes what was created in it, and raises its errors."""
     group = phalanx.init(device="cpu")
     run = phalanx.Run(group)
     assert run.group is group

@@ -50,8 +50,9 @@ def test_another_world_size_and_strategy(tmp_path: Path) -> None:
 
 
 def test_ranks_agree(tmp_path: Path) -> None:
-    """One that cannot write, one that dies, one whose files are bad, folders that are not the same or closed, saves
-    that are skipped."""
+    """One that cannot write, one that dies, one with bad files, folders that differ or are not accessible, saves that
+    are skipped.
+    """
     plays = ("one_fails", "one_dies", "one_is_bad", "no_entry", "not_shared", "skips")
     done = python(str(SCRIPTS / "checkpoint_ranks.py"), str(tmp_path), *plays, timeout=100)
     assert done.code == 0, done.err
@@ -88,7 +89,7 @@ def on_a_separate_disk(folder: Path, size: str, *words: str) -> Result:
     ],
 )
 def test_killed_savers(tmp_path: Path, when: str, least: int) -> None:
-    # In memory: what a kill leaves does not depend on the disk, how long hundreds of fsyncs take does.
+    # In memory: the result of a kill does not depend on the disk, but the duration of hundreds of fsyncs does.
     done = on_a_separate_disk(tmp_path, "256m", "checkpoint_killed.py", when)
     assert done.code == 0, done.err
     assert int(done.out.split()[0]) >= least

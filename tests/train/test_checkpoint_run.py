@@ -1,4 +1,4 @@
-"""Checkpoints as a training meets them: `run.keep` in a real script, when things go wrong."""
+"""Checkpoints in a training: `run.keep` in a real script, with failures."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_save_that_fails_does_not_end_the_training(script: str, tmp_path: Path
     assert "phalanx: the checkpoint of step 4 was not written\n" in done.err
     assert "rank 0: File too large" in done.err
     assert names(tmp_path / "kept") == ["step-000000000006", "step-000000000008"]
-    # The last one: all is trained and nothing is hidden.
+    # The last one: the training is complete and nothing is hidden.
     done = alone(script, tmp_path / "other", 64, 8, 8, 0)
     assert (done.code, done.out) == (1, "trained 8\n"), done.err
     assert "phalanx: the training is complete, but its last checkpoint was not written (step 8)\n" in done.err
@@ -85,8 +85,7 @@ def test_a_save_that_fails_does_not_end_the_training(script: str, tmp_path: Path
 @pytest.mark.extended
 @pytest.mark.warmed
 def test_two_runs_and_one_folder(script: str, tmp_path: Path) -> None:
-    """The second is refused. The first is ended by SIGTERM in the middle of whatever it does, and taken up again; but
-    not with another model."""
+    """The second is rejected. The first is ended by SIGTERM at any point, and resumed; but not with another model."""
     kept = tmp_path / "kept"
     job = start("run", "-g", "2", "--cpu", "--checkpoints", str(kept), script, "64", "0", "100000", "5")
     job.wait_for("step 6")

@@ -20,7 +20,7 @@ WAYS += [("hsdp", 1), ("hsdp", 2)]
 
 
 def together(ranks: int) -> list[pytest.MarkDecorator]:
-    """In one process of the tests: one launch serves all cases of a size. Two ranks are enough for `make test`."""
+    """In one process of the tests: one launch covers all cases of a size. Two ranks are enough for `make test`."""
     return [pytest.mark.xdist_group(f"curves of {ranks}"), *([pytest.mark.extended] if ranks != 2 else [])]
 
 
@@ -46,7 +46,7 @@ def test_the_loss_curve(how: str, ranks: int, case: str) -> None:
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=together(4)) for case in CASES])
 def test_replicas_of_shards_train_as_replicas_do(case: str) -> None:
-    """Two replicas of two shards. Not all cases can be dealt out to four ranks as one process does it."""
+    """Two replicas of two shards. Not all cases can be divided among four ranks like in one process."""
     found = curves(4)
     for what in ("losses", "norms", "end"):
         assert found["hsdp"][case][what] == pytest.approx(found["ddp"][case][what], rel=1e-4)
@@ -54,7 +54,7 @@ def test_replicas_of_shards_train_as_replicas_do(case: str) -> None:
 
 @pytest.mark.xdist_group("curves of 2")
 def test_the_cases_can_tell_a_difference() -> None:
-    """What would be wrong shows: clipping changes the curve, and every curve is going somewhere."""
+    """Errors would be visible: clipping changes the curve, and every curve changes."""
     plain = curves(2)["reference"]
     assert plain["clip"]["losses"] != pytest.approx(plain["plain"]["losses"], rel=1e-2)
     assert min(plain["clip"]["norms"]) > 0.05

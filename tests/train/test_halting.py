@@ -21,7 +21,7 @@ RANKS = 4
 
 
 class Rank(threading.Thread):
-    """Steps in step with the others, as collectives make it; the pace differs from rank to rank."""
+    """Steps together with the others, as with collectives; the pace differs between ranks."""
 
     def __init__(self, together: threading.Barrier, chance: random.Random) -> None:
         super().__init__(daemon=True)
@@ -62,7 +62,7 @@ def test_they_halt_at_one_step(seed: int) -> None:
 def test_a_rank_that_waits_to_halt_notices_a_new_group() -> None:
     elsewhere = threading.Event()
     halting = Halting(lambda: 3)
-    assert not halting.reached(3, elsewhere.is_set)  # nobody has asked
+    assert not halting.reached(3, elsewhere.is_set)  # no halt was requested
     assert halting.ask() == 3
     assert not halting.reached(3, elsewhere.is_set)  # one more step is allowed
     found: list[bool] = []
@@ -75,7 +75,7 @@ def test_a_rank_that_waits_to_halt_notices_a_new_group() -> None:
 
 
 def test_one_that_stands_nowhere_yet_answers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits until there are enough; the thread that reports that must not wait as well."""
+    """It waits until there are enough workers; the thread that reports must not wait as well."""
     for variable in nccl.VARIABLES:
         monkeypatch.setenv(variable, "0")
     name = f"phalanx-test-{os.getpid()}"

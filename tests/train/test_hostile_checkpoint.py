@@ -1,4 +1,4 @@
-"""Malicious checkpoints: refused before anything is allocated or opened, and the one before is used."""
+"""Malicious checkpoints: rejected before anything is allocated or opened, and the previous one is used."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def nested(depth: int) -> Change:
 
 
 def overlapping(found: list[Piece]) -> list[Piece]:
-    """Two halves of the same half: as many elements as the tensor has, and half of them are not there."""
+    """The same half twice: as many elements as the tensor, but half of them are missing."""
     first = found[0]
     assert first.sizes[0] % 2 == 0
     middle = (first.begin + first.end) // 2

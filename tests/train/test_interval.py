@@ -11,7 +11,7 @@ from phalanx.train.schedule.interval import Interval
 
 
 class Run:
-    """As many steps as one likes, in a time of one's own."""
+    """Any number of steps, with a simulated clock."""
 
     def __init__(self, steps: int = 0) -> None:
         self.steps = steps
@@ -23,7 +23,7 @@ class Run:
         return what
 
     def due(self, interval: Interval, steps: int, pace: float) -> list[float]:
-        """When it was due, in seconds from the beginning."""
+        """Return the times when it was due, in seconds from the beginning."""
         found = []
         for _ in range(steps):
             self.now += pace
@@ -41,7 +41,7 @@ def test_by_steps() -> None:
 
 @pytest.mark.parametrize(("pace", "looks"), [(0.01, 30), (1.0, 20), (40.0, 5)])
 def test_by_the_clock(pace: float, looks: int) -> None:
-    """Never early, at most a step late, and seldom asked."""
+    """Never early, at most a step late, and rarely exchanged."""
     run = Run(1000)
     interval = Interval("1m", clock=lambda: run.now)
     due = run.due(interval, int(190 / pace), pace)
@@ -63,7 +63,7 @@ def test_what_was_waited_for_before_counts() -> None:
 
 
 def test_steps_that_become_slow() -> None:
-    """A look is not so far ahead that a checkpoint would be much too late."""
+    """The next check is not so far ahead that a checkpoint would be much too late."""
     run = Run()
     interval = Interval("10m", clock=lambda: run.now)
     run.due(interval, 10_000, 0.01)

@@ -1,4 +1,4 @@
-"""`run.keep` and `run.state`: objects with and without names, plain values, and what is refused."""
+"""`run.keep` and `run.state`: objects with and without names, plain values, and rejected types."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ VALUES: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first optimizer of a process imports torch._dynamo, which would set this for good."""
+    """The first optimizer of a process imports torch._dynamo, which would set this permanently."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
 def through_json(values: KeptValues) -> KeptValues:
-    """As a checkpoint does it: without tensors beside it."""
+    """Convert like a checkpoint, without separate tensors."""
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(packed(values.state_dict(), "values", tensors))
     assert not tensors
@@ -127,14 +127,14 @@ def test_a_name_that_is_missing_says_which_there_are() -> None:
 
 
 def test_what_is_repeated_after_a_failure_is_reset() -> None:
-    """The values of the last committed step go to other ranks, and later ones only when they are not set again."""
+    """The values of the last committed step are sent to other ranks, later ones only if they are not set again."""
     values = KeptValues()
     values.update(count=0, history=[])
     offered = values.committed
     values.commit(stepped=True)
-    values["count"] += 1  # after the step, for which the script does not come back
+    values["count"] += 1  # after the step, where the script does not return to
     assert offered.state_dict() == {"count": 0, "history": []}
-    values.commit_after_step()  # the next batch is asked for
+    values.commit_after_step()  # the next batch is requested
     assert offered.state_dict() == {"count": 1, "history": []}
     values["count"] += 1  # before the step
     values["history"].append(0.5)
@@ -229,7 +229,7 @@ def train(folder: Path, epochs: int, accuracies: list[float]) -> tuple[dict[str,
 
 
 def test_the_best_by_an_evaluation_is_kept_and_values_are_resumed(tmp_path: Path) -> None:
-    """Step 8 has the best accuracy, and was saved at the end of its epoch. Nothing of an epoch's end counts twice."""
+    """Step 8 has the best accuracy, and was saved at the end of its epoch. The end of an epoch does not count twice."""
     assert train(tmp_path, 3, [0.5, 0.9, 0.7]) == ({"best": 0.9, "count": 3}, [8, 12])
     assert train(tmp_path, 5, [0.5, 0.9, 0.7, 0.8, 0.95]) == ({"best": 0.95, "count": 5}, [20])
     lines = [json.loads(line) for line in (tmp_path / "kept" / "metrics.jsonl").read_text().splitlines()]

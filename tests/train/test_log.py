@@ -1,4 +1,4 @@
-"""`run.log`: what other ranks log, what is logged twice, and trackers of experiments."""
+"""`run.log`: values of other ranks, repeated values, and experiment trackers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_reach_rank_0_once() -> None:
     for step in range(1, 21):
         second.add(row(step, a=0.5))
     assert first.take() == [row(step, a=0.5) for step in range(1, 21)]  # each was posted at once
-    second.add(row(21, a=0.6))  # too many at a time
+    second.add(row(21, a=0.6))  # too many at once
     assert first.take() == []
     now[0] += 0.02
     second.post()
@@ -71,7 +71,7 @@ def test_rows_reach_rank_0_once() -> None:
 
 
 def test_rank_0_of_the_next_generation_takes_what_dead_ranks_have_posted(tmp_path: Path) -> None:
-    """Each row once. What belongs to steps that the training repeats is left out."""
+    """Each row once. Rows of steps that the training repeats are omitted."""
     store = Store()
     before, other = RankLog(store, 0, 2), RankLog(store, 1, 2)
     other.add(row(1, a=0.5))
@@ -122,7 +122,7 @@ def test_without_a_store_what_is_logged_is_dropped() -> None:
     second.add(row(1, a=0.5))
     second.end()
     assert first.take_last() == []
-    store.gone = False  # another store, which this group is not connected to: it is not asked again
+    store.gone = False  # another store, to which this group is not connected: it is not queried again
     second.add(row(2, a=0.5))
     second.post(now=True)
     assert first.take() == []
@@ -135,7 +135,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_ranks_that_log_the_same_are_one(tmp_path: Path) -> None:
-    """A value that differs between ranks is recorded with its rank, whichever was first."""
+    """A value that differs between ranks is recorded with its rank, in any order."""
     store, counter = Store(), TrainingProgress()
     reporter = RunReporter(counter, None, folder=lambda: str(tmp_path), rank_log=RankLog(store, 0, 2))
     other = RankLog(store, 1, 2)
@@ -157,7 +157,7 @@ def test_ranks_that_log_the_same_are_one(tmp_path: Path) -> None:
 
 
 def test_what_is_logged_again_after_a_resume_is_there_once(tmp_path: Path) -> None:
-    """Lines of other ranks are not in order, and stay if they are about a step that counts."""
+    """Lines of other ranks are not in order, and are kept if they belong to a step that counts."""
     with Metrics(str(tmp_path), tensorboard=False) as file:
         for step in (1, 2, 3):
             file.write(step, 0, {"loss": 1.0})
@@ -318,7 +318,7 @@ def test_wandb_and_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     mlflow.calls.clear()
     send(tmp_path, ["wandb", "mlflow"], (3,), resumed_at=2)
     assert (wandb.calls[0], mlflow.calls[0]) == (("init", {"id": "abc123", "resume": "allow"}), ("start", "def456"))
-    # What the script has started is used, and not ended.
+    # A run that the script has started is used, and not ended.
     wandb.init(id="own")
     wandb.calls.clear()
     send(tmp_path, "wandb", (1,))

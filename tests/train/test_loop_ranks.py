@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.xdist_group("loops"), pytest.mark.warmed]  # one launc
 
 @functools.cache
 def seen() -> list[dict[str, Any]]:
-    """By every rank, in one launch for all tests."""
+    """Return the observations of every rank, from one launch for all tests."""
     with tempfile.TemporaryDirectory() as folder:
         done = command("run", "-g", "2", "--cpu", SCRIPT, folder)
         assert done.code == 0, done.out + done.err
@@ -44,7 +44,7 @@ def test_a_loss_for_every_sample_leaves_padding_out() -> None:
         assert found["each"] == pytest.approx(found["plain"], rel=1e-4)
         assert found["mean"] != pytest.approx(found["plain"], rel=1e-2)
         assert found["each told"] == []
-    # By the rank that has both padding and a sample that counts, once in two epochs.
+    # By the rank that has both padding and a counted sample, once in two epochs.
     (told,), nothing = (rank["padded"]["mean told"] for rank in seen())
     assert nothing == []
     assert told.startswith("7 of this batch's 8 samples are padding")
@@ -58,7 +58,7 @@ def test_the_end_of_an_epoch_ends_a_window(how: str) -> None:
         assert found["updates"] == [3, 7, 10, 14, 18, 21]
         assert found["steps"] == 6
         assert found["weights"] == pytest.approx(rank["windows"]["plain"], rel=1e-4)
-        # Samples count with the update that has them.
+        # Samples count with the update that contains them.
         assert found["positions"] == [0, 0, 0, 32, 32, 32, 32, 64, 64, 64, 81]
 
 
@@ -75,7 +75,9 @@ def test_a_model_that_the_script_has_wrapped_is_weighed_for() -> None:
 @pytest.mark.parametrize("order", ["opt keep wrap", "opt wrap keep", "wrap opt keep", "wrapped"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_kept_in_any_order(how: str, order: str) -> None:
-    """A checkpoint in the middle of a window: resumed, it is repeated, and all ends bit for bit as without."""
+    """A checkpoint in the middle of a window: when resumed, the window is repeated, and the result is the same bit for
+    bit.
+    """
     for rank in seen():
         began, end = rank["kept"][f"{how}, {order}"]
         assert began == [0, 4]

@@ -1,4 +1,4 @@
-"""Loops through `Run` in one process: what counts, what is committed, what an evaluation leaves alone."""
+"""Loops through `Run` in one process: what counts, what is committed, what an evaluation does not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.xdist_group("loops"), pytest.mark.warmed]
 
 @pytest.fixture(autouse=True)
 def _inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first optimizer of a process imports torch._dynamo, which would set this for good."""
+    """The first optimizer of a process imports torch._dynamo, which would set this permanently."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
@@ -82,7 +82,7 @@ def test_an_evaluation_commits_nothing_and_begins_anew(run: phalanx.Run) -> None
 
 
 def test_a_loop_that_has_failed_is_begun_again(run: phalanx.Run) -> None:
-    """As in a notebook, where the traceback holds on to it."""
+    """As in a notebook, where the traceback keeps it alive."""
     training = Training(run, accumulate=2)
     data = run.loader(numbers(), batch_size=2)
     held = run.batches(data)
@@ -104,7 +104,7 @@ def test_two_loaders_side_by_side_are_both_committed(run: phalanx.Run) -> None:
 
 
 def test_a_loop_over_the_loader_is_one_of_the_run(run: phalanx.Run) -> None:
-    """What its samples are counted by, committed by and seeded by is the same."""
+    """Its samples are counted, committed and seeded in the same way."""
     seen: list[tuple[Any, ...]] = []
     for directly in (False, True):
         data = run.loader(numbers(), batch_size=2, shuffle=True)
@@ -209,7 +209,7 @@ class Known(Stream):
     ("dataset", "updates"), [(Stream(), [3, 6, 9]), (Known(), [3, 5, 8, 10])], ids=["no length", "length"]
 )
 def test_windows_of_a_stream(run: phalanx.Run, dataset: Stream, updates: list[int]) -> None:
-    """Without a length a window goes on in the next epoch; what is left of the last one is told."""
+    """Without a length a window continues in the next epoch; an incomplete last one is reported."""
     training = Training(run, accumulate=3)
     data = run.loader(dataset, batch_size=1)
     done: list[bool] = []
@@ -249,14 +249,14 @@ def test_two_commits_of_a_batch_are_told(run: phalanx.Run) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for x, y in run.batches(data):
-            for _ in range(3):  # as often as one likes, with the same one
+            for _ in range(3):  # any number of times, with the same one
                 training.step(x, y)
 
 
 def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) -> None:
     training = Training(run)
     data = run.loader(numbers(), batch_size=4, drop_last=False)
-    data.world_size = 2  # as a rank of two would see it
+    data.world_size = 2  # from the perspective of one of two ranks
     run._reader._placement = replace(run.group.membership.placement, world_size=2)
 
     def epoch() -> None:
@@ -294,7 +294,7 @@ def test_epochs_go_on(run: phalanx.Run) -> None:
 def test_progress_counts_updates_to_the_very_end(run: phalanx.Run) -> None:
     training = Training(run, accumulate=3)
     data = run.loader(numbers(), batch_size=1)
-    assert [len(x) for x, _ in run.batches(run.loader(numbers(), batch_size=5))] == [5, 5]  # before it all begins
+    assert [len(x) for x, _ in run.batches(run.loader(numbers(), batch_size=5))] == [5, 5]  # before the training begins
     views = []
     for _ in run.epochs(3):
         for x, y in run.batches(data):
@@ -380,7 +380,7 @@ def test_what_a_script_draws_before_its_loop_does_not_matter(tmp_path: Path) -> 
 
 
 def test_an_update_that_breaks_off_belongs_to_no_step(run: phalanx.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever goes on from what is kept must not take such a state for that of the last committed step."""
+    """A run that resumes must not mistake such a state for that of the last committed step."""
     training = Training(run)
     data = run.loader(numbers(), batch_size=2)
     run.keep(model=training.model, opt=training.opt, data=data)

@@ -1,4 +1,4 @@
-"""phalanx.main: what it returns, how it ends, and what is reported to the launcher."""
+"""phalanx.main: its result, its exit code, and its report to the launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = "phalanx: a rate of zero\n  rates: 0.1\n  fix: lr=0.1\n"
 
 @pytest.fixture
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a launcher would look. Nothing else of one is here."""
+    """The error file of a launcher. There is no other part of a launcher here."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     return path
@@ -35,7 +35,7 @@ def raising(error: BaseException) -> Any:
     return train
 
 
-# -- in this process: alone, nothing is opened
+# -- in this process: alone, no port is opened
 
 
 def test_what_train_returns_is_returned() -> None:
@@ -58,7 +58,7 @@ def test_errors_of_phalanx_are_reported_without_a_traceback(
     told = capsys.readouterr().err
     assert told.startswith(WORDS)
     where = told.removeprefix(WORDS).splitlines()
-    assert where[0].startswith(f"  {__file__}:")  # the call that was refused, and no line of phalanx
+    assert where[0].startswith(f"  {__file__}:")  # the rejected call, without a line of phalanx
     assert (where[0].endswith(" in train"), where[1:]) == (True, ["      raise error"])
     found = json.loads(report.read_text())
     assert f"phalanx: {found['message']['message']}\n" == WORDS
@@ -71,7 +71,7 @@ def test_before_there_is_a_run(report: Path, capsys: pytest.CaptureFixture[str])
             phalanx.main(train, **options)  # type: ignore[arg-type]
         assert caught.value.code == 2
         assert words in capsys.readouterr().err
-    assert "main() takes a function" in report.read_text()  # the first stays
+    assert "main() takes a function" in report.read_text()  # the first one is kept
 
 
 def test_any_other_exception_propagates_and_is_reported_at_once(report: Path) -> None:
@@ -154,7 +154,7 @@ def test_what_fails_at_the_end_comes_second(
     with pytest.raises(SystemExit):
         phalanx.main(raising(UsageError("a rate of zero")))
     assert "a rate of zero\n  and while the run was closed" in capsys.readouterr().err
-    for end in (lambda run: None, raising(SystemExit(0))):  # but it is the first cause where there is no other
+    for end in (lambda run: None, raising(SystemExit(0))):  # but it is the first cause if there is no other
         with pytest.raises(SystemExit) as left:
             phalanx.main(end)
         assert left.value.code == 1
@@ -209,7 +209,7 @@ def test_phalanx_run_reports_the_first_cause(script: str) -> None:
     assert done.code == 1
     block = done.err[done.err.index("rank 1 failed: ValueError: a broken sample") :]
     assert f"{script}:7 in deep\n      raise ValueError(" in block
-    assert "main.py" not in block  # that is ours, and of no interest
+    assert "main.py" not in block  # code of phalanx, which is not interesting
     assert "Traceback" not in done.err  # the block says the same
 
 
@@ -218,7 +218,7 @@ def test_phalanx_run_reports_errors_of_phalanx_without_a_traceback(script: str) 
     done = command("run", "-g", "1", "--cpu", script, "words")
     assert done.code == 2
     assert WORDS in done.err
-    told = WORDS.removeprefix("phalanx: ").partition("\n")[0]  # the rest stands above
+    told = WORDS.removeprefix("phalanx: ").partition("\n")[0]  # the rest is above
     assert f"phalanx: rank 0 failed: {told}\n  all of its output: " in done.err
     assert "Traceback" not in done.err
 
@@ -239,7 +239,7 @@ def test_ctrl_c_ends_a_training_and_its_bar(
     job.wait_for(re.compile(before + "[^\n]*━*─+ *[1-9][0-9]*/[^\n]*loss[^\n]*samples/s[^\n]* left"))
     job.send(b"\x03")
     assert job.wait(60) == code
-    # The bar's last row is whole, and what is said about the end comes below it.
+    # The last row of the bar is complete, and messages about the end are below it.
     assert re.search(rf" left(\x1b\[K)?\s*{last}", job.out), job.out[-3000:]
 
 

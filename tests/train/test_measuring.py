@@ -1,4 +1,4 @@
-"""What rank 0 reports to its agent: rarely, in numbers, and without delaying a step."""
+"""Reports of rank 0 to its agent: rare, in numbers, and without delaying a step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_logged_is_reported_with_the_next_step_or_after_a_while() -> Non
 
 
 def test_the_first_step_of_an_epoch_is_reported_soon() -> None:
-    """What a rank that stalls has reported last is shown as long as the stall lasts."""
+    """The last report of a stalled rank is shown during the stall."""
     told: list[words.MeasuredStep] = []
     now = [0.0]
     measuring = Measuring(told.append, None, clock=lambda: now[0])
@@ -68,7 +68,7 @@ def test_a_gpu_value_is_read_only_after_a_synchronization() -> None:
     measuring = Measuring(told.append, None, clock=lambda: now[0])
     for step in range(1, 901):
         now[0] = step / 100
-        # As `held` leaves one of a GPU.
+        # Like a result of `held` for a value on a GPU.
         measuring.advance(step, 0, {"loss": torch.tensor(step)}, waited=step <= 500 and step % 100 == 0)
     assert [one.step for one in told] == [1, 100, 200, 300, 400, 500, 700, 900]
     assert told[-1] == words.MeasuredStep(step=900, values={"loss": 900.0})

@@ -1,4 +1,4 @@
-"""metrics.jsonl: every committed step once, whatever happened before; and TensorBoard's own reader sees the same."""
+"""metrics.jsonl: every committed step once, whatever happened before; TensorBoard's own reader returns the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(folder: Path, numbers: range, resumed_at: int = 0) -> None:
 
 
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
-    """As TensorBoard shows them."""
+    """Return the scalars, as read by TensorBoard."""
     reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(folder / "tensorboard"), size_guidance={reader.SCALARS: 0})
     events.Reload()
@@ -52,7 +52,7 @@ def test_tensors_and_numbers(tmp_path: Path) -> None:
     running = torch.tensor([2.0])
     with Metrics(str(tmp_path), tensorboard=False) as file:
         file.write(1, 0, held({"loss": loss, "lr": 1e-3, "count": 3, "running": running, 'a "b"\n': 1.5}))
-        running += 1  # what was handed over is what counts
+        running += 1  # the value at the time of the call counts
     found = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (found["loss"], found["lr"], found["count"], found["running"]) == (0.25, 0.001, 3, 2.0)
     assert found['a "b"\n'] == 1.5
@@ -74,7 +74,7 @@ def test_what_is_no_metric(values: dict[str, object], words: str) -> None:
 
 
 def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors on the CPU stand for those on a GPU, which `held` leaves where they are."""
+    """Tensors on the CPU replace those on a GPU, which `held` leaves there."""
     asked = []
     plain = torch.Tensor.tolist
 
@@ -89,7 +89,7 @@ def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tensor_elsewhere_is_copied_and_not_read() -> None:
-    loss = torch.ones((), device="meta", requires_grad=True)  # to read it would raise
+    loss = torch.ones((), device="meta", requires_grad=True)  # reading it would raise
     found = held({"loss": loss})["loss"]
     assert (found is not loss, found.device.type, found.requires_grad) == (True, "meta", False)
 
@@ -133,7 +133,7 @@ def test_nothing_was_there_to_resume(tmp_path: Path) -> None:
     st.sampled_from([b"", b"{", b'{"step": 1', b'{"step": 400}\nhalf']),
 )
 def test_cut(numbers: list[int], step: int, block: int, rest: bytes) -> None:
-    """Against the plain way, with blocks so small that lines lie across them."""
+    """Compared with a simple implementation, with blocks so small that lines cross them."""
     lines = [encode(number, 0, 0.0, {"x": number / 3}).encode() for number in numbers]
     kept = b"".join(line for number, line in zip(numbers, lines, strict=True) if number <= step)
     with pytest.MonkeyPatch.context() as patch:
@@ -142,7 +142,7 @@ def test_cut(numbers: list[int], step: int, block: int, rest: bytes) -> None:
 
 
 def test_numbers_are_written_at_once(tmp_path: Path) -> None:
-    """What a killed process has logged is there, and others can read the file while it grows."""
+    """Logged values of a killed process are in the file, and others can read it while it grows."""
     with Metrics(str(tmp_path), clock=lambda: 0.0) as file:
         for step in range(1, 51):
             file.write(step, 0, {"loss": 1.0})
@@ -241,7 +241,9 @@ def test_tensorboard_has_words_for_what_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_a_step_costs_little(tmp_path: Path) -> None:
-    """With what is written later, some four times as much as to format the line. The best rounds: machines are busy."""
+    """Including later writes, about four times the cost of formatting the line. The best rounds count, because machines
+    are busy.
+    """
     values = {"loss": torch.tensor(0.5), "lr": 0.1}
 
     def cpu(write: Callable[[int], object]) -> float:

@@ -35,7 +35,7 @@ from phalanx.train.reporting.non_finite import NonFiniteWatch
 from phalanx.train.stepping.stepper import Stepper
 from phalanx.watch.model.incidents import Incidents
 from phalanx.watch.model.run_model import RunModel
-from tests.kit.cli import Result, phalanx, stage
+from tests.kit.cli import Result, phalanx, warm_environment
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "non_finite.py")
 BAD = [21]  # of the batch of step 3 and, an epoch later, step 9
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What an optimizer imports sets this otherwise."""
+    """Otherwise an import of the optimizer sets it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
@@ -237,7 +237,7 @@ places: dict[str, str | None] = {}  # of the warm fork server
 
 @pytest.fixture(scope="module")
 def _warm() -> Iterator[None]:
-    with stage("torch._dynamo") as env:
+    with warm_environment("torch._dynamo") as env:
         places.update(env)
         yield
         places.clear()
@@ -254,7 +254,7 @@ def ends(folder: Path, ranks: int = 2) -> list[Any]:
 
 @cache
 def oracle(how: str, ranks: int) -> list[Any]:
-    """The states of a run whose script leaves the batches out itself."""
+    """Return the states of a run whose script skips the batches itself."""
     with tempfile.TemporaryDirectory() as name:
         done = trained(Path(name), how, "oracle", ranks=ranks)
         assert done.code == 0, done.err

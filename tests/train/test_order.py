@@ -1,4 +1,4 @@
-"""Every sample once an epoch, whatever fails and however many ranks continue."""
+"""Every sample once per epoch, with any failures and any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_order_has_every_index_once(length: int, seed: int, epoch: int) -> No
 
 
 def test_the_order_never_changes() -> None:
-    # A checkpoint has to resume with later versions and on other machines, so these numbers must not change.
+    # A checkpoint must resume with later versions and on other machines, so these numbers must not change.
     assert list(Order(10, seed=0)) == [7, 8, 9, 6, 3, 4, 0, 5, 1, 2]
     assert list(Order(10, seed=0, epoch=1)) == [2, 7, 1, 6, 0, 5, 3, 9, 8, 4]
     assert Order(10**12)[5] == 651483765839
@@ -65,7 +65,7 @@ def test_a_place_outside_is_refused() -> None:
 def taken(
     position: Position, length: int, batches: tuple[int, ...], tail: Tail, at_most: int = 10**9
 ) -> tuple[list[int], Position]:
-    """The places that count, in the order of ranks, of up to so many steps; each step is checked on the way."""
+    """Return the counted places of up to `at_most` steps, in rank order; each step is checked."""
     places: list[int] = []
     for number, step in enumerate(steps(position, length, batches, tail)):
         if number == at_most:
@@ -92,7 +92,7 @@ def taken(
 def test_exactly_once(
     length: int, lives: list[tuple[tuple[int, ...], int]], tail: Tail, shuffle: bool, epochs: int
 ) -> None:
-    """Each life has ranks with their batches, and ends after so many committed steps; the last one runs to the end."""
+    """Each phase has ranks with their batches, and ends after some committed steps; the last one runs to the end."""
     for epoch in range(epochs):
         position = Position(epoch)
         places: list[int] = []
@@ -107,7 +107,7 @@ def test_exactly_once(
         assert len({order[place] for place in places}) == len(places)
         if tail == "drop":
             assert length - len(places) < max(sum(batches) for batches, _ in lives)
-            if before == len(places) - len(more):  # nobody dropped the tail before
+            if before == len(places) - len(more):  # the tail was not dropped before
                 assert length - len(places) == (length - before) % sum(lives[-1][0])
         else:
             assert len(places) == length
@@ -122,7 +122,7 @@ def test_an_epoch_has_as_many_steps_as_it_says(length: int, batches: tuple[int, 
     assert len(places) == (length - length % sum(batches) if tail == "drop" else length)
     if places:
         assert position.consumed == length
-        assert share(position, length, (1,), tail) is None  # over, also for smaller batches
+        assert share(position, length, (1,), tail) is None  # complete, also for smaller batches
 
 
 @fast
@@ -160,7 +160,7 @@ def test_an_evaluation_has_every_sample_once_and_no_padding(length: int, batches
     for step in every:
         assert step.sizes == step.counts
         assert all(size <= batch + 1 for size, batch in zip(step.sizes, batches, strict=True))
-        assert all(step.sizes) or length < len(batches)  # else all ranks have the same number of batches
+        assert all(step.sizes) or length < len(batches)  # otherwise all ranks have the same number of batches
 
 
 def test_a_rank_without_samples_steps_along_with_one_that_does_not_count() -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from phalanx.contract import events
 from tests.kit import proc
-from tests.kit.cli import Env, Handle, descendants, free_port, phalanx, python, stage, start, until
+from tests.kit.cli import Env, Handle, descendants, free_port, phalanx, python, start, until, warm_environment
 
 pytestmark = pytest.mark.xdist_group("preempt")  # they share an undisturbed run
 SCRIPT = str(Path(__file__).parent / "scripts" / "preempt.py")
@@ -28,7 +28,7 @@ def command(folder: Path, *words: str, ranks: int = 2, options: tuple[str, ...] 
 
 
 def steps(folder: Path, rank: int = 0) -> list[int]:
-    """Those that the script has come to the end of."""
+    """Return the steps that the script has completed."""
     with contextlib.suppress(FileNotFoundError):
         return [int(line.split()[0]) for line in (folder / f"steps.{rank}").read_text().splitlines()]
     return []
@@ -43,7 +43,7 @@ def checkpoints(folder: Path) -> list[int]:
 
 
 def preempted(folder: Path, job: Handle) -> int:
-    """The reported step at which it ended; the newest checkpoint has that step."""
+    """Return the reported step at which it ended, and check that the newest checkpoint has that step."""
     assert job.wait() == 75, job.both
     (told,) = re.findall(rf"preempted by SIG\w+: step (\d+) is in {folder}/kept; the same command resumes", job.err)
     assert checkpoints(folder)[-1] == int(told)
@@ -63,7 +63,7 @@ class Play:
         return start(*command(folder, *words, ranks=ranks, options=options), env=self.env)
 
     def to_its_end(self, folder: Path, step: int, *words: str, ranks: int = 2) -> None:
-        """The same command continues after that step, with the result of an undisturbed run."""
+        """Check that the same command continues after that step, with the result of an undisturbed run."""
         (folder / "continue").touch()
         done = phalanx(*command(folder, *words, ranks=ranks), env=self.env)
         assert done.code == 0, done.err
@@ -84,12 +84,12 @@ class Play:
 
 @pytest.fixture(scope="module")
 def play() -> Iterator[Play]:
-    with stage("torch.distributed.checkpoint") as env:
+    with warm_environment("torch.distributed.checkpoint") as env:
         yield Play(env)
 
 
 def everybody(folder: Path, job: Handle) -> list[int]:
-    """All processes of a run: its agent, its fork server and all below that."""
+    """Return all processes of a run: its agent, its fork server and all descendants."""
     worker = proc.read(int((folder / "steps.0").read_text().split()[-1]))
     assert worker is not None
     return [job.pid, worker.parent, *descendants(worker.parent)]
@@ -125,7 +125,7 @@ def test_a_scheduler_may_signal_every_process(
     tmp_path: Path, name: str, words: tuple[str, ...], ranks: int, play: Play
 ) -> None:
     options = ("--preempt-signal", name)
-    # Those who load data die of it, and leave what they had in there.
+    # Processes that load data die from it, and leave temporary files there.
     env = {"TMPDIR": str(tmp_path)} if words == ("workers",) else {**play.env, "OMP_NUM_THREADS": "1"}
     job = start(*command(tmp_path, *words, ranks=ranks, options=options), env=env)
     in_its_midst(tmp_path, job)
@@ -159,7 +159,7 @@ def test_a_death_while_the_checkpoint_is_written(tmp_path: Path, play: Play) -> 
 
 @pytest.mark.extended
 def test_preemption_while_a_checkpoint_is_written(tmp_path: Path, play: Play) -> None:
-    """Nor is it one that all ranks end badly, once it is written."""
+    """It is also no failure that all ranks end with an error, once it is written."""
     job = play.start(tmp_path, "slow", "often", "badly", options=("--grace", "10m"))
     until(lambda: (tmp_path / "saving").exists(), 60, "a checkpoint to be written")
     job.signal(signal.SIGTERM)
@@ -169,13 +169,13 @@ def test_preemption_while_a_checkpoint_is_written(tmp_path: Path, play: Play) ->
 @pytest.mark.extended
 @pytest.mark.parametrize("how", ["twice", "late"])
 def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str, play: Play) -> None:
-    # In half a second nobody takes the place of one that is stuck, and saves, slowly.
+    # Within half a second a stuck rank is not replaced, and its state not saved.
     job = play.start(tmp_path, "stuck", "slow", options=("--grace", "1s" if how == "late" else "10m"))
     in_its_midst(tmp_path, job)
     job.signal(signal.SIGTERM)
     job.wait_for("a checkpoint at the next step")
     if how == "twice":
-        while job.process.poll() is None:  # one that follows at once is the same one
+        while job.process.poll() is None:  # a signal that follows at once counts as the same one
             job.signal(signal.SIGTERM)
             with contextlib.suppress(AssertionError):
                 job.wait(0.5)

@@ -1,4 +1,4 @@
-"""The bar: what it says, in how many columns, how often, and what it costs."""
+"""The bar: its content, width, update rate and cost."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_the_width_is_the_terminals() -> None:
 
 
 def test_a_step_costs_nearly_nothing() -> None:
-    """20 µs at most; the best of a few rounds, for others use this machine too."""
+    """At most 20 µs; the best of a few rounds, because others use this machine too."""
     progress = ProgressBar(10**9, stream=io.StringIO())
     values = {"loss": 0.5}
     rounds = []

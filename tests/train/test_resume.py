@@ -1,4 +1,4 @@
-"""Killed at a random step and resumed: the parameters of a run that was not, every sample once an epoch."""
+"""Killed at a random step and resumed: the same parameters as an undisturbed run, every sample once per epoch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit.cli import Env, Result, phalanx
-from tests.kit.cli import stage as warm_stage
+from tests.kit.cli import Env, Result, phalanx, warm_environment
 
 pytestmark = pytest.mark.xdist_group("resume")  # they share undisturbed runs
 SCRIPT = str(Path(__file__).parent / "scripts" / "resume.py")
-LENGTH, STEPS, EPOCHS = 51, 15, 3  # as the script has them
+LENGTH, STEPS, EPOCHS = 51, 15, 3  # as in the script
 PLAY: dict[str, Any] = {
     "how": "ddp",
     "stream": False,
@@ -41,7 +40,7 @@ STREAM = pytest.param("stream", marks=pytest.mark.extended)
 
 @pytest.fixture
 def dice() -> random.Random:
-    """PHALANX_DICE=… to meet again what was met once."""
+    """PHALANX_DICE=… repeats an earlier sequence."""
     seed = os.environ.get("PHALANX_DICE") or str(random.SystemRandom().randrange(10_000))
     print(f"PHALANX_DICE={seed}")
     return random.Random(seed)
@@ -57,12 +56,12 @@ class Stage:
     def run(self, folder: Path, ranks: int, name: str, *options: str, **play: Any) -> Result:
         said = json.dumps({**PLAY, **play, "name": name})
         print(f"{ranks} ranks: {said}")
-        # A death ends the run: what is tested is the next one.
+        # A death ends the run: the next one is tested.
         words = ("run", "-g", str(ranks), "--cpu", "--max-restarts", "0", *options, SCRIPT, str(folder), said)
         return phalanx(*words, env=self.env, timeout=120)
 
     def whole(self, folder: Path, **play: Any) -> dict[str, torch.Tensor]:
-        """The parameters of a run on 2 ranks that nobody killed."""
+        """Return the parameters of an undisturbed run on 2 ranks."""
         key = json.dumps(play)
         if key not in self.wholes:
             self.wholes[key] = finished(self.run(folder, 2, "whole", **play), folder, "whole")
@@ -71,9 +70,9 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with warm_stage() as env:
+    with warm_environment() as env:
         yield Stage(env)
-        for left in Path(str(env["TMPDIR"])).glob("pymp-*"):  # a killed rank leaves what multiprocessing has made
+        for left in Path(str(env["TMPDIR"])).glob("pymp-*"):  # a killed rank leaves files of multiprocessing
             shutil.rmtree(left)
 
 
@@ -88,14 +87,14 @@ def kill(dice: random.Random, ranks: int, steps: range) -> dict[str, Any]:
 
 
 def committed(folder: Path, runs: list[tuple[str, int]]) -> tuple[dict[int, Counter[int]], list[dict[str, Any]]]:
-    """Samples by epoch, of all steps that were not undone by a later life; and where each life continued."""
+    """Return samples by epoch, of all steps that no later process has undone, and where each process continued."""
     steps: dict[int, list[tuple[int, int]]] = defaultdict(list)
     lives = []
     for name, ranks in runs:
         notes = [
             [json.loads(line) for line in (folder / f"{name}-{rank}").read_text().splitlines()] for rank in range(ranks)
         ]
-        # Each rank's notes fall into lives; a life of one rank is one of all.
+        # Each rank's notes are divided by process; all ranks restart together.
         split = [_lives(one) for one in notes]
         for together in zip(*split, strict=True):
             first = together[0][0]

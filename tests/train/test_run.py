@@ -15,7 +15,7 @@ import pytest
 from tests.kit.cli import Result, phalanx, run, start, torchrun
 from tests.kit.imported import python
 
-# They share what an undisturbed training gives.
+# They share the result of an undisturbed training.
 pytestmark = [pytest.mark.xdist_group("run"), pytest.mark.warmed]
 
 SCRIPT = """
@@ -75,7 +75,7 @@ def on(ranks: int, script: str, *args: str, options: tuple[str, ...] = ()) -> Re
 
 @functools.cache
 def whole(ranks: int, script: str, how: str = "ddp", dropout: str = "0") -> list[float]:
-    """Of a training that nothing interrupts."""
+    """Return the result of an undisturbed training."""
     return result(on(ranks, script, how, dropout, "0"))
 
 
@@ -97,7 +97,7 @@ def test_the_same_script_under_torchrun(script: str) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1)])
 def test_killed_and_resumed(script: str, tmp_path: Path, before: int, after: int) -> None:
-    """Bit for bit where the ranks are as many as before, dropout and all; else to float tolerance, without dropout."""
+    """Bit for bit with the same number of ranks, including dropout; otherwise to float tolerance, without dropout."""
     dropout = "0.1" if before == after else "0"
     folder = ("--checkpoints", str(tmp_path / "kept"))
     stop = random.randrange(5, 20)
@@ -113,7 +113,7 @@ def test_killed_and_resumed(script: str, tmp_path: Path, before: int, after: int
     else:
         assert result(resumed) == pytest.approx(whole(before, script), rel=1e-4), stop
     lines = [json.loads(line) for line in (tmp_path / "kept" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 22)), stop  # each once, though some were done twice
+    assert [line["step"] for line in lines] == list(range(1, 22)), stop  # each once, although some were repeated
 
 
 def test_importing_phalanx_imports_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""Trainings whose state is sharded: ranks die, no committed step is lost, and the end is that of an undisturbed run."""
+"""Trainings with sharded state: ranks die, no committed step is lost, and the result is that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.train.model.replicas import rows
 from phalanx.train.snapshot.cadence import Cadence, MeasuredCopy, interval, reason
 from phalanx.train.snapshot.copying import ShardCopier
 from phalanx.train.snapshot.found import Division, division
-from tests.kit.cli import Env, Result, free_port, phalanx, stage, start, until
+from tests.kit.cli import Env, Result, free_port, phalanx, start, until, warm_environment
 
 pytestmark = pytest.mark.xdist_group("sharded")  # they share undisturbed runs
 OFF = ("--snapshot-every", "off")
@@ -88,7 +88,7 @@ def test_every_step_at_first_then_steps_with_and_without_one_are_compared() -> N
     first, compared = [1, 2, 3, 4, 5, 6], [7, 9, 11, 13, 15, 17]
     assert dear.saved(30) == [*first, *compared, 19, 23, 27]  # 12 of 400 ms
     assert len(dear.said) == 1
-    dear.costs[:], dear.cost = [], 0.001  # looked at again later: it has become cheap
+    dear.costs[:], dear.cost = [], 0.001  # reviewed later: it has become cheap
     assert dear.saved(70)[-3:] == [98, 99, 100]
     assert len(dear.said) == 1
 
@@ -105,11 +105,11 @@ def test_reviews_become_rare() -> None:
     assert 6 <= len(left_out) <= 6 * 8  # in each review, every second step of twelve
 
 
-# -- copies beside the training
+# -- copies during the training
 
 
 class Slow:
-    """A part whose copy is done when it is allowed to be."""
+    """A part whose copy is done when it is allowed."""
 
     def __init__(self) -> None:
         self.allowed = threading.Event()
@@ -168,7 +168,7 @@ def test_a_copy_that_fails_blocks_no_rank() -> None:
 
 @pytest.fixture(scope="module")
 def env() -> Iterator[Env]:
-    with stage("torch.distributed.checkpoint", "torch.distributed.fsdp") as env:
+    with warm_environment("torch.distributed.checkpoint", "torch.distributed.fsdp") as env:
         yield env
 
 
@@ -205,7 +205,7 @@ def play(env: Env) -> Play:
 
 
 def ended(folder: Path, ranks: int = 2) -> tuple[list[str], Any]:
-    """Where the ranks began, each time, and what they had at the end; rank 0 was there from the start to the end."""
+    """Return where the ranks began each time, and their final state; rank 0 was there from the start to the end."""
     begun = [(folder / f"begun.{rank}").read_text().splitlines() for rank in range(ranks)]
     ends = [json.loads((folder / f"end.{rank}").read_text()) for rank in range(ranks)]
     assert all(one == begun[0] for one in begun)
@@ -235,7 +235,7 @@ def test_an_interval_that_was_asked_for_wins(tmp_path: Path, play: Play) -> None
 
 @pytest.mark.extended
 def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, play: Play) -> None:
-    """And so does one after another, wherever it dies; whether `run.keep` or `run.wrap` comes first."""
+    """Also one after another, wherever it dies; with either order of `run.keep` and `run.wrap`."""
     done = play.trained(tmp_path, "hsdp", [5, 3, "backward"], [9, 0, "backward"], ranks=4, options=OFF)
     begun = ["0 new 4", "5 living 4", "9 living 4"]
     assert ended(tmp_path, 4) == (begun, play.undisturbed("hsdp", 4))
@@ -244,7 +244,7 @@ def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, play: Play) -> None
 
 @pytest.mark.extended
 def test_survivors_that_were_prepared_commit_a_step_that_others_have_committed(tmp_path: Path, play: Play) -> None:
-    """Else half of the shards would be of step 5 and half of step 6, and none of them whole."""
+    """Otherwise half of the shards would be of step 5 and half of step 6, and neither complete."""
     done = play.trained(tmp_path, "hsdp", [5, 0, "prepared"], [9, 3, "prepared"], ranks=4, options=OFF)
     assert ended(tmp_path, 4) == (["0 new 4", "6 living 4", "10 living 4"], play.undisturbed("hsdp", 4))
     assert done.err.count("no step lost") == 2
@@ -280,7 +280,7 @@ def lose_a_node(folder: Path, play: Play, how: str, options: tuple[str, ...] = (
 @pytest.mark.extended
 @pytest.mark.parametrize("how", ["hsdp", "hsdp keep"])
 def test_a_lost_node_is_a_lost_replica(tmp_path: Path, play: Play, how: str) -> None:
-    """The two ranks that are left hold a replica each, from what they have; then no shard is in danger either."""
+    """The two remaining ranks have a replica each, from their own state; then no shard is at risk either."""
     begun, (steps, _, values) = lose_a_node(tmp_path, play, how, OFF)
     assert begun == ["0 new 4", "5 living 2"]
     theirs = play.undisturbed("hsdp", 4)

@@ -34,7 +34,7 @@ def saved(folder: Path, *steps: int, key: bytes = KEY) -> nn.Linear:
 
 
 def loaded(folder: Path, key: bytes) -> tuple[int, float, list[str]]:
-    """The step that was loaded, a weight, and what was said."""
+    """Return the loaded step, a weight, and the messages."""
     said: list[str] = []
     model = nn.Linear(3, 2)
     info = Checkpoints(folder, key=key, say=said.append).load({"model": model})
@@ -76,7 +76,7 @@ def forged_weights(folder: Path) -> None:
 
 
 def same_checksum(folder: Path) -> None:
-    """Other weights, in which four bytes are chosen so that every crc32 stays the same: nothing else is changed."""
+    """Other weights, with four bytes chosen so that every crc32 stays the same: nothing else is changed."""
     table = integrity.opened((folder / TABLE).read_bytes(), Table, TABLE)
     piece = max(table.pieces, key=lambda one: one.end - one.begin)
     file = folder / TENSORS
@@ -141,7 +141,7 @@ def test_a_forged_checkpoint_is_refused_and_the_one_before_is_used(attack: str, 
 
 
 def test_without_the_key_such_forgeries_are_loaded(tmp_path: Path) -> None:
-    """That is why there is a key: checksums detect errors, not intent."""
+    """This is why there is a key: checksums detect errors, not manipulation."""
     saved(tmp_path, 1, 2)
     same_checksum(tmp_path / "step-000000000002")
     assert loaded(tmp_path, b"")[0] == 2

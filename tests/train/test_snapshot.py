@@ -1,4 +1,4 @@
-"""Snapshots in memory: what is left of them when their writers die at any moment, and what continues from them."""
+"""Snapshots in memory: what remains of them when their writers die at any moment, and what resumes from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from phalanx.train.snapshot.rescue import rescue, stillness
 from phalanx.train.snapshot.snapshots import Retry, Snapshots
 from phalanx.worker.rendezvous.topology import Topology
 from phalanx.worker.snapshot_memory import SnapshotMemoryClient
-from tests.kit.cli import Env, Result, descendants, free_port, phalanx, stage, start, until
+from tests.kit.cli import Env, Result, descendants, free_port, phalanx, start, until, warm_environment
 from tests.kit.imported import python
 from tests.launcher.test_snapshot_memory import visit
 
@@ -138,7 +138,7 @@ class Memories:
 
 
 class Two:
-    """Rank 0 of two, of which the other has no room."""
+    """Rank 0 of two, of which the other has no memory."""
 
     rank, world_size, node_rank, is_main = 0, 2, 0, True
     device = torch.device("cpu")
@@ -155,7 +155,7 @@ class Two:
 
 
 def test_off_while_memory_is_being_made() -> None:
-    """It is not taken away from the thread that makes it, and not one byte is held at the end."""
+    """It is not taken from the thread that allocates it, and no byte is held at the end."""
     memory, said = Memories(), list[str]()
     snapshots = Snapshots(Two(), memory, say=said.append)  # type: ignore[arg-type]
     assert not snapshots.save(1, {"model": torch.nn.Linear(600, 600)}, {})
@@ -168,7 +168,7 @@ def test_off_while_memory_is_being_made() -> None:
 
 
 def test_a_rescue_is_of_one_whose_main_thread_sleeps() -> None:
-    """A thread of it may take what it holds, because it does not change meanwhile; otherwise nothing is kept."""
+    """A thread of it may copy its state, because it does not change meanwhile; otherwise nothing is kept."""
     memory = Memories()
     memory.open.set()
     past = StateOffer(7, 1, {"model": torch.nn.Linear(3, 3)}, rank=1)
@@ -284,7 +284,7 @@ def test_nodes_and_ranks_go_and_come() -> None:
 
 @pytest.fixture(scope="module")
 def env() -> Iterator[Env]:
-    with stage("torch.distributed.checkpoint", "torch.distributed.fsdp") as env:
+    with warm_environment("torch.distributed.checkpoint", "torch.distributed.fsdp") as env:
         yield env
 
 
@@ -315,7 +315,7 @@ def play(env: Env) -> Play:
 
 
 def ended(folder: Path) -> tuple[list[str], Any]:
-    """The steps at which the ranks began, and what they had at the end."""
+    """Return the steps at which the ranks began, and their final state."""
     begun, ends = ([(folder / f"{name}.{rank}").read_text() for rank in (0, 1)] for name in ("begun", "end"))
     assert begun[0] == begun[1]
     assert ends[0] == ends[1]
@@ -381,7 +381,7 @@ def test_off_is_off_and_nothing_is_left_by_a_agent_that_was_killed(tmp_path: Pat
 
 
 def holders(pids: list[int]) -> list[int]:
-    """Those that hold memory of a snapshot."""
+    """Return the processes that hold memory of a snapshot."""
     found = []
     for pid in pids:
         try:

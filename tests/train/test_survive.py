@@ -14,17 +14,17 @@ import pytest
 
 from phalanx.contract import events
 from phalanx.launcher.output.console import withheld
-from tests.kit.cli import Result, phalanx, stage
+from tests.kit.cli import Result, phalanx, warm_environment
 
 pytestmark = pytest.mark.xdist_group("survive")  # they share an undisturbed run
 SCRIPT = str(Path(__file__).parent / "scripts" / "survive.py")
 STEPS = 24
-places: dict[str, str | None] = {}  # of the warm fork server, as long as there is one
+places: dict[str, str | None] = {}  # of the warm fork server, while it exists
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> Iterator[None]:
-    with stage("torch._dynamo") as env:
+    with warm_environment("torch._dynamo") as env:
         places.update(env)
         yield
         places.clear()
@@ -43,8 +43,9 @@ def undisturbed(ranks: int) -> dict[str, list[float]]:
 
 
 def ended(folder: Path, ranks: int) -> tuple[dict[str, list[float]], int]:
-    """The parameters, which all ranks have alike, and the generation: one a fault, and one more for each survivor that
-    gloo did not let go, and who was replaced. Every sample was committed once an epoch."""
+    """Return the parameters, which are equal on all ranks, and the generation: one per fault, and one more for each
+    survivor that gloo did not release and that was replaced. Every sample was committed once per epoch.
+    """
     (steps, generation, end), *others = [json.loads((folder / f"end.{rank}").read_text()) for rank in range(ranks)]
     assert all(other == [steps, generation, end] for other in others)
     assert steps == STEPS
@@ -73,8 +74,8 @@ def test_a_dead_rank_costs_no_step(tmp_path: Path) -> None:
     recovered = [event for event in told if isinstance(event, events.Recovered)]
     assert len(recovered) == 4
     for number, one in enumerate(recovered):
-        # Whether the survivor is through the step that the dead rank had committed, is up to the network. Done again is
-        # at most that one, which nobody else had.
+        # Whether the survivor has completed the step that the dead rank had committed depends on the network. At most
+        # that step is repeated, which no other rank had.
         assert (one.step - 3 * number, one.redone) in {(4, 0), (3, 0), (3, 1)}
         assert lines[number] == (str(one.step), "1 step done again" if one.redone else "no step lost")
         assert 0 < one.seconds < 60
@@ -162,7 +163,7 @@ def test_a_survivor_that_cannot_leave_the_group_is_replaced(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_first(tmp_path: Path, ranks: int) -> None:
-    """To the bit with three too, whose sum depends on where in DDP's buckets a number lies."""
+    """Bit-identical with three ranks too, whose sum depends on the position of a number in DDP's buckets."""
     done = trained(tmp_path, ranks, [5, 1, "stuck"], *([5, rank, "then"] for rank in (0, 2)[: ranks - 1]))
     assert done.code == 0, done.err
     assert ended(tmp_path, ranks)[0] == undisturbed(ranks)
@@ -172,7 +173,7 @@ def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_firs
 
 
 def test_a_spare_worker_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
-    """It is there before it is needed: the rank that it stands in for is stopped, and noticed after a while."""
+    """It exists before it is needed: the rank that it replaces is stopped, and detected after a while."""
     done = trained(tmp_path, 2, [3, 1, "stop"], options=("--spares", "1", "--worker-timeout", "3s"))
     assert done.code == 0, done.err
     assert ended(tmp_path, 2)[0] == undisturbed(2)
@@ -201,15 +202,16 @@ def test_max_restarts_is_respected(tmp_path: Path, most: str, code: int) -> None
 
 @pytest.mark.extended
 def test_what_a_survivor_has_made_stays_and_groups_of_the_script_are_left(tmp_path: Path) -> None:
-    """One that is stopped, and waited for in a group that the script has made; one that dies before the first step that
-    all ranks did together; and one right after the next."""
+    """A rank is stopped while another waits for it in a group of the script; one dies before the first common step; and
+    one right after the next.
+    """
     faults = [[0, 2, "kill"], [1, 1, "stop"], [2, 0, "kill"]]
     words = ("run", "-g", "3", "--cpu", "--worker-timeout", "4s", SCRIPT, str(tmp_path), json.dumps(faults), "once")
     done = phalanx(*words, env=places)
     assert done.code == 0, done.err
     end, generation = ended(tmp_path, 3)
     assert end == undisturbed(3)
-    assert generation >= 3  # a machine that is slow enough lets others seem silent too
+    assert generation >= 3  # on a slow machine others may seem silent too
     made = [path.read_text().split() for path in sorted(tmp_path.glob("made.*"))]
     assert all(len(set(each)) == 1 for each in made)  # the very same object in each process
     assert max(map(len, made)) >= 2
@@ -227,7 +229,7 @@ def test_what_a_script_does_at_the_end_of_an_epoch_counts_once(tmp_path: Path) -
 
 @pytest.mark.extended
 def test_a_model_that_is_wrapped_first_is_not_written_over(tmp_path: Path) -> None:
-    """By rank 0, which is new; nor is the learning rate, where the scheduler alone is made again."""
+    """By rank 0, which is new; nor is the learning rate, if only the scheduler is created again."""
     words = ("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), json.dumps([[10, 0, "kill"]]), "once", "early")
     done = phalanx(*words, env=places)
     assert done.code == 0, done.err
@@ -249,7 +251,7 @@ def test_who_begins_again_begins_with_nothing_of_what_is_lost(tmp_path: Path) ->
 
 @pytest.mark.extended
 def test_fifty_groups_leave_nothing(tmp_path: Path) -> None:
-    """Neither descriptors nor memory; some of them were aborted while a rank waited in one, and some were forked."""
+    """Neither descriptors nor memory; some groups were aborted while a rank waited in one, and some were forked."""
     script = str(Path(__file__).parent / "scripts" / "many_groups.py")
     done = phalanx("run", "-g", "2", "--cpu", script, str(tmp_path), env=places)
     assert done.code == 0, done.err

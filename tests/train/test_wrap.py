@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.xdist_group("wrap"), pytest.mark.warmed]  # one launch
 
 @functools.cache
 def seen() -> list[dict[str, Any]]:
-    """By every rank, in one launch for all tests."""
+    """Return the observations of every rank, from one launch for all tests."""
     with tempfile.TemporaryDirectory() as folder:
         done = phalanx("run", "-g", "2", "--cpu", SCRIPT, folder, env={"TORCHINDUCTOR_CACHE_DIR": None})
         assert done.code == 0, done.out + done.err
@@ -38,7 +38,7 @@ def seen() -> list[dict[str, Any]]:
 
 
 def agreed(*path: str) -> dict[str, Any]:
-    """What rank 0 saw, when both ended with the same weights."""
+    """Return the observations of rank 0, if both ended with the same weights."""
     first, second = (functools.reduce(lambda found, key: found[key], path, rank) for rank in seen())
     assert first["weights"] == second["weights"]
     return dict(first)
@@ -46,7 +46,7 @@ def agreed(*path: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first optimizer of a process imports torch._dynamo, which would set this for good."""
+    """The first optimizer of a process imports torch._dynamo, which would set this permanently."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
@@ -62,9 +62,9 @@ def test_ranks_talk_once_an_update(accumulate: int, updates: range | tuple[int, 
 
 def test_a_window_is_learned_from_the_step() -> None:
     found = agreed("learned")
-    # 3, 3, then 4 made 2 after its first: that one ends with the first backward that was synchronised.
+    # 3, 3, then 4 shortened to 2 after its first: that one ends with the first backward that was synchronised.
     assert [number for number, done in enumerate(found["done"]) if done] == [2, 5, 8, 10]
-    # The very first backward was synchronised before anybody could know better.
+    # The first backward was synchronised before anything was known.
     assert found["sent"] == 5
 
 
@@ -119,7 +119,7 @@ def test_a_loss_that_was_not_scaled_is_reported(how: str) -> None:
 def test_an_optimizer_made_before_fsdp_keeps_its_state() -> None:
     for rank in seen():
         assert rank["made_before"]["fsdp"] == pytest.approx(rank["made_before"]["ddp"], rel=1e-4)
-        # What was there before sharding is gone, or nothing would have been saved by it.
+        # The parameters before sharding are freed, otherwise sharding would save nothing.
         assert not rank["made_before"]["fsdp holds the whole"]
         assert rank["made_before"]["ddp holds the whole"]
 
@@ -245,7 +245,7 @@ def test_each_model_has_its_own_window() -> None:
 
 
 def test_two_optimizers_unscale_by_the_scale_of_their_backward() -> None:
-    """The one overflows, which makes the scale smaller: not before the other has used it."""
+    """One overflows, which reduces the scale, but not before the other has used it."""
     model = Net()
     wrapped = wrap(model, group=Nobody(), precision="fp16")
     wrapped.scaler.load_state_dict({**wrapped.scaler.state_dict(), "scale": 8.0})
@@ -266,7 +266,7 @@ def test_a_copy_is_one_of_the_model() -> None:
 
 
 def test_what_has_taken_the_place_of_a_parameter_is_left_alone() -> None:
-    """By identity, not by its address in memory, which another has when the first is gone."""
+    """By identity, not by its address in memory, which may be reused."""
     gone, now, other = (nn.Parameter(torch.zeros(1)) for _ in range(3))
     replaced = ReplacedParameters()
     replaced._after = {id(other): (weakref.ref(gone), now)}
@@ -293,7 +293,7 @@ def test_the_scale_of_fp16_is_kept() -> None:
     wrapped.scaler.load_state_dict({**wrapped.scaler.state_dict(), "scale": 32.0})
     kept = wrapped.stepper.state_dict()
     early = Stepper()
-    early.load_state_dict(kept)  # as a script does that restores before it wraps
+    early.load_state_dict(kept)  # like a script that restores before it wraps
     assert early.state_dict() == kept
     assert wrap(Net(), group=Nobody(), stepper=early, precision="fp16").scaler.get_scale() == 32.0
     late = wrap(Net(), group=Nobody(), precision="fp16")

@@ -1,4 +1,4 @@
-"""One Chromium for the tests of a file, and what a page shows."""
+"""One Chromium for the tests of a file, and helpers to read a page."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def row(rank: int, column: str) -> str:
 
 
 async def is_(page: Page, what: str, wanted: object) -> None:
-    """Awaited, because the page is told a moment later."""
+    """Wait until the page shows the value: it receives it a moment later."""
     await wait_for(page, f"({what}) === {msgspec.json.encode(wanted).decode()}")

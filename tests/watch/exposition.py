@@ -1,4 +1,4 @@
-"""A strict reader of the text format of Prometheus, version 0.0.4: what it does not know is wrong."""
+"""A strict parser of the text format of Prometheus, version 0.0.4: anything unknown is an error."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ KEY = "k" * 43
 
 
 class Made:
-    """A Source of the events that it is given."""
+    """A Source of given events."""
 
     alive = True
 
@@ -41,7 +41,7 @@ class Made:
         await asyncio.sleep(0)
 
     async def seconds(self, first: int, last: int | None = None, *, ago: float = 0.0) -> None:
-        """Of the simulation, up to now, or so long ago."""
+        """Yield these seconds of the simulation, up to now, or up to a time in the past."""
         last = first if last is None else last
         for number in range(first, last + 1):
             await self.tell(*simulation.second(number, self.ranks, now=time.time() - ago - (last - number)))
@@ -77,7 +77,7 @@ class Made:
 
 
 async def begun(ranks: int = 4, **options: str) -> Made:
-    """All are there, and nothing has been done yet."""
+    """Yield the events until all ranks exist, without any step."""
     made = Made(ranks, **options)
     await made.tell(*simulation.begin(ranks, now=time.time() - 60))
     return made
@@ -85,7 +85,7 @@ async def begun(ranks: int = 4, **options: str) -> Made:
 
 @contextlib.asynccontextmanager
 async def served(source: Made, port: int = 0, *, key: str = KEY) -> AsyncIterator[str]:
-    """Gives the address without the key."""
+    """Serve the page; yield the address without the key."""
     where = address.parse(f"127.0.0.1:{port}")
     sock = address.listen(where)
     page = server.PageServer(source, where, PageKeys(key, sock.getsockname()[1]))
@@ -96,14 +96,14 @@ async def served(source: Made, port: int = 0, *, key: str = KEY) -> AsyncIterato
         await web.SockSite(runner, sock).start()
         yield f"http://127.0.0.1:{sock.getsockname()[1]}/"
     finally:
-        await runner.cleanup()  # at first: so the browser hears nothing, as when the process was killed
+        await runner.cleanup()  # first: the browser gets no message, as if the process was killed
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
 async def looked_at(chromium: Browser, source: Made, **options: Any) -> AsyncIterator[Page]:
-    """The page of it, once all ranks are to be seen. It must make no error. `options`: of new_page."""
+    """Open the page and wait until all ranks are visible. It must report no error. `options`: of new_page."""
     errors: list[str] = []
     async with served(source) as address, opened(chromium, address + "#" + KEY, errors=errors, **options) as page:
         await wait_for(page, "window.phalanx?.firstPaint && document.querySelector('.row.rank')")
@@ -115,8 +115,8 @@ async def looked_at(chromium: Browser, source: Made, **options: Any) -> AsyncIte
 async def opened(
     chromium: Browser, url: str, *, errors: list[str] | None = None, **options: Any
 ) -> AsyncIterator[Page]:
-    """A page with its own cookies. What goes wrong in it is added to `errors`."""
-    # Without motion, so that what is pressed stays where it is.
+    """Open a page with its own cookies. Its errors are added to `errors`."""
+    # Without motion, so that buttons do not move.
     page = await chromium.new_page(
         **{"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce", **options}
     )

@@ -1,4 +1,4 @@
-"""Folders of simulated runs: events, written as an agent writes them."""
+"""Folders of simulated runs, with events in the format of an agent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def home() -> Path:
 def left(
     name: str, happened: Iterable[AnyEvent], *, code: int | None = 0, ranks: int = 2, where: Path | None = None
 ) -> RunRecord:
-    """A run that has ended, in the list of runs."""
+    """Create a finished run in the list of runs."""
     folder = (where or home() / "runs") / name
     folder.mkdir(parents=True)
     files = {"events": [], "samples": []}
@@ -38,7 +38,7 @@ def left(
     record = RunRecord(
         id=name,
         pid=1,
-        pid_started=-1,  # nobody's: it does not run
+        pid_started=-1,  # no process has it: it does not run
         command=["/usr/bin/python3", "-u", "train.py", "--lr", "0.1"],
         cwd="/work",
         folder=str(folder),

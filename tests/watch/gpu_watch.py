@@ -1,6 +1,6 @@
-"""What is seen of a run on a GPU, as a plain script for a machine that has one: python tests/watch/gpu_watch.py
+"""What is shown of a run on a GPU, as a plain script for a machine with one: python tests/watch/gpu_watch.py
 
-One NCCL rank trains for some seconds; its samples, the page's metrics and the report have to show the GPU at work.
+One NCCL rank trains for some seconds; its samples, the page's metrics and the report must show the GPU at work.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> int:
     )
     assert run.stderr is not None
     link = next(found for line in run.stderr if (found := re.search(r"(http://\S+?)/?#(\S+)", line)))
-    time.sleep(16)  # the GPU is asked every five seconds
+    time.sleep(16)  # the GPU is queried every five seconds
     asked = urllib.request.Request(f"{link[1]}/metrics", headers={"Authorization": f"Bearer {link[2]}"})
     with urllib.request.urlopen(asked, timeout=20) as answer:
         metrics = answer.read().decode()

@@ -1,4 +1,4 @@
-"""`phalanx compare`: runs over each other, in the terminal, as a picture, as JSON."""
+"""`phalanx compare`: overlaid curves of runs, in the terminal, as a picture, as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compared(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def rows(out: str) -> dict[str, list[str]]:
-    """Of the table below the charts."""
+    """Return the rows of the table below the charts."""
     table = out.rpartition("\n\n")[2] if "the picture" not in out else out.split("\n\n")[-2]
     found = {}
     for line in table.splitlines()[1:]:
@@ -56,7 +56,7 @@ def test_two_runs_over_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["time lost"] == ["0.3 s", "10 s"]  # of two ranks none is stalled
     assert float(table["lowest loss"][0]) <= float(table["final loss"][0])
     assert all(len(line) <= 100 for line in out.splitlines())
-    # there are no colours in a pipe: each has its own sign
+    # there are no colours in a pipe: each has its own symbol
     assert out.splitlines()[:2] == ["* A  short", "+ B  long"]
 
 
@@ -109,7 +109,7 @@ def test_a_run_of_before_has_its_own_metrics(capsys: pytest.CaptureFixture[str])
 
 
 def test_of_a_short_run_every_step_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """Sights say one a second; what a training writes has all of them."""
+    """Samples have one step per second; the metrics of the training have all of them."""
     run = left("short", simulation.run(2, 10))
     lines = [
         {"step": step, "epoch": 0, "time": START + 2 + step / 20, "loss": 10.0 / (step + 1)} for step in range(200)
@@ -122,7 +122,7 @@ def test_of_a_short_run_every_step_is_there(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_other_ranks_have_logged_has_its_rank_and_its_place() -> None:
-    """Their lines are written later than rank 0's, and are no sign that the steps began again."""
+    """Their lines are written later than rank 0's, and do not mean that the steps began again."""
     run = left("ranks", simulation.run(2, 10))
     lines: list[dict[str, float]] = [
         {"step": step, "epoch": 0, "time": START + 2 + step / 20, "loss": 10.0 / (step + 1)} for step in range(100)
@@ -184,7 +184,7 @@ def test_who_is_not_known_or_no_run(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_a_stall_at_the_end_costs_its_time_and_not_the_usual_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The rate of a run that is stalled falls, point by point: none of these says how fast it was."""
+    """The rate of a stalled run falls, point by point: none of these points is its speed."""
     trained = [event for event in simulation.run(4, 35) if not isinstance(event, events.RunEnded)]
     last = next(event for event in reversed(trained) if isinstance(event, events.ClusterSample))
     stands = [msgspec.structs.replace(last, time=last.time + second) for second in range(1, 60)]

@@ -1,4 +1,4 @@
-"""A series that is never too long."""
+"""A series with a bounded length."""
 
 from __future__ import annotations
 

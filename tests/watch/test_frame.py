@@ -1,4 +1,4 @@
-"""What is drawn, for any size, and what keys make of it: no terminal needed."""
+"""What is drawn, for any size, and the effects of keys, without a terminal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_matters_is_seen_on_a_small_screen() -> None:
     assert "stalled" in shown[0]
     assert "goodput" in shown[0]
     assert "/1000" in shown[1]
-    assert "■" in shown[5]  # rank 2, and not by its colour alone
+    assert "■" in shown[5]  # rank 2, not only by its colour
     assert "stuck" in shown[5]
     assert any("verdict" in line and "rank 2 is in data loading" in line for line in shown)
 
@@ -196,7 +196,7 @@ def test_what_a_terminal_would_obey(written: str, expected: str) -> None:
 
 
 def test_nothing_that_is_obeyed_is_painted() -> None:
-    """The folder of a run of another user may contain anything."""
+    """The folder of another user's run may contain anything."""
     model, view = model_of(2, 3), View(follows=True)
     model.ranks[0].activity.strip.letters = "ddd\x1b]0;title\x07\x1b[2Jfff"
     painted = Painter(colour=False, ascii_only=False).frame(
@@ -253,7 +253,7 @@ def test_the_tail_of_a_log_that_grows_fast() -> None:
     first, *seen = asyncio.run(read())
     assert first == ["line 0"]
     assert [lines[-1] for lines in seen[:2]] == ["end 1", "end 2"]
-    assert seen[2][-1].startswith("line 3")  # a reader who has scrolled stays there
+    assert seen[2][-1].startswith("line 3")  # the position of a user who has scrolled is kept
     assert seen[2][: len(seen[1])] == seen[1]
     assert seen[3][-1] == "end 4"
 

@@ -1,4 +1,4 @@
-"""The page in a real Chromium, on its real server: who gets in, and what people see."""
+"""The page in a real Chromium, on its real server: access, and what is shown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
     ),
 ]
 
-# -- who gets in
+# -- access
 
 
 def test_without_the_key_nothing_is_shown(stage: Stage) -> None:
@@ -60,7 +60,7 @@ def test_the_key_goes_from_the_address_bar_and_is_not_needed_again(stage: Stage)
 
 
 def test_another_server_on_this_host_is_not_sent_the_cookie(stage: Stage) -> None:
-    """Browsers send the cookies of a host to all its ports, and there somebody else may listen."""
+    """Browsers send the cookies of a host to all its ports, and another user may listen there."""
     heard: list[str] = []
 
     async def other(request: web.BaseRequest) -> web.StreamResponse:
@@ -87,7 +87,7 @@ def test_another_server_on_this_host_is_not_sent_the_cookie(stage: Stage) -> Non
     stage.play(act())
 
 
-# -- what is to be seen
+# -- what is shown
 
 
 def test_a_run_from_the_roll_call_to_its_end(stage: Stage) -> None:
@@ -97,7 +97,7 @@ def test_a_run_from_the_roll_call_to_its_end(stage: Stage) -> None:
         await made.tell(started, rest[0])
         errors: list[str] = []
         async with served(made) as address, opened(stage.chromium, f"{address}#{KEY}", errors=errors) as page:
-            # The second node is missing, and comes.
+            # The second node is missing, and joins.
             await wait_for(page, "!document.getElementById('rendezvous').hidden")
             await is_(page, "document.querySelector('#rendezvous .missing').textContent", "◌ node1 is missing")
             await is_(page, "document.querySelector('#rendezvous .joined').textContent", "✓ node0")
@@ -112,7 +112,7 @@ def test_a_run_from_the_roll_call_to_its_end(stage: Stage) -> None:
             await is_(page, row(3, "health"), "● healthy")
             await is_(page, "document.querySelector('#figures .value').textContent", "19")
             await is_(page, "document.getElementById('progress').getAttribute('aria-valuenow')", "2")
-            # A rank is killed, which is red and has a sign; and comes back.
+            # A rank is killed, shown in red and with a symbol; and is replaced.
             await made.seconds(20)
             await is_(page, row(1, "health"), "✕ dead")
             reds = "getComputedStyle(document.querySelector('#rank-1 > .health')).color"
@@ -122,7 +122,7 @@ def test_a_run_from_the_roll_call_to_its_end(stage: Stage) -> None:
             await made.seconds(21)
             await wait_for(page, "document.querySelector('#event-list [data-kind=recovered]')")
             await is_(page, row(1, "health"), "● healthy")
-            # It ends, and the page says so and keeps what it shows.
+            # It ends; the page reports that and keeps its content.
             await made.tell(events.RunEnded(time=time.time(), code=0, seconds=30.0))
             await is_(
                 page, "document.getElementById('notice').textContent", "The run succeeded. This is its last state."
@@ -143,7 +143,7 @@ def test_a_stuck_rank_is_named_and_all_stacks_stand_side_by_side(stage: Stage) -
         made.because = WhyAnswer(report="rank 2 is in data loading", stacks=stacks)
         await made.seconds(38, 39)
         async with looked_at(stage.chromium, made) as page:
-            assert "why" not in made.asked  # nobody is disturbed as long as all is well
+            assert "why" not in made.asked  # ranks are not queried while all is well
             await made.seconds(40, 43)
             await wait_for(page, "!document.getElementById('verdicts').hidden")
             assert "rank 2 is in data loading" in await page.evaluate("document.getElementById('verdicts').innerText")
@@ -152,11 +152,11 @@ def test_a_stuck_rank_is_named_and_all_stacks_stand_side_by_side(stage: Stage) -
             columns = "[...document.querySelectorAll('#stacks-list article:not(.report)')].map(one => one.innerText)"
             await wait_for(page, f"{columns}.length === 2")
             assert await page.evaluate(columns) == [f"■ rank 2\n{stuck}", f"rank 0, 1, 3\n{others}"]
-            # Who waits for whom, where the pointer is.
+            # Which rank waits for which, at the pointer.
             reading = "document.getElementById('reading').textContent"
             await page.evaluate("document.getElementById('timeline').scrollIntoView({block: 'end'})")
             await wait_for(page, f"{reading}.includes('rank 0 · collective · waits for rank 2 (data)')")
-            # It goes on by itself.
+            # It continues by itself.
             await made.seconds(50, 51)
             await wait_for(page, "document.getElementById('verdicts').hidden")
             await wait_for(page, "document.getElementById('stacks').hidden")
@@ -166,7 +166,7 @@ def test_a_stuck_rank_is_named_and_all_stacks_stand_side_by_side(stage: Stage) -
 
 def test_what_a_run_says_is_text(stage: Stage) -> None:
     evil = "<img src=x onerror='document.title=1'><script>document.title=2</script>"
-    turned = "\u202e"  # what comes after it is read from the right
+    turned = "\u202e"  # reverses the following text
 
     async def act() -> None:
         made = Made()
@@ -230,7 +230,7 @@ def test_curves_and_the_timeline_are_drawn(stage: Stage) -> None:
             )
             assert text.startswith("rank 3 · ")
             assert text.split(" · ")[1] in events.LETTERS
-            # Less time, and back, and on: the one button that says it is live does so.
+            # Zoom in, out, and move on: only the live button changes to live.
             live = "document.getElementById('now').getAttribute('aria-pressed')"
             await is_(page, live, "true")
             await page.keyboard.press("+")

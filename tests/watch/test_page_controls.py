@@ -1,4 +1,4 @@
-"""The page in a real Chromium, on its real server: what people can do with it, many ranks, bad times, one file."""
+"""The page in a real Chromium, on its real server: controls, many ranks, lost connections, one file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
     ),
 ]
 
-# -- what one can do with it
+# -- controls
 
 
 def test_by_keyboard(stage: Stage) -> None:
@@ -51,16 +51,16 @@ def test_by_keyboard(stage: Stage) -> None:
             await page.keyboard.press("/")
             await is_(page, "document.activeElement.id", "search-text")
             await page.keyboard.insert_text("a warn")
-            await page.keyboard.press("j")  # is only a letter there
+            await page.keyboard.press("j")  # only a letter there
             await page.keyboard.press("Backspace")
             await page.keyboard.press("Enter")
             await is_(page, "document.querySelector('#found button')?.textContent", "rank 2 stderra warning")
-            # What the search says itself is nobody's line.
+            # Messages of the search itself belong to no rank.
             said = "[...document.querySelectorAll('#found li:not(:has(button))')].map(one => one.textContent).join()"
             await is_(page, said, "a warning that not all was searched")
             await page.click("#found button")
             await is_(page, "document.getElementById('log').textContent", "a warning\n")
-            # Of a long log the line that was found is what one sees.
+            # In a long log, the line that was found is visible.
             await page.evaluate("document.getElementById('search-text').value = 'needle'")
             await page.keyboard.press("/")
             await page.keyboard.press("Enter")
@@ -70,7 +70,7 @@ def test_by_keyboard(stage: Stage) -> None:
             seen = """(([box, mark]) => mark.top > box.top && mark.bottom < box.bottom)(
                 ['#log', '#log mark'].map(each => document.querySelector(each).getBoundingClientRect()))"""
             await wait_for(page, seen)
-            await asyncio.sleep(1.2)  # it is looked at once a second: nothing runs on
+            await asyncio.sleep(1.2)  # it is polled once per second: nothing else runs
             assert await page.evaluate(seen)
             assert await page.evaluate("document.getElementById('log').textContent.length") < 100_000
             await page.evaluate("document.getElementById('search-ranks').value = '0-1,3'")
@@ -85,7 +85,7 @@ def test_by_keyboard(stage: Stage) -> None:
             assert "next rank" in await page.evaluate("document.getElementById('keys').innerText")
             await page.keyboard.press("Escape")
             await wait_for(page, "!document.getElementById('keys').open")
-            # Only those that are well, by the button that says how many they are.
+            # Only healthy ranks, with the button that shows their number.
             await page.click("#healths [data-health=healthy]")
             await is_(page, "document.querySelector('#healths button').getAttribute('aria-pressed')", "true")
 
@@ -104,7 +104,7 @@ def test_light_and_dark(stage: Stage) -> None:
             await page.keyboard.press("t")
             await is_(page, paper, light)
             await page.reload()
-            await is_(page, paper, light)  # what was chosen is chosen again
+            await is_(page, paper, light)  # the choice is restored
             await page.evaluate("localStorage.clear()")
 
     stage.play(act())
@@ -131,7 +131,7 @@ def test_on_a_phone_nothing_lies_beside_the_screen(stage: Stage, ranks: int) -> 
 
 
 def test_names_and_contrast(stage: Stage) -> None:
-    """Everything that can be pressed has a name, and what is written can be read, by day and by night."""
+    """Every control has a name, and all text is readable, in light and dark mode."""
     nameless = """[...document.querySelectorAll('button, input, [tabindex], canvas[role]')]
         .filter(one => one.checkVisibility() && !(one.ariaLabel || one.textContent.trim()
         || one.getAttribute('aria-labelledby') || one.title))
@@ -163,7 +163,7 @@ def test_names_and_contrast(stage: Stage) -> None:
     stage.play(act())
 
 
-# -- many ranks, and bad times
+# -- many ranks, and lost connections
 
 
 def test_many_ranks_stay_smooth(stage: Stage) -> None:
@@ -176,7 +176,7 @@ def test_many_ranks_stay_smooth(stage: Stage) -> None:
         made = await begun(512)
         await made.seconds(1, 30)
         async with looked_at(stage.chromium, made) as page:
-            assert await page.evaluate("phalanx.firstPaint") < 30_000  # 0.4 s when nobody else has work to do
+            assert await page.evaluate("phalanx.firstPaint") < 30_000  # 0.4 s on an idle machine
             assert await page.evaluate("document.getElementById('grid').ariaRowCount") == "512"
             assert await page.evaluate("document.querySelectorAll('.row.rank').length") < 60
 
@@ -186,13 +186,13 @@ def test_many_ranks_stay_smooth(stage: Stage) -> None:
                     await asyncio.sleep(0.25)
 
             frames, _ = await asyncio.gather(page.evaluate(scrolled), trained())
-            # 17 ms, as the screen has it. A slow machine makes some frames late, but no row is ever made anew.
+            # 17 ms, the rate of the screen. A slow machine makes some frames late, but no row is created again.
             assert median(frames) < 300
             assert await page.evaluate("document.querySelectorAll('.row.rank').length") < 60
             await wait_for(page, f"{steps}.every(text => text === '35')")
             late = await page.evaluate("phalanx.latency")
             assert len(late) >= 5
-            assert 0 < median(late) < 8000  # 20 to 40 ms when nobody else has work to do
+            assert 0 < median(late) < 8000  # 20 to 40 ms on an idle machine
             await page.keyboard.press("G")
             await is_(page, row(511, "step"), "35")
             assert await page.evaluate("document.activeElement === document.body")
@@ -212,14 +212,14 @@ def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
             await first.aclose()
             await wait_for(page, "!document.getElementById('notice').hidden")
             assert "Connection lost" in await page.evaluate("document.getElementById('notice').textContent")
-            assert await page.evaluate(row(0, "step")) == "3"  # the last that was heard stays
+            assert await page.evaluate(row(0, "step")) == "3"  # the last received value stays
             await made.seconds(4, 5)
             port = int(address.rstrip("/").rpartition(":")[2])
             second = contextlib.AsyncExitStack()
             await second.enter_async_context(served(made, port))
             await is_(page, row(0, "step"), "5")
             await wait_for(page, "document.getElementById('notice').hidden")
-            # It is gone, and another run has its port: what was seen stays, and nobody asks any more.
+            # It has ended, and another run has its port: the content stays, and the page sends no more requests.
             await second.aclose()
             await stack.enter_async_context(served(Made(), port, key="another"))
             await wait_for(page, "phalanx.status === 'denied'")

@@ -70,12 +70,12 @@ def test_what_a_run_says() -> None:
 
 
 def test_every_step_is_in_the_histograms() -> None:
-    """All of the time of all ranks is spent on something."""
+    """All time of all ranks is assigned to a phase."""
     model = seen(4, 39)
     family = read(prometheus.text(model))["phalanx_step_seconds"]
     counts = {labels: count for (name, labels), count in family.samples.items() if name.endswith("_count")}
     assert len(counts) == 3
-    # When the first of each began is not known, nor what rank 1 did when it died.
+    # The start of the first step of each is unknown, and so is what rank 1 did when it died.
     assert set(counts.values()) == {4 * 38 - 1}
     spent = sum(total for (name, _), total in family.samples.items() if name.endswith("_sum"))
     assert spent == pytest.approx(4 * 38, rel=0.03)

@@ -1,4 +1,4 @@
-"""`phalanx report`: one file that says everything, and nothing that it should not."""
+"""`phalanx report`: one file with everything, and without secrets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
 class Outline(HTMLParser):
-    """What a browser would make of it: every tag closed, in order."""
+    """Parses like a browser: every tag closed, in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -74,7 +74,7 @@ def frame(outline: Outline) -> str:
 
 
 def data(outline: Outline) -> dict[str, Any]:
-    """What the page inside is given."""
+    """Return the data of the embedded page."""
     found = re.search(r'<script type="application/json" id="run">(.*?)</script>', frame(outline), re.DOTALL)
     assert found
     return json.loads(found[1])  # type: ignore[no-any-return]
@@ -117,7 +117,7 @@ def test_it_says_what_ran_how_fast_what_failed_and_what_it_cost(tmp_path: Path) 
     assert "rank 2 reads" in said
     assert "fix: read faster" in said
     assert "line 41 in <module>" in said
-    assert "step 1\nstep 3\nred" in said  # as a terminal would have shown it
+    assert "step 1\nstep 3\nred" in said  # as shown in a terminal
     assert data(outline)["whole"]["head"]["state"] == "failed"
     assert data(outline)["logs"]["2"]["stderr"].startswith("step 1")
 
@@ -148,7 +148,7 @@ def test_secrets_stay_at_home(tmp_path: Path) -> None:
     assert "hunter2" not in text
     assert "0123456789abcdef" not in text
     assert "--tokens 512" in text
-    assert record.folder in text  # a path is no secret
+    assert record.folder in text  # a path is not a secret
     assert "WANDB_API_KEY" not in reported(tmp_path, record, "--no-logs")
 
 
@@ -221,7 +221,7 @@ def test_a_metric_may_be_called_tokens_and_a_run_may_be_stopped(tmp_path: Path) 
 
 @functools.cache
 def thousands() -> bytes:
-    """Stacks as long as they get."""
+    """Return stacks of the maximum length."""
     return b"".join(b"rank %d\n" % rank + b'  File "x.py", line 1 in <module>\n' * 40 for rank in range(512))
 
 

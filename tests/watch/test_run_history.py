@@ -1,4 +1,4 @@
-"""The history of runs: `phalanx ps --all` shows how far each got, and `--forget` removes one, and nothing else."""
+"""The history of runs: `phalanx ps --all` shows the progress of each, and `--forget` removes one, and nothing else."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_latest_loss_is_shown_although_an_evaluation_came_after_it() -> None
 
 
 def test_the_last_steps_of_a_run_that_failed_are_in_its_metrics() -> None:
-    """An agent hears of metrics a few times per second, and a rank that fails reports nothing more."""
+    """An agent receives metrics a few times per second, and a failing rank reports nothing more."""
     record = left("short", [events.MetricsMeasured(time=START, step=1, values={"loss": 0.9})], code=1)
     lines = [f'{{"step": {step}, "epoch": 0, "time": {START}, "loss": {1 / step}}}\n' for step in (1, 2, 4)]
     lines.append(f'{{"step": 4, "epoch": 0, "time": {START}, "accuracy": 0.5}}\n')
@@ -227,7 +227,7 @@ def test_the_old_ones_are_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.warmed
 def test_a_real_run_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """One whose rank 1 was killed on its way."""
+    """A run whose rank 1 was killed."""
     done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path))
     assert done.code == 0, done.err
     (run,) = run_folder.all_runs(str(home()))

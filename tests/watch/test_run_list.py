@@ -1,4 +1,4 @@
-"""The list of runs for `phalanx ui`: what it says of a run, and what it deletes."""
+"""The list of runs for `phalanx ui`: its content, and deletion."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_metadata_that_cannot_be_read_are_none(content: bytes) -> None:
 
 
 def test_files_that_have_not_changed_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page asks every other second, and there may be hundreds of runs."""
+    """A page requests the list every other second, and there may be hundreds of runs."""
     record = left("one", simulation.run(2, 5))
     left("two", simulation.run(2, 5))
     asked: list[str] = []

@@ -40,7 +40,7 @@ EVIL = "<img src=x onerror='document.title=1'>"
 
 @contextlib.asynccontextmanager
 async def served(*, read_only: bool = False) -> AsyncIterator[str]:
-    """Gives the address without the key."""
+    """Serve the list; yield the address without the key."""
     where = address.parse("127.0.0.1:0")
     sock = address.listen(where)
     runs = RunsServer(LocalRunList(str(home()), read_only=read_only), where, PageKeys(KEY, sock.getsockname()[1], "ui"))
@@ -88,7 +88,7 @@ def test_list_filter_compare_open_and_delete(stage: Stage, tmp_path: Path) -> No
             # Sorted by the number of ranks.
             await page.click("#heads th:nth-child(6) button")
             await is_(page, f"{NAMES}.startsWith('second,')", True)
-            # Two that are ticked are drawn over each other.
+            # Two selected runs are drawn in one chart.
             assert await page.evaluate("document.getElementById('compare').disabled")
             for name in ("first", "second"):
                 await page.click(f"tr:has-text('{name}') input")
@@ -115,7 +115,7 @@ def test_list_filter_compare_open_and_delete(stage: Stage, tmp_path: Path) -> No
             await wait_for(page, "document.querySelectorAll('.row.rank').length >= 2")
             await page.click("#all-runs")
             await wait_for(page, "document.querySelectorAll('#rows tr').length === 3")
-            # Deleted only after a question.
+            # Deleted only after a confirmation.
             await page.click("tr:has-text('third') input")
             for answer in ("Cancel", "Delete"):
                 await page.click("#delete")

@@ -81,7 +81,7 @@ def test_what_is_seen_and_what_keys_do(tmp_path: Path) -> None:
         assert "nothing is wrong" in text
         term.type("\x1b[6~")
         term.until("frame 3 of 1")
-        term.type("\x1b")  # by itself: closes what lies over the screen
+        term.type("\x1b")  # alone: closes an overlay
         term.until(lambda text: "── stacks" not in text)
         term.type("?")
         term.until("select a rank by its number")
@@ -92,7 +92,7 @@ def test_what_is_seen_and_what_keys_do(tmp_path: Path) -> None:
         term.type("\t")
         term.until(r"(?m)^▸.\s+0 gpu 0")
 
-        term.type("\x1b[200~xy\x1b[201~x")  # what is pasted is not typed
+        term.type("\x1b[200~xy\x1b[201~x")  # pasted text is not typed
         term.until("stop the run\\?  y")
         term.type("n")
         term.until(lambda text: "stop the run" not in text)
@@ -193,7 +193,7 @@ def test_a_debugger_has_the_terminal_for_a_while(tmp_path: Path) -> None:
         assert group != os.getpgid(term.job.pid)
         term.type("hello\r")
         term.job.wait_for("typed hello")
-        term.job.wait_for("press Enter")  # it ended badly: what it said stays until then
+        term.job.wait_for("press Enter")  # it failed: its output stays until then
         assert os.tcgetpgrp(term.job._keys) == os.getpgid(term.job.pid)
         term.type("\r")
         term.until(r"(?m)^▸.\s+3 gpu 3")
@@ -259,7 +259,7 @@ def test_it_is_ended_while_a_debugger_has_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_terminal_that_takes_nothing_holds_up_nothing(tmp_path: Path) -> None:
-    """Of a connection that is stuck: someone who types q still leaves."""
+    """A connection that is stuck: the user can still leave with q."""
     screen, tty = os.openpty()
     try:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The page's server: who gets in, who does not, and what is shown."""
+"""The page's server: access control, and what is shown."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Served:
     headers: dict[str, str] = field(default_factory=dict)
 
     def ask(self, path: str, method: str = "GET", body: str | None = None, **headers: str) -> Answer:
-        """Exactly these headers (an underscore for a dash), and none that a browser would add."""
+        """Send a request with exactly these headers (an underscore for a dash), and none that a browser would add."""
         line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
             line.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
@@ -61,7 +61,7 @@ class Served:
 
     @contextlib.contextmanager
     def live(self) -> Iterator[Iterator[tuple[str, dict[str, object]]]]:
-        """Events of the stream, as a browser has them."""
+        """Yield the events of the stream, like a browser."""
         line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         line.request("GET", "/live", headers={"Cookie": self.cookie})
         with contextlib.closing(line), line.getresponse() as answer:
@@ -93,7 +93,7 @@ def page() -> Iterator[Served]:
         folder = entered.headers["Content-Location"]
         assert sorted(rest) == ["HttpOnly", f"Path=/{folder}", "SameSite=Strict"]
         assert served.ask(f"/{folder}why", Cookie=served.cookie).status == 200
-        assert served.ask(f"/{folder}why").status == 401  # to know the path is not enough
+        assert served.ask(f"/{folder}why").status == 401  # knowing the path is not enough
         assert KEY not in folder
         assert str(served.port) in served.name
         assert KEY not in served.cookie

@@ -18,7 +18,7 @@ from phalanx.watch.page.subscribers import Subscribers
 
 
 class Feed:
-    """A source whose events come when the test says so."""
+    """A source whose events the test controls."""
 
     run = "train-simulated"
     alive = True
@@ -32,7 +32,7 @@ class Feed:
 
 
 class Browser(web.StreamResponse):
-    """One that reads when it wants to."""
+    """A browser that reads on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_a_slow_browser_delays_no_other_and_gets_the_whole_state_again(monkeypat
         assert quick.names == ["whole", *["update"] * (len(quick.got) - 1)]
         slow.reads.set()
         await until(lambda: slow.got[-1][1]["at"] == 31.0)
-        # What it had begun to read, and then everything there is; nothing that is in it comes again.
+        # The update that it had begun to read, and then the whole state; nothing in it is repeated.
         assert slow.names.count("whole") == 2
         assert slow.names.index("whole", 1) <= 2
         points = [

@@ -33,7 +33,7 @@ def test_a_picture_is_xml_and_holds_what_it_was_given() -> None:
     assert [each.text for each in root.iter(f"{SVG}title")] == ["rank 1 was killed", "back"]
     lines = [each.get("d", "") for each in root.iter(f"{SVG}path") if "ph-s" in each.get("class", "")]
     assert len([line for line in lines if "L" in line]) == 2
-    assert len(list(root.iter(f"{SVG}circle"))) == 1  # what is one point is a dot
+    assert len(list(root.iter(f"{SVG}circle"))) == 1  # a single point is a dot
     assert "prefers-color-scheme:dark" in (root.findtext(f"{SVG}style") or "")
 
 

@@ -23,7 +23,7 @@ _decoder = msgspec.json.Decoder(PageUpdate)
 
 @dataclass
 class Client:
-    """As the page keeps it."""
+    """The state of the page."""
 
     head: Head | None = None
     rows: dict[int, RankRow] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The screen of a terminal: a command's output, as a terminal emulator shows it."""
+"""The screen of a terminal: the output of a command in a terminal emulator."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ class VirtualTerminal:
 
     @property
     def cursor(self) -> bool:
-        """It is shown."""
+        """Whether the cursor is visible."""
         self.look()
         return not self._screen.cursor.hidden
 
     @property
     def aside(self) -> bool:
-        """On the other screen of the terminal."""
+        """Whether the alternate screen is active."""
         data = self.job.bytes("out")
         return data.rfind(b"\x1b[?1049h") > data.rfind(LEFT)
 
     @property
     def afterwards(self) -> str:
-        """What was written after the other screen was left."""
+        """The output after the alternate screen was left."""
         return self.job.bytes("out").rpartition(LEFT)[2].decode()
 
     def colours(self, row: int) -> set[str]:
@@ -67,7 +67,7 @@ class VirtualTerminal:
         return {self._screen.buffer[row][column].fg for column in range(self._screen.columns)}
 
     def until(self, what: str | Callable[[str], bool], timeout: float = 60) -> str:
-        """Until that is to be seen: a pattern, or whatever it says."""
+        """Wait until a pattern is visible, or a condition is true."""
         seen = what if callable(what) else lambda text: re.search(what, text) is not None
         start = time.monotonic()
         while not seen(text := self.text):
@@ -78,5 +78,5 @@ class VirtualTerminal:
 
 
 def attributes(term: VirtualTerminal) -> list[object]:
-    """Of the terminal, as a shell would find it."""
+    """Return the attributes of the terminal."""
     return termios.tcgetattr(term.job._keys)

@@ -1,1 +1,1 @@
-"""What runs in each rank: backends, and the measurement of collectives, links and DDP steps."""
+"""The code in each rank: backends, and the measurement of collectives, links and DDP steps."""

@@ -28,13 +28,13 @@ class Backend(Protocol):
     device: torch.device
 
     def place(self, task: Task, buffers: Buffers) -> Buffers:
-        """Return the tensors where this backend wants them. Every rank must call it."""
+        """Return the tensors in the memory that this backend needs. Every rank must call it."""
 
     def call(self, task: Task, buffers: Buffers) -> Call | None:
         """Return the operation, or None if this backend does not have it."""
 
     def meet(self) -> None:
-        """Wait until all ranks are here and the device is idle."""
+        """Wait until all ranks have arrived and the device is idle."""
 
     def settle(self) -> None:
         """Wait until the device is idle."""
@@ -56,7 +56,7 @@ class TorchBackend:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
     def meet(self) -> None:
-        """Wait until all ranks are here and the device is idle."""
+        """Wait until all ranks have arrived and the device is idle."""
         dist.barrier(group=self.group)
         self.settle()
 
@@ -74,7 +74,7 @@ class TorchBackend:
         dist.recv(tensor, source, group=self.group)
 
     def place(self, task: Task, buffers: Buffers) -> Buffers:  # noqa: ARG002
-        """Return the tensors where this backend wants them."""
+        """Return the tensors in the memory that this backend needs."""
         return buffers
 
     def call(self, task: Task, b: Buffers) -> Call | None:
@@ -144,7 +144,7 @@ class MappedBackend(TorchBackend):
         self._engine = engine
 
     def place(self, task: Task, buffers: Buffers) -> Buffers:
-        """Return the tensors where this backend wants them."""
+        """Return the tensors in the memory that this backend needs."""
         if task.operation != "all_reduce":
             return buffers
         region = regions.Region.create(buffers.bytes)
@@ -164,7 +164,7 @@ class CopyBackend:
         self.device = device
 
     def meet(self) -> None:
-        """Wait until all ranks are here and the device is idle."""
+        """Wait until all ranks have arrived and the device is idle."""
         dist.barrier()
         self.settle()
 
@@ -182,7 +182,7 @@ class CopyBackend:
         raise NotImplementedError
 
     def place(self, task: Task, buffers: Buffers) -> Buffers:  # noqa: ARG002
-        """Return the tensors where this backend wants them."""
+        """Return the tensors in the memory that this backend needs."""
         return buffers
 
     def call(self, task: Task, b: Buffers) -> Call | None:

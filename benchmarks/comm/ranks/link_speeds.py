@@ -60,7 +60,7 @@ def _measure(
     seconds: float,
     best: dict[int, tuple[float, float]],
 ) -> str:
-    """Measure the pairs of each turn at the same time, from the first rank to the second; return what failed."""
+    """Measure the pairs of each turn at the same time, from the first rank to the second; return the error, if any."""
     failure = ""
     for pairs in turns:
         dist.barrier()

@@ -30,7 +30,7 @@ class MpiBackend:
         self.device = torch.device("cpu")
 
     def meet(self) -> None:
-        """Wait until all ranks are here and the device is idle."""
+        """Wait until all ranks have arrived and the device is idle."""
         self._world.Barrier()
 
     def settle(self) -> None:
@@ -45,7 +45,7 @@ class MpiBackend:
         self._world.Recv(self._memory(tensor), source)
 
     def place(self, task: Task, buffers: Buffers) -> Buffers:  # noqa: ARG002
-        """Return the tensors where this backend wants them."""
+        """Return the tensors in the memory that this backend needs."""
         return buffers
 
     def call(self, task: Task, b: Buffers) -> Call | None:

@@ -1,4 +1,4 @@
-"""Operations and their tensors: what every backend is asked to do."""
+"""Operations and their tensors, for all backends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.comm import traffic
 
-Call = Callable[[], object]  # one operation on tensors that exist already, to be called many times
+Call = Callable[[], object]  # one operation on existing tensors, called many times
 ROOT = 0
 
 _BOTH = [name for name, operation in traffic.OPERATIONS.items() if operation.place == "both"]

@@ -49,7 +49,7 @@ def count_differences(tensor: torch.Tensor, tile_: Sequence[int]) -> int:
 
 
 def fill(task: Task, b: Buffers) -> None:
-    """Fill the inputs of a task, and the outputs with values that cannot pass for a result."""
+    """Fill the inputs of a task, and the outputs with values that cannot be mistaken for a result."""
     if task.operation in ("barrier", traffic.COPY):
         return
     own = tile(b.rank, 0, b.ranks)

@@ -1,1 +1,1 @@
-"""What becomes of the results: tables, plots, targets, and the comparison with an earlier run."""
+"""Reports of the results: tables, plots, targets, and the comparison with an earlier run."""

@@ -12,7 +12,7 @@ import msgspec
 from benchmarks.comm.results import Measurement
 from phalanx.errors import OptionError
 
-LEAST = 0.05  # smaller differences are noise: machines differ from run to run
+LEAST = 0.05  # smaller differences are noise: results vary from run to run
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""GPUs that a user expects and a run does not get: lost ones, and wrong entries of CUDA_VISIBLE_DEVICES. Pure."""
+"""GPUs that a user expects and a run does not get: lost GPUs, and wrong entries of CUDA_VISIBLE_DEVICES. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lost(inventory: Inventory) -> list[str]:
 
 
 def unlisted(inventory: Inventory) -> list[str]:
-    """Return the PCI addresses of GPUs that respond, and that the driver does not list."""
+    """Return the PCI addresses of GPUs that respond, but that the driver does not list."""
     return [address for address in inventory.gone if address not in inventory.silent]
 
 

@@ -48,7 +48,7 @@ def _confined(environ: Mapping[str, str], root: Path) -> bool:
 
 
 def driver_present(root: Path) -> bool:
-    """Return whether an NVIDIA kernel driver is loaded. This is cheaper than to import NVML."""
+    """Return whether an NVIDIA kernel driver is loaded. Cheaper than importing NVML."""
     traces = ("proc/driver/nvidia", "dev/nvidiactl", "dev/dxg")  # dxg: WSL
     return any((root / trace).exists() for trace in traces)
 
@@ -70,7 +70,7 @@ def scan(sys: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def ask(*, by_bus: bool, expected: bool) -> tuple[tuple[Device, ...], str]:
-    """Return the devices that the driver lists, and why it could not be queried, if so.
+    """Return the devices that the driver lists, and why it could not be queried, if it failed.
 
     by_bus    CUDA numbers GPUs in the order of the bus, as NVML does
     expected  there are GPUs on the bus, so a driver that is not loaded is a problem
@@ -103,7 +103,7 @@ def _list(nvml: Any, by_bus: bool) -> tuple[tuple[Device, ...], str]:
         try:
             found.extend(_gpu(nvml, index))
         except nvml.NVMLError_NoPermission:
-            continue  # of another job: the scheduler denies access
+            continue  # belongs to another job: the scheduler denies access
         except nvml.NVMLError as error:
             troubles.append(f"GPU {index} does not answer the driver: {error}")
     whole = [device for device in found if device.kind == "gpu"]

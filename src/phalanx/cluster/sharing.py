@@ -1,7 +1,7 @@
 """Several ranks on one GPU: the environment in which NCCL and torch allow that.
 
-NCCL refuses two ranks on one device of one host ("Duplicate GPU detected"), and takes the MIG slices of a GPU for one
-device. It accepts ranks that claim different hosts (`NCCL_HOSTID`), and connects them by its network transport.
+NCCL rejects two ranks on one device of one host ("Duplicate GPU detected"), and treats the MIG slices of a GPU as one
+device. It accepts ranks that claim different hosts (`NCCL_HOSTID`), and connects them with its network transport.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def for_all(slots: Sequence[Slot]) -> dict[str, str]:
 def for_one(device: Device | None, slots: Sequence[Slot], *, worker: str, nodes: int) -> dict[str, str]:
     """Return variables for one worker.
 
-    `slots`: all that ranks and spares of its node may use. `worker`: differs between all workers that live at a time. A
-    local rank does not: a spare keeps its variables when it gets the rank of a dead worker.
+    `slots`: all slots that ranks and spares of its node may use. `worker`: a number that is unique among concurrent
+    workers. A local rank is not: a spare keeps its variables when it gets the rank of a dead worker.
     """
     beside = [slot.device.index for slot in slots if slot.device is not None]
     if device is None or beside.count(device.index) < 2:

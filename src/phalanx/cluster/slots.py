@@ -47,7 +47,7 @@ def _cpu_slots(inventory: Inventory, asked: int | None, devices: str | None) -> 
 
 
 def _check_absence(inventory: Inventory, asked: int | None) -> None:
-    """Raise if CPU workers would be a surprise: there are GPUs, and the user did not hide them all."""
+    """Raise if the user probably does not expect CPU workers: there are GPUs, and the user did not hide them all."""
     if inventory.refused or not (inventory.driver or inventory.trouble):
         return
     whole = [device for device in inventory.driver if device.kind == "gpu"]
@@ -124,7 +124,7 @@ def _refuse(inventory: Inventory, text: str, why: str) -> DeviceError:
 
 
 def _facts(inventory: Inventory) -> list[str]:
-    """Return what is known about the GPUs of this host, one line per fact."""
+    """Return the known facts about the GPUs of this host, one line per fact."""
     lines = [_describe(inventory, device) for device in inventory.driver]
     if not lines:
         lines.append("the driver lists no GPU")

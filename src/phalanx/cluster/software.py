@@ -16,7 +16,7 @@ _NAMES = re.compile(r"(torch|phalanx|nvidia-nccl.*)")
 
 
 def versions(paths: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the versions that must match across nodes. `paths`: where to look, instead of sys.path."""
+    """Return the versions that must match across nodes. `paths`: folders to search, instead of sys.path."""
     found = {"phalanx": __version__, "python": platform.python_version()}
     there = dict(reversed(packages(paths)))  # of duplicates, the first is imported
     if "torch" in there:
@@ -28,7 +28,7 @@ def versions(paths: Sequence[str] | None = None) -> dict[str, str]:
 
 
 def complete(found: Mapping[str, str], paths: Sequence[str] | None = None) -> dict[str, str]:
-    """Return versions together with that of CUDA, which torch has in its version.py."""
+    """Return `found` with the version of CUDA, which is in torch's version.py."""
     for folder in sys.path if paths is None else paths:
         try:
             with open(os.path.join(folder, "torch", "version.py"), errors="replace") as file:

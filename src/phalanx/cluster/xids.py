@@ -37,7 +37,7 @@ def kernel_log(path: str = "/dev/kmsg") -> list[str]:
     except BlockingIOError:
         pass  # the end
     except OSError:
-        pass  # overwritten while we read: what we have will do
+        pass  # overwritten during the read: what was read so far is enough
     finally:
         os.close(log)
     return lines

@@ -1,4 +1,4 @@
-"""What a leader sends before a call's data: gloo kills the process if sizes do not match."""
+"""The header that a leader sends before a call's data: gloo kills the process if sizes do not match."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ class CallHeader:
 
 
 def check_match(format_ranks: Callable[[Iterable[int]], str], headers: dict[int, CallHeader]) -> None:
-    """Raise CollectiveMismatch unless all headers are equal. `headers`: by rank. All leaders come to the same
-    result.
-    """
+    """Raise CollectiveMismatch unless all headers are equal. `headers`: by rank. All leaders get the same result."""
     if len({header.fields for header in headers.values()}) > 1:
         calls = ", ".join(f"{format_ranks([rank])} {header}" for rank, header in headers.items())
         raise CollectiveMismatch(f"ranks called different things: {calls}")

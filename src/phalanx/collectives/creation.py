@@ -1,4 +1,4 @@
-"""Creates process groups: chooses the engine by where the ranks are."""
+"""Creates process groups. Chooses the engine by the hosts of the ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shm(store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequ
     signed = SignedStore(store, f"shm group of {' '.join(map(str, names))}")
     problem = _shm_problem()
     if problem:
-        signed.set(_PROBLEM_KEY, problem)  # before this rank becomes known: all ranks see it, or none
+        signed.set(_PROBLEM_KEY, problem)  # before this rank is announced: all ranks see it, or none
     known = neighbours.find(signed, rank, size, timeout.total_seconds())
     problem = signed.get(_PROBLEM_KEY).decode() if signed.check([_PROBLEM_KEY]) else ""
     if len(known.hosts) > 1:

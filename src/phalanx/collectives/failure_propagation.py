@@ -1,4 +1,6 @@
-"""Why a group on several hosts failed: leaders exchange causes through the store, and tell the ranks of their hosts."""
+"""Finds out why a group on several hosts failed: leaders exchange causes through the store, and pass them to the ranks
+of their hosts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from .engines.threaded import ENDED
 from .errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
 from .neighbours import Neighbours
 
-_LEADER_TIMEOUT = 1.0  # seconds that leaders of other hosts have to report
+_LEADER_TIMEOUT = 1.0  # seconds for leaders of other hosts to report
 _FOLLOWER_TIMEOUT = 3.0  # seconds that a rank waits for its own leader, which waits for the others
 _ACK_TIMEOUT = 0.3  # seconds that a leader waits until its ranks have read the cause
 _DELAY = 0.1  # seconds before the store is read: a new group may replace it, and torch would log errors
@@ -30,15 +32,15 @@ _CALL_NAMES = [kind.name.lower() for kind in CallKind]
 
 
 class FailureMessage(msgspec.Struct, frozen=True):
-    """What a leader has seen. `text` is empty if it only knows that a connection was closed."""
+    """What a leader has observed. `text` is empty if it only knows that a connection was closed."""
 
     kind: str = ""
     text: str = ""
 
 
 class FailurePropagation:
-    """Finds the cause of a failure. `aborted` returns whether the group was aborted; then the store may be gone and is
-    not used.
+    """Finds the cause of a failure. `aborted` returns whether the group was aborted; then the store may have ended and
+    is not used.
     """
 
     def __init__(
@@ -57,10 +59,10 @@ class FailurePropagation:
         self._mine = neighbours.mine
 
     def cause(self, error: Exception, call: EngineCall, leads: bool) -> Exception:
-        """Return the exception to raise in place of `error`."""
+        """Return the exception to raise instead of `error`."""
         try:
             return self._lead(error, call) if leads else self._follow(error, call)
-        except (RuntimeError, ValueError):  # the store is gone, too
+        except (RuntimeError, ValueError):  # the store has ended, too
             known = _engine_error(error, call)
             if known is None or (isinstance(known, GroupAborted) and not leads):
                 return PeerLost(f"{_name(call)}: peer lost, a rank on another host, or the store of the group")
@@ -84,7 +86,7 @@ class FailurePropagation:
         return cause
 
     def _ask_leaders(self, error: Exception, call: EngineCall) -> Exception:
-        """Ask the other leaders what they have seen, because a connection was closed or timed out."""
+        """Ask the other leaders for their observations, because a connection was closed or timed out."""
         others = {number for number in range(len(self._hosts)) if number != self._mine}
         self._pause()
         deadline = time.monotonic() + _LEADER_TIMEOUT

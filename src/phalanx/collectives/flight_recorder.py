@@ -45,7 +45,7 @@ class PendingEntry(Protocol):
 
 
 class RecordedCall:
-    """One call. Its caller sets `done`, or `pending`, which is asked."""
+    """One call. Its caller sets `done`, or sets `pending`, which is queried."""
 
     __slots__ = ("_pending", "at", "call", "done", "seq", "site")
 
@@ -96,7 +96,7 @@ class _Call(NamedTuple):
 
 
 class IgnoredCall:
-    """Takes the place of an entry where no probe is running."""
+    """Replaces an entry where no probe is running."""
 
     __slots__ = ()
 
@@ -169,7 +169,7 @@ class FlightRecorder:
         entry.call = (op, first[0].dtype if first else None, in_shapes, out_shapes, peer, tag, reduction, root)
         entry.seq = seq
         a: Any = _frame(1)
-        try:  # fast, because every call comes here
+        try:  # fast path: every call is recorded
             a = a.f_back
             b = a.f_back
             c = b.f_back
@@ -203,7 +203,7 @@ class FlightRecorder:
         return self.completed
 
     def close(self) -> None:
-        """Forget the group: it is closed."""
+        """Remove the group, which is closed."""
         _recorders.pop(self.number, None)
         self._entries.clear()
 
@@ -222,8 +222,8 @@ def status() -> dict[str, dict[str, Any]]:
 
 
 def entries() -> list[dict[str, Any]]:
-    """Return the newest calls of each group with their stacks: "entries" of a flight recorder, plus what torch's does
-    not have.
+    """Return the newest calls of each group with their stacks: "entries" of a flight recorder, plus fields that torch's
+    does not have.
     """
     found = []
     for recorder in _all():

@@ -1,6 +1,7 @@
 """Ranks that made different calls exchange their source lines, so that the error shows them side by side.
 
-An engine knows what each rank has called, but not where. The group has failed by then, but its store still works.
+An engine knows what each rank has called, but not from which line. At this point the group has failed, but its store
+still works.
 
 Ranks also exchange whether they are at the end of their training (`ending`). If only some of them are, no call is
 wrong: the others have lost them.
@@ -34,12 +35,12 @@ _LIBRARIES = re.compile(
 )
 
 _SourceLine = tuple[str, int, str]  # file, line number, source text
-_ending = 0  # how many blocks of `ending` this process is in
+_ending = 0  # nesting depth of `ending` in this process
 
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """The calls in this context are those of a rank that has ended its training, such as waiting for saves."""
+    """Mark calls in this context as those of a rank that has ended its training, such as waiting for saves."""
     global _ending
     _ending += 1
     try:
@@ -49,7 +50,7 @@ def ending() -> Iterator[None]:
 
 
 def make_error(text: str, store: SignedStore, rank: int, names: Mapping[int, int]) -> dist.DistBackendError:
-    """Return the error to raise. `text`: what each rank has called. `names`: rank -> global rank of those that
+    """Return the error to raise. `text`: what each rank has called. `names`: rank -> global rank of the ranks that
     report.
 
     If only some ranks have ended their training, it is LeftEarly on those, and PeerLost on the others.
@@ -85,8 +86,8 @@ def _left(ended: Collection[int], text: str, *, own: bool) -> dist.DistBackendEr
 
 
 def _user_line() -> _SourceLine | None:
-    """Return the innermost line of user code. In a thread of torch or phalanx: that of the main thread, which waits for
-    it.
+    """Return the innermost line of user code. In a thread of torch or phalanx: the line of the main thread, which waits
+    for it.
     """
     frame = _user_frame(sys._getframe(2)) or _user_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     if frame is None:
@@ -104,7 +105,7 @@ def _user_frame(frame: FrameType | None) -> FrameType | None:
 def _exchange(
     own: _SourceLine | None, store: SignedStore, rank: int, ranks: list[int]
 ) -> tuple[dict[int, _SourceLine | None], set[int]]:
-    """Return the source lines of the ranks that report, and those of them that are at the end of their training."""
+    """Return the source lines of the ranks that report, and which of them are at the end of their training."""
     with contextlib.suppress(RuntimeError):  # not all stores can be cloned; another thread may be waiting with this one
         store = store.clone()
     keys = {each: f"differs/{each}" for each in ranks}

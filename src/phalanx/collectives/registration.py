@@ -1,6 +1,6 @@
 """Registers the backends "shm" and "mpi" with torch.distributed. torch calls `register` when it is imported.
 
-This module imports nothing that torch has not imported already; the rest is imported with the first group. It is also
+This module imports only modules that torch has already imported; the rest is imported with the first group. It is also
 loaded by path (_phalanx_backend.py), without its package.
 """
 
@@ -19,7 +19,7 @@ def register() -> None:
     try:
         _register()
     except Exception:  # a torch without torch.distributed, or with other internals
-        if "logging" in sys.modules:  # not imported here: a script finds it as Python left it
+        if "logging" in sys.modules:  # not imported here, so that the script finds it unchanged
             sys.modules["logging"].getLogger("phalanx.collectives.registration").debug(
                 "cannot register the backends shm and mpi", exc_info=True
             )
@@ -33,9 +33,9 @@ def _register() -> None:
         return
     backend.register_backend("shm", _shm, extended_api=True, devices=["cpu"])
     backend._plugins = _Plugins(backend._plugins)
-    if not c10d.is_mpi_available():  # a torch that was built with MPI keeps its own
-        # Only where groups are created. `dist.is_mpi_available()` returns what it always did: some scripts choose mpi
-        # if it is available, under launchers other than mpirun.
+    if not c10d.is_mpi_available():  # a torch built with MPI keeps its own backend
+        # Only where groups are created. `dist.is_mpi_available()` is unchanged: some scripts choose mpi if it is
+        # available, under launchers other than mpirun.
         c10d.is_mpi_available = _mpi_available
         c10d.ProcessGroupMPI = _Mpi
 
@@ -57,7 +57,7 @@ def _shm(options: Any, _: Any) -> Any:
 
 
 def _refuse_others(config: Any) -> None:
-    """Refuse other backends beside shm: torch uses a Python process group for all devices and would silently ignore the
+    """Reject other backends beside shm: torch uses a Python process group for all devices and would silently ignore the
     others.
     """
     asked = dict(getattr(config, "device_backend_map", None) or {})
@@ -72,12 +72,12 @@ def _refuse_others(config: Any) -> None:
 
 
 def _mpi_available() -> bool:
-    """Return True: what is missing is reported, with a fix, when a group is created."""
+    """Return True. Missing requirements are reported, with a fix, when a group is created."""
     return True
 
 
 class _Mpi:
-    """Takes the place of torch's ProcessGroupMPI, which a torch built without MPI does not have."""
+    """Replaces torch's ProcessGroupMPI, which a torch built without MPI does not have."""
 
     @staticmethod
     def create(ranks: Iterable[int]) -> Any:

@@ -1,4 +1,4 @@
-"""All groups of this process, so that they can be aborted together, as when a rank has died."""
+"""All groups of this process, so that they can be aborted together, for example when a rank has died."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def add(group: Any) -> None:
-    """Add a group, for as long as it lives."""
+    """Add a group. It is removed when it is freed."""
     _groups.add(group)
 
 
 def abort() -> None:
     """Abort all groups: waiting calls, and joins, raise GroupAborted. Thread-safe.
 
-    Calls that wait for connections of the kernel or of gloo are not woken; those connections have to be cut.
+    Calls that wait for connections of the kernel or of gloo are not woken; those connections must be closed.
     """
     with contextlib.suppress(ImportError):
         from phalanx.collectives import _native
@@ -30,12 +30,12 @@ def abort() -> None:
     for group in [*_groups]:
         try:
             group.abort()
-        except Exception:  # the others have to be aborted all the same
+        except Exception:  # the others must still be aborted
             logger.debug("cannot abort a group", exc_info=True)
 
 
 def _forked() -> None:
-    """Forget the groups in a forked child: they belong to the parent."""
+    """Drop the groups in a forked child: they belong to the parent."""
     _groups.clear()
 
 

@@ -1,4 +1,6 @@
-"""The key that signs checkpoints: `--checkpoint-key FILE`. Only its path is passed on; every rank reads the file."""
+"""The key that signs checkpoints: `--checkpoint-key FILE`. Only its path is passed to ranks; every rank reads the
+file.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,18 @@ _MAKE = "(umask 077; openssl rand -hex 32 > {})"
 
 
 def read_key(path: str) -> bytes:
-    """Return the key in a file that only this user, or root, can read. Raises OptionError, without the key in it."""
+    """Return the key in a file that only this user, or root, can read. Raises OptionError, whose message does not
+    contain the key.
+    """
     quoted = shlex.quote(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hold us here
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # do not block on a FIFO
     except OSError as error:
         raise OptionError(
             f"the key of the checkpoints cannot be read: {path}: {error.strerror}", fix=_MAKE.format(quoted)
         ) from None
     try:
-        _check(path, os.fstat(fd))  # of what was opened, whichever links led there
+        _check(path, os.fstat(fd))  # check the opened file, whichever links lead to it
         key = os.read(fd, _MOST + 1).strip()
     except OSError as error:
         raise OptionError(f"the key of the checkpoints cannot be read: {path}: {error.strerror}") from None

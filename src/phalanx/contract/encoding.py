@@ -1,11 +1,11 @@
 """The codec of events and messages: msgspec, as JSON, or as MessagePack for messages that contain bytes.
 
-Nothing that is received is ever unpickled. Two channels cannot use this module: the fork server and the probe have only
-the standard library (forkserver/wire.py), and arguments sent over ssh must arrive byte for byte
+Received data is never unpickled. Two channels cannot use this module: the fork server and the probe have only the
+standard library (forkserver/wire.py), and arguments sent over ssh must arrive byte for byte
 (launcher/remote/node_spec.py).
 
-Python keeps bytes that are not UTF-8 as lone surrogates: in arguments, file names and environment variables. An
-exception's message may contain any. msgspec refuses them, so they are written as the bytes they stand for: `\\xff`.
+Python represents bytes that are not UTF-8 as lone surrogates: in arguments, file names and environment variables. An
+exception's message may contain any. msgspec rejects them, so they are written as the bytes they represent: `\\xff`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def encode_msgpack(message: Any) -> bytes:
 
 
 class Decoder(Generic[T]):
-    """Decoder(kind).decode(data): decode messages of another process, which may have sent anything."""
+    """Decodes messages of another process, which may have sent anything: Decoder(kind).decode(data)."""
 
     def __init__(self, kind: Any, encoding: Encoding = "json") -> None:
         self._kind = kind
@@ -50,7 +50,7 @@ class Decoder(Generic[T]):
 
     @cached_property
     def _decode(self) -> Callable[[bytes], T]:
-        # Not before it is needed: it takes a millisecond, most processes need few of them, and all import them.
+        # Created on first use: it takes a millisecond, and every process imports many of them but needs few.
         made = msgspec.json.Decoder(self._kind) if self._encoding == "json" else msgspec.msgpack.Decoder(self._kind)
         decode: Callable[[bytes], T] = made.decode
         return decode
@@ -79,7 +79,7 @@ def _replaced(value: Any, text: Callable[[str], str]) -> Any:
 def _escaped(text: str) -> str:
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    except UnicodeEncodeError:  # other surrogates stand for no byte
+    except UnicodeEncodeError:  # other surrogates represent no byte
         return text.encode("utf-8", "backslashreplace").decode()
 
 

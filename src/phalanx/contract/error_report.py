@@ -1,6 +1,6 @@
 """The error of a failed command as one line of JSON on stderr, for programs that start `phalanx run`.
 
-It is written after the text for people if PHALANX_ERROR_FORMAT is "json". `phalanx doctor` reads it.
+It is written after the readable message if PHALANX_ERROR_FORMAT is "json". `phalanx doctor` reads it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class ErrorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     what: str
     details: tuple[str, ...] = ()
     fix: str = ""
-    hosts: tuple[HostProblem, ...] = ()  # if it is about single hosts
+    hosts: tuple[HostProblem, ...] = ()  # if it concerns single hosts
 
 
 _decoder: msgspec.json.Decoder[ErrorReport] = msgspec.json.Decoder(ErrorReport)
 
 
 def enable(environ: Mapping[str, str]) -> None:
-    """Write errors of this process as JSON if `environ`, which another machine has sent, asks for it."""
+    """Write errors of this process as JSON if `environ`, which another machine has sent, requests it."""
     global _forced
     _forced = _asked(environ)
 
 
 def write(error: PhalanxError, environ: Mapping[str, str]) -> None:
-    """Write the line, if it is asked for."""
+    """Write the line, if it is requested."""
     if _forced or _asked(environ):
         sys.stderr.write(line(error))
 
@@ -63,7 +63,7 @@ def line(error: PhalanxError) -> str:
 
 
 def find(output: bytes) -> list[ErrorReport]:
-    """Return all reports among the lines of a program."""
+    """Return all reports in the output of a program."""
     found = []
     for text in output.splitlines():
         _, mark, content = text.partition(MARK.encode())

@@ -1,4 +1,4 @@
-"""The folder of runs, warm fork servers, tokens and leader files of this user."""
+"""The directory of runs, warm fork servers, tokens and leader files of this user."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MEMORY = "/dev/shm"  # noqa: S108 - the last resort: it is full only if the mem
 
 
 def home(environ: Mapping[str, str]) -> str:
-    """Return `preferred`, or a private folder for temporary files if that cannot be written or belongs to others.
+    """Return `preferred`, or a private folder for temporary files if that is not writable or belongs to another user.
 
     For containers with a read-only root or a user without a home. The folder is created here, so that it is safe.
-    Raises LaunchError if PHALANX_HOME belongs to another user, who could have their programs run as this one.
+    Raises LaunchError if PHALANX_HOME belongs to another user, who could make phalanx run their programs as this user.
     """
     path = preferred(environ)
     foreign = _foreign(path)
@@ -34,7 +34,7 @@ def home(environ: Mapping[str, str]) -> str:
 
 
 def _foreign(path: str) -> str | None:
-    """Return the folder, or that of its subfolders from which something is executed, that another user owns.
+    """Return the folder, or the subfolder with executed files, that another user owns.
 
     A folder of root is accepted: root can change any file anyway, and owns the volumes of containers.
     """
@@ -57,8 +57,8 @@ def preferred(environ: Mapping[str, str]) -> str:
 
 
 def fallbacks(path: str) -> Iterator[str]:
-    """Yield private folders on other disks, in which what belongs into `path` can be written if that disk is full or
-    read-only. They are created here; `path` always has the same ones.
+    """Yield private folders on other disks, for files of `path` if its disk is full or read-only. They are created
+    here. The same `path` always has the same folders.
     """
     for root in _other_disks():
         with contextlib.suppress(OSError, LaunchError):
@@ -68,7 +68,7 @@ def fallbacks(path: str) -> Iterator[str]:
 
 
 def existing_fallbacks(path: str) -> list[str]:
-    """Return the folders of `fallbacks` that exist. Nothing is created."""
+    """Return the folders of `fallbacks` that exist, without creating any."""
     homes = [os.path.join(root, _name()) for root in _other_disks()]
     found = [(home, os.path.join(home, _fallback_name(path))) for home in homes]
     return [folder for home, folder in found if os.path.isdir(folder) and _is_private(home)]
@@ -90,7 +90,7 @@ def is_temporary(path: str) -> bool:
 
 
 def _can_be_made(path: str) -> bool:
-    """Return whether a folder can be created, judged by what exists: nothing is written."""
+    """Return whether a folder can be created, judging by existing folders, without writing."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
@@ -101,7 +101,7 @@ def _name() -> str:
 
 
 def _temporary() -> str:
-    """Return a folder whose name is the same in every terminal of this user, so another user may have taken it."""
+    """Return a folder with the same name in every terminal of this user. Another user may have taken the name."""
     import tempfile
 
     return _private(os.path.join(tempfile.gettempdir(), _name()))

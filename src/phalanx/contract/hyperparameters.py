@@ -1,4 +1,4 @@
-"""Hyperparameters of a run: read from the arguments of its script, or given. Pure."""
+"""Hyperparameters of a run: read from the arguments of its script, or passed by it. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 Hyperparameter = str | int | float | bool | None
 
-FILE = "hyperparameters.json"  # in the run folder: what rank 0 gave `phalanx.init` or `phalanx.main`
-MOST = 500  # that are recorded
+FILE = "hyperparameters.json"  # in the run folder: what rank 0 passed to `phalanx.init` or `phalanx.main`
+MOST = 500  # number that is recorded
 MOST_BYTES = 1 << 20  # of the file
 _LONGEST_NAME = 100  # characters
 _LONGEST = 500  # characters of a text
@@ -19,16 +19,14 @@ _LONGEST = 500  # characters of a text
 _NUMBER = re.compile(r"[+-]?(?:0|[1-9]\d{0,17}|\d*\.\d+|\d+\.)(?:[eE][+-]?\d{1,3})?")
 _INTEGER = re.compile(r"[+-]?\d+")
 _WORDS: dict[str, Hyperparameter] = {"true": True, "false": False, "null": None, "none": None}
-_ASSIGNED = re.compile(
-    r"\+{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL
-)  # as Hydra and OmegaConf have them: model.depth=3
+_ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)  # as in Hydra and OmegaConf: model.depth=3
 
 
 def from_arguments(arguments: Sequence[str]) -> dict[str, Hyperparameter]:
-    """Return what the arguments of a script look like: `--lr 0.1 --epochs=3 --amp model.depth=2`.
+    """Guess hyperparameters from the arguments of a script: `--lr 0.1 --epochs=3 --amp model.depth=2`.
 
-    An option without a value is True; several words after an option are one text. Words before the first option are not
-    taken, except NAME=VALUE. Whether a word after an option is its value only the script knows: this is a guess.
+    An option without a value is True; several words after an option are one text. Words before the first option are
+    ignored, except NAME=VALUE. Only the script knows whether a word after an option is its value, so this is a guess.
     """
     found: dict[str, list[str]] = {}
     current: str | None = None
@@ -64,7 +62,7 @@ def value(text: str) -> Hyperparameter:
 
 
 def as_text(given: Hyperparameter) -> str:
-    """Return a text from which `value` makes the same again."""
+    """Return a text that `value` converts back to the same value."""
     if isinstance(given, str):
         same = value(given)
         return given if isinstance(same, str) and same == given else json.dumps(given)
@@ -72,7 +70,9 @@ def as_text(given: Hyperparameter) -> str:
 
 
 def recordable(given: Mapping[str, Any]) -> dict[str, Hyperparameter]:
-    """Return hyperparameters as they are recorded: numbers, truth values, None, and the text of anything else."""
+    """Return hyperparameters in the form in which they are recorded: numbers, truth values, None, and the text of
+    anything else.
+    """
     return {str(name)[:_LONGEST_NAME]: _recordable(one) for name, one in list(given.items())[:MOST]}
 
 

@@ -1,7 +1,7 @@
-"""Ctrl-C while modules are imported: it waits until they are.
+"""Defers Ctrl-C while modules are imported.
 
-msgspec crashes the process (SIGSEGV) if KeyboardInterrupt is raised while it makes a decoder, and many modules make one
-when they are imported.
+msgspec crashes the process (SIGSEGV) if KeyboardInterrupt is raised while it creates a decoder, and many modules create
+one when they are imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end of the block if Ctrl-C was pressed in it."""
+    """Raise KeyboardInterrupt at the end of the block if Ctrl-C was pressed during it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

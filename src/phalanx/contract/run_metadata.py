@@ -1,4 +1,4 @@
-"""What is recorded about a run for those who read about it later: metadata.json in the run folder.
+"""The recorded metadata of a run: metadata.json in the run folder.
 
 docs/reference/run-folder.md documents every field. The environment is not recorded: it may contain secrets.
 """
@@ -59,4 +59,4 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
     git: GitState | None = None  # None: the script is in no git repository, git is missing, or it did not answer
     versions: dict[str, str] = {}  # python, torch, cuda, nccl, phalanx; only those that are installed
     machine: Machine | None = None  # None: not known yet
-    notes: tuple[str, ...] = ()  # what could not be found out, and why
+    notes: tuple[str, ...] = ()  # what could not be determined, and why

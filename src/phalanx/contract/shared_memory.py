@@ -1,10 +1,10 @@
 """Memory without a name (a memfd) that one process of a run creates and others open through /proc.
 
-fd = shared_memory.create("phalanx", size)
-fd = shared_memory.open_of(pid, number, "phalanx", size=size)       # in another process
+    fd = shared_memory.create("phalanx", size)
+    fd = shared_memory.open_of(pid, number, "phalanx", size=size)       # in another process
 
-Which memory to open is said by the store or by another rank. Whatever they say, only memory of this user is opened,
-which phalanx has made and whose size cannot change: a map of a file that shrinks ends a process with SIGBUS.
+The store or another rank says which memory to open. They are not trusted: only memory of this user is opened, which
+phalanx has created and whose size cannot change. A map of a file that shrinks ends a process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import fcntl
 import os
 
 FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-GROWING = fcntl.F_SEAL_SHRINK  # of memory that is lent again with a larger size
+GROWING = fcntl.F_SEAL_SHRINK  # for memory that is lent again with a larger size
 
 
 class ForeignMemoryError(OSError):
-    """What was to be opened is not memory that a process of this user has made for this purpose."""
+    """The file to open is not memory that a process of this user has created for this purpose."""
 
 
 def create(name: str, size: int, seals: int = FIXED) -> int:
@@ -33,7 +33,7 @@ def create(name: str, size: int, seals: int = FIXED) -> int:
 
 
 def create_unsealed(name: str) -> int:
-    """Return the descriptor of a new, empty memory. Nobody opens it before `seal` was called."""
+    """Return the descriptor of a new, empty memory. No other process opens it before `seal` is called."""
     return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
@@ -43,13 +43,13 @@ def seal(fd: int, seals: int = FIXED) -> None:
 
 
 def open_of(pid: int, number: int, name: str, *, size: int | None = None, inode: int | None = None) -> int:
-    """Open the memory that is descriptor `number` of process `pid`; return a descriptor, to read and write.
+    """Open the memory that is descriptor `number` of process `pid`; return a descriptor to read and write.
 
-    Raises FileNotFoundError if the process or its descriptor is gone, and ForeignMemoryError for anything but a
+    Raises FileNotFoundError if the process or its descriptor no longer exists, and ForeignMemoryError for anything but
     memory of this user with this name, size and inode.
     """
     path = f"/proc/{pid}/fd/{number}"
-    _check_name(path, name)  # before it is opened: a pipe without a reader would block, a device may do anything
+    _check_name(path, name)  # before opening it: a pipe without a reader would block, and a device may do anything
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         _check_name(f"/proc/self/fd/{fd}", name)

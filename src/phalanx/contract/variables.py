@@ -1,4 +1,4 @@
-"""The environment of a worker. The names are torchrun's, so that scripts find what they look for."""
+"""The environment of a worker. The names are torchrun's, so that scripts work unchanged."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from phalanx.contract.ranks.placement import RankPlacement
 if TYPE_CHECKING:
     from phalanx.contract.messages.worker_messages import Assignment
 
-# Ours. Everything else that a worker reads is torchrun's.
-HOME = "PHALANX_HOME"  # where runs are remembered
+# Variables of phalanx. All others that a worker reads are torchrun's.
+HOME = "PHALANX_HOME"  # directory of runs
 RUN = "PHALANX_RUN"  # the run's name, as `phalanx ps` shows it
 RUN_FOLDER = "PHALANX_RUN_FOLDER"
-LINE = "PHALANX_AGENT"  # where a worker that can regroup reaches its agent: contract/messages/worker_messages.py
-MEMORY = "PHALANX_MEMORY"  # where a worker asks for memory that outlives it: contract/messages/snapshot_messages.py
+LINE = "PHALANX_AGENT"  # address of the agent, for a worker that can regroup: contract/messages/worker_messages.py
+# address for requests of memory that outlives the worker: contract/messages/snapshot_messages.py
+MEMORY = "PHALANX_MEMORY"
 TOPOLOGY = "PHALANX_TOPOLOGY"  # which ranks share a node: contract/ranks/topology.py
-TOKEN = "PHALANX_TOKEN"  # lets a node in; no worker has it  # noqa: S105
+TOKEN = "PHALANX_TOKEN"  # admits a node; workers do not have it  # noqa: S105
 ERROR_FORMAT = "PHALANX_ERROR_FORMAT"  # "json": also write the error of a command as JSON, contract/error_report.py
-LIVE_BAR = "PHALANX_LIVE_BAR"  # "1": stderr is a pipe, but what reads it shows progress bars
-PAGE_KEY = "PHALANX_PAGE_KEY"  # lets a browser in, or a Prometheus that looks at many runs; no worker has it
+LIVE_BAR = "PHALANX_LIVE_BAR"  # "1": stderr is a pipe whose reader shows progress bars
+PAGE_KEY = "PHALANX_PAGE_KEY"  # admits a browser, or a Prometheus that scrapes many runs; workers do not have it
 
 CHECKPOINTS = "PHALANX_CHECKPOINTS"  # their folder: `--checkpoints`
 CHECKPOINT_EVERY = "PHALANX_CHECKPOINT_EVERY"
@@ -30,10 +31,10 @@ SNAPSHOT_EVERY = "PHALANX_SNAPSHOT_EVERY"  # the same, or one of OFF; not set: d
 OFF = ("off", "0")
 ON_NAN = "PHALANX_ON_NAN"  # report, rollback or stop; not set: report
 
-# Which interface a library is to use. Left to themselves, libraries ask what this machine's name resolves to.
+# The interface that a library uses. Without these variables, libraries resolve the name of this machine.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}", "TP_SOCKET_IFNAME": "{}"}
 
-# Read by libraries while they are imported, so set before the fork server imports them.
+# Libraries read it while they are imported, so it is set before the fork server imports them.
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -44,7 +45,7 @@ def for_cuda(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class WorkerVariables:
-    """All that the environment says about a worker."""
+    """All environment variables that describe a worker."""
 
     placement: RankPlacement
     role: str
@@ -63,14 +64,14 @@ class WorkerVariables:
 
 
 def worker_environment(member: WorkerVariables, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a worker. `inherited`: what it has besides."""
+    """Return the variables of a worker. `inherited`: the environment that it inherits."""
     return {
         **rank_variables(member),
         "ROLE_NAME": member.role,
         "TORCHELASTIC_RESTART_COUNT": str(member.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(member.max_restarts),
         "TORCHELASTIC_RUN_ID": member.run_id,
-        # The store is ours: every rank joins it as a client, and none fights for the port.
+        # The agent hosts the store: every rank joins it as a client, and none binds the port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": member.error_file,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": member.signals,

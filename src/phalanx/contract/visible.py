@@ -1,4 +1,4 @@
-"""Text of other processes, hosts and files, for a terminal: control characters are shown, and not sent.
+"""Makes text of other processes, hosts and files safe for a terminal: control characters are escaped.
 
 A host name, a verdict or an exception message may contain escape sequences. Sent to a terminal, they could hide or
 forge other text, change the window title or write to the clipboard.

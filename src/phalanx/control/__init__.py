@@ -1,1 +1,3 @@
-"""How the agents of a run find, trust and hear each other: one leader, any number of members."""
+"""The control plane between the agents of a run: discovery, authentication and messages. One leader, any number of
+members.
+"""

@@ -10,7 +10,7 @@ CONNECT_TIMEOUT = 3.0  # seconds
 STEADILY = 0.5  # seconds for which a live leader keeps a connection
 
 
-# "closed": its host has refused the connection, so the process has ended. "unreachable": nothing is known about it.
+# "closed": its host has rejected the connection, so the process has ended. "unreachable": nothing is known about it.
 ProbeResult = Literal["listens", "closed", "unreachable"]
 
 
@@ -53,5 +53,5 @@ async def probe(endpoint: Endpoint, *, steadily: float = 0.0) -> ProbeResult:
 
 
 async def answers(endpoint: Endpoint, *, steadily: float = 0.0) -> bool:
-    """Return whether a process listens there, as `probe` finds out."""
+    """Return whether a process listens there, as `probe` does."""
     return await probe(endpoint, steadily=steadily) == "listens"

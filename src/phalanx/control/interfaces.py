@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Bridges and cables that containers and virtual machines hang on: no other machine is behind them.
+# Interfaces of containers and virtual machines: no other machine is behind them.
 VIRTUAL = ("docker", "virbr", "br-", "cni", "veth", "podman", "lxcbr", "lxdbr", "flannel", "cali")
 
 
@@ -58,14 +58,14 @@ def owner(address: str, interfaces: Iterable[Interface]) -> str | None:
 
 
 def reachable(interfaces: Iterable[Interface]) -> tuple[str, ...]:
-    """Return the addresses at which other machines may reach this one, the likeliest first."""
+    """Return the addresses at which other machines may reach this one, most likely first."""
     found: list[tuple[tuple[bool, bool, bool], str]] = []
     for interface in interfaces:
         for address in interface.addresses if interface.up else ():
             parsed = _parse(address)
             if parsed is None or parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified:
                 continue
-            # A machine that announces its own routes has its address on `lo`; most have nothing there.
+            # A machine that announces its own routes has its address on `lo`; most have no address there.
             order = (interface.name.startswith(VIRTUAL), interface.loopback, parsed.version == 6)
             found.append((order, address))
     return tuple(dict.fromkeys(address for _, address in sorted(found, key=lambda entry: entry[0])))

@@ -1,4 +1,4 @@
-"""The file in a shared folder by which the tasks of a scheduler find their leader."""
+"""The file in a shared folder through which the tasks of a scheduler find their leader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 
 from phalanx.errors import JoinError, UsageError
 
-LIMIT = 16 * 1024  # bytes of a file, far more than 64 addresses take
+LIMIT = 16 * 1024  # bytes of a file, far more than 64 addresses need
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LeaderFilePath:
 
 
 class LeaderNotice(msgspec.Struct, frozen=True):
-    """The content of the file. Host, pid and time are for people; `mark` tells two leaders apart."""
+    """The content of the file. Host, pid and time are for readers; `mark` distinguishes two leaders."""
 
     addresses: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=45)], ...], msgspec.Meta(min_length=1, max_length=64)
@@ -58,7 +58,7 @@ class LeaderFile:
         """Write the file, as the leader. Replaces that of a dead leader, atomically."""
         notice = LeaderNotice(place.addresses, place.port, socket.gethostname(), os.getpid(), time.time(), self.mark)
         data = msgspec.json.encode(notice)
-        _decode(data)  # raises ValueError for what no member would trust
+        _decode(data)  # raises ValueError for content that no member would trust
         try:
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
             self._replace(data)
@@ -75,10 +75,10 @@ class LeaderFile:
             )
 
     def read(self, since: float | None = None) -> LeaderFilePath | None:
-        """Return where the leader is, as a member; None if there is no valid file.
+        """Return the address of the leader, as a member; None if there is no valid file.
 
-        A file written before `since` is that of an earlier leader. The time is by the clock of the leader, so
-        allow for clocks that differ.
+        A file written before `since` is that of an earlier leader. The time is from the leader's clock, so tolerate
+        clocks that differ.
         """
         notice = self._notice()
         if notice is None or (since is not None and notice.written < since):

@@ -77,39 +77,39 @@ class AttemptState(Message, frozen=True, kw_only=True, tag="attempt-state"):
 
 
 class NodeInfo(Message, frozen=True, kw_only=True, tag="node-info"):
-    """What a node says about itself when it joins."""
+    """What a node reports about itself when it joins."""
 
-    run: Name  # id of the run, where the user gave one
+    run: Name  # id of the run, if given by the user
     member: Count | None  # None: the leader assigns it
     host: Name
-    pid: Annotated[int, Meta(ge=0, le=1 << 31)]  # the kernel counts to 1 << 22 where it is let
-    slots: Count  # workers that it takes
+    pid: Annotated[int, Meta(ge=0, le=1 << 31)]  # the kernel counts up to at most 1 << 22
+    slots: Count  # number of workers
     versions: Names
-    terms: Names  # what has to be the same everywhere: "script", "nodes", …
+    terms: Names  # settings that must be the same on all nodes: "script", "nodes", …
     claim: PartialPlacement | None = None  # this agent is a task of a scheduler, which has assigned the rank
     trouble: Text = ""  # why it cannot take part
     time: float = 0.0
-    failover_port: Port = 0  # where it would listen if it had to lead
-    resumes: AttemptState | None = None  # it comes from a leader that is lost; None: it has no workers
+    failover_port: Port = 0  # port at which it would listen as leader
+    resumes: AttemptState | None = None  # it comes from a lost leader; None: it has no workers
 
 
 class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
     """Why a node cannot join."""
 
     kind: Name
-    leader: Text  # what the leader has
-    member: Text = ""  # what it saw of the member
+    leader: Text  # value of the leader
+    member: Text = ""  # value of the member
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """The node has joined."""
 
     member: Count
-    run: Name  # the run's name, everywhere
-    leader: Name  # its host
+    run: Name  # name of the run, on all nodes
+    leader: Name  # host of the leader
     node_timeout: float
     quiet: float = 3.0  # seconds without a message from the leader after which a note is printed
-    session: Session = b""  # a secret: it proves after a broken connection that the caller is this member
+    session: Session = b""  # a secret that identifies this member after a broken connection
     resume: float = 5.0  # seconds for a new connection after the old one broke
     notes: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
 
@@ -139,11 +139,11 @@ class Waiting(Message, frozen=True, kw_only=True, tag="waiting"):
 
 
 class StartRanks(Message, frozen=True, kw_only=True, tag="start-ranks"):
-    """The placements of the workers of the receiving member, and what they need to know of the others."""
+    """The placements of the workers of the receiving member, and what they need to know about the others."""
 
     placements: Annotated[tuple[RankPlacement, ...], Meta(min_length=1)]
     topology: Annotated[str, Meta(max_length=FRAME_LIMIT)]  # contract/ranks/topology.py
-    store_port: Port  # at the address by which the member has reached the leader
+    store_port: Port  # at the address at which the member has reached the leader
     spare: bool = False  # the workers have no ranks yet
     joins: bool = False  # they get ranks as soon as they have started
 
@@ -163,18 +163,18 @@ class Regroup(Message, frozen=True, kw_only=True, tag="regroup"):
     generation: Count
     why: Text
     place: StartRanks
-    halt: bool = False  # save what there is, and end
+    halt: bool = False  # save the state, and end
 
 
 class Hold(Message, frozen=True, kw_only=True, tag="hold"):
-    """Too few nodes are left: have the workers wait for a regroup."""
+    """Too few nodes remain: make the workers wait for a regroup."""
 
     attempt: Count
     why: Text
 
 
 class Peer(Message, frozen=True, kw_only=True, tag="peer"):
-    """A member, and where it could be reached if it had to lead."""
+    """A member, and the address at which it could be reached as leader."""
 
     member: Count
     host: Name
@@ -211,7 +211,7 @@ class RankLeft(Message, frozen=True, kw_only=True, tag="rank-left"):
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="stop"):
-    """Stop the workers. `ends`: the run ends with it, as by that signal."""
+    """Stop the workers. `ends`: the run ends, as if by that signal."""
 
     signal: Signal
     reason: Text
@@ -254,7 +254,7 @@ class NodeWorkerFailed(Message, frozen=True, kw_only=True, tag="worker-failed"):
     lived: float = 0.0
     step: Annotated[int, Meta(ge=0)] | None = None
     generation: Annotated[int, Meta(ge=-1)] = -1  # of the group that it was in
-    hope: Literal["over", "stopped", "none", "little", "some"] = "some"  # that another try succeeds
+    hope: Literal["over", "stopped", "none", "little", "some"] = "some"  # likelihood that a retry succeeds
     idle: Annotated[float, Meta(ge=0)] = 0.0  # seconds without a newer step
 
 
@@ -275,7 +275,7 @@ class NodeBatchSkipped(Message, frozen=True, kw_only=True, tag="batch-skipped"):
 
 
 class SignalReceived(Message, frozen=True, kw_only=True, tag="signal-received"):
-    """A member got a signal to end the run. `preempt`: after a checkpoint, if possible."""
+    """A member received a signal to end the run. `preempt`: after a checkpoint, if possible."""
 
     signal: Signal
     preempt: bool = False
@@ -302,12 +302,12 @@ class Log(Message, frozen=True, kw_only=True, tag="log"):
     rank: Count
     stream: Annotated[int, Meta(ge=1, le=2)]
     data: Annotated[bytes, Meta(max_length=FRAME_LIMIT // 2)] = b""
-    skipped: Annotated[int, Meta(ge=0)] = 0  # bytes left out before it: they are in the file
+    skipped: Annotated[int, Meta(ge=0)] = 0  # bytes omitted before it, which are in the file
     ended: bool = False
 
 
 class FailureReport(Message, frozen=True, kw_only=True, tag="failure-report"):
-    """A worker that ended badly (launcher/runs/root_cause.py: ProcessFailure), and how its own node tells about it."""
+    """A worker that failed (launcher/runs/root_cause.py: ProcessFailure), with the description of its own node."""
 
     rank: Count
     code: Annotated[int, Meta(ge=-64, le=255)]
@@ -324,8 +324,8 @@ class FailureReport(Message, frozen=True, kw_only=True, tag="failure-report"):
 class FailedRanks(Message, frozen=True, kw_only=True, tag="failed-ranks"):
     """Ranks of one node that failed in the same way."""
 
-    place: Text = ""  # what failed and where, equal for the same failure; empty: not known
-    text: Text = ""  # the failure in words
+    place: Text = ""  # what failed and where, equal for the same failure; empty: unknown
+    text: Text = ""  # description of the failure
     lost_peer: bool = False  # because another rank had failed
     late: bool = False  # after they were asked to stop
     ranks: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()
@@ -345,10 +345,10 @@ class AttemptEnded(Message, frozen=True, kw_only=True, tag="attempt-ended"):
     attempt: Count
     failed: Count = 0
     kinds: Annotated[tuple[FailedRanks, ...], Meta(max_length=64)] = ()  # those that were not just stopped
-    first: FailureReport | None = None  # the first cause among its own
+    first: FailureReport | None = None  # the first cause on this node
     exited: Annotated[tuple[CleanExitReport, ...], Meta(max_length=1 << 12)] = ()  # without an error, and not stopped
-    trouble: Text = ""  # it ended for a reason that is no worker's
-    left: Text = ""  # processes that its workers left running, and what will be done about them
+    trouble: Text = ""  # the reason, if it did not end because of a worker
+    left: Text = ""  # processes that its workers left running, and what happens to them
 
 
 class NoteMessage(Message, frozen=True, kw_only=True, tag="note"):
@@ -367,7 +367,7 @@ class RpcFrame(Message, frozen=True, kw_only=True, tag="rpc"):
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
-    """A member leaves, and why. Without this message it is lost."""
+    """A member leaves, with the reason. Without this message it counts as lost."""
 
     code: Annotated[int, Meta(ge=0, le=255)] = 0
     text: Text = ""

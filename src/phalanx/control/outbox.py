@@ -11,7 +11,7 @@ LIMIT = 1 << 26  # bytes that are not acknowledged
 
 
 class LimitExceededError(Exception):
-    """Another node holds more memory or open questions of this one than it may."""
+    """Another node uses more memory or open requests of this one than the limit."""
 
 
 class Outbox:
@@ -46,12 +46,12 @@ class Outbox:
         self._wake.set()
 
     def end(self) -> None:
-        """Have `send_all` return once everything is sent."""
+        """Make `send_all` return once everything is sent."""
         self._ended = True
         self._wake.set()
 
     def clear(self) -> None:
-        """Forget all messages."""
+        """Drop all messages."""
         self._unsent.clear()
         self._sent.clear()
         self.size = 0
@@ -73,13 +73,15 @@ class Outbox:
             self._sending_since = None
 
     def acknowledge(self, count: int) -> None:
-        """Forget the messages that the node has received: the first `count` of all."""
+        """Drop the messages that the node has received: the first `count` of all."""
         while self._sent and self._acknowledged < count:
             self.size -= len(self._sent.popleft())
             self._acknowledged += 1
 
     def rewind(self, received: int) -> bool:
-        """Send again what the node has not received: the connection broke. Return False if that cannot be."""
+        """Send the messages again that the node has not received, after the connection broke. Return False if
+        `received` is impossible.
+        """
         if not self._acknowledged <= received <= self._acknowledged + len(self._sent):
             return False
         self.acknowledge(received)
@@ -89,7 +91,7 @@ class Outbox:
         return True
 
     def stalled(self, now: float) -> float:
-        """Return for how many seconds the node has not read what is being sent."""
+        """Return for how many seconds the node has not read the message being sent."""
         return now - self._sending_since if self._sending_since is not None else 0.0
 
     def excuse(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What to do about a node that the leader refused: printed on that node, and by node 0 if it waits in vain."""
+"""Advice about a node that the leader rejected: printed on that node, and by node 0 if it times out waiting for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIXES = {
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a caller was turned away, and what to do about it. Empty: the reason says it."""
+    """Why a caller was rejected, and what to do about it. Empty: the reason says it."""
 
     why: str
     fix: str = ""

@@ -1,9 +1,9 @@
-"""Encryption of the connections between nodes: TLS 1.3, with certificates that only a holder of the token can make.
+"""Encryption of the connections between nodes: TLS 1.3, with certificates that only a holder of the token can create.
 
-The token gives the key of a certificate authority, the same on every node. Each process signs a certificate for its
-own key with it, and trusts no other authority. So each side of a connection proves to the other that it has the
-token, which is never sent, and every connection has fresh keys. Without a token (--no-auth) anyone can make the
-authority: connections are encrypted, but anyone may take part.
+The key of a certificate authority is derived from the token and is the same on every node. Each process signs a
+certificate for its own key with it, and trusts no other authority. So each side of a connection proves to the other
+that it has the token, which is never sent, and every connection has fresh keys. Without a token (--no-auth) anyone can
+derive the authority: connections are encrypted, but anyone may take part.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 HANDSHAKE = 0x16  # the first byte of a TLS connection
 _TCP_THIN_LINEAR_TIMEOUTS = 16  # Linux; the socket module does not name it
-# Clocks of nodes may be wrong, and a certificate ends with its process: it is always valid.
+# Clocks of nodes may be wrong, and a certificate is used only during its process: make it always valid.
 _ALWAYS = (datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31))
 
 
 def server_context(token: Token) -> ssl.SSLContext:
     """Return the TLS settings of a leader. Raises JoinError if the package cryptography is missing."""
     context = _context(token, ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # every connection proves the token
+    context.num_tickets = 0  # every connection must prove the token
     return context
 
 
@@ -41,7 +41,7 @@ def client_context(token: Token) -> ssl.SSLContext:
 
 
 def tune(sock: socket.socket | None) -> None:
-    """Retransmit every second or so after a cut: with exponential backoff TCP may sleep through its end."""
+    """Retransmit about once per second after an interruption: with exponential backoff TCP may miss its end."""
     if sock is not None:
         with contextlib.suppress(OSError, AttributeError):
             sock.setsockopt(socket.IPPROTO_TCP, _TCP_THIN_LINEAR_TIMEOUTS, 1)
@@ -58,10 +58,10 @@ def _context(token: Token, protocol: int) -> ssl.SSLContext:
         ) from error
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # a node is known by the token, whatever its name
+    context.check_hostname = False  # the token identifies a node, not its name
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority)
-    # The ssl module reads a key from a file only: this one is in memory, and no other process can open it.
+    # The ssl module reads a key from a file only: this file is in memory, and no other process can open it.
     fd = os.memfd_create("phalanx-certificate", os.MFD_CLOEXEC)
     try:
         os.write(fd, chain)
@@ -72,7 +72,7 @@ def _context(token: Token, protocol: int) -> ssl.SSLContext:
 
 
 def _certificates(secret: bytes, *, serves: bool) -> tuple[str, bytes]:
-    """Return the certificate of the authority, and a new one that it has signed, with its key. Both are PEM."""
+    """Return the certificate of the authority, and a new one that it has signed, with its key. All are PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -86,7 +86,7 @@ def _certificates(secret: bytes, *, serves: bool) -> tuple[str, bytes]:
         authority_key,
         x509.BasicConstraints(ca=True, path_length=0),
     )
-    # A certificate of a member does not serve a leader, nor the other way round: nobody can be answered with its own.
+    # A member's certificate is not valid for a leader, and vice versa: no one can be answered with its own certificate.
     purpose = x509.OID_SERVER_AUTH if serves else x509.OID_CLIENT_AUTH
     own = _sign("phalanx node", own_key, authority_key, x509.ExtendedKeyUsage([purpose]))
     pem = serialization.Encoding.PEM

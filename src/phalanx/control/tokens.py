@@ -1,4 +1,4 @@
-"""The token of 256 bits that authenticates nodes: where it comes from, and its file."""
+"""The token of 256 bits that authenticates nodes: its sources, and its file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from phalanx.errors import TokenError
 VARIABLE = "PHALANX_TOKEN"
 LENGTH = 64  # hexadecimal digits
 EXPORT = f"export {VARIABLE}=$(openssl rand -hex 32), the same on every node"
-# A file that holds something else may have been named by mistake: it is not ours to have it overwritten.
+# A file with other content may have been named by mistake: do not advise to overwrite it.
 ANOTHER = (
     "copy node 0's token file, or make one for all nodes: (umask 077; openssl rand -hex 32 > NEW), --token-file NEW"
 )
 PATIENCE = 2.0  # seconds for another node to finish the file that it has just begun
-# What link() says on file systems that have no second names for a file.
+# Errors of link() on file systems without hard links.
 NO_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 
 
@@ -44,9 +44,7 @@ class Token:
 
 
 def find(environ: Mapping[str, str], *, file: str | None, home: str, open_: bool = False) -> Token:
-    """Return the token of --no-auth, PHALANX_TOKEN, --token-file, or the file of the user, which is created when
-    needed.
-    """
+    """Return the token of --no-auth, PHALANX_TOKEN, --token-file, or the user's file, which is created if needed."""
     if open_:
         return Token(b"", "nowhere (--no-auth)")
     text = environ.get(VARIABLE)
@@ -63,7 +61,7 @@ def new() -> str:
 
 
 def read_text(text: str, origin: str, *, fix: str = EXPORT) -> Token:
-    """Return the token of a text. Error messages never contain the text."""
+    """Parse the token from a text. Error messages never contain the text."""
     text = text.strip()
     if re.fullmatch(r"[0-9a-fA-F]{64}", text):
         return Token(bytes.fromhex(text), origin)
@@ -81,7 +79,7 @@ def read_text(text: str, origin: str, *, fix: str = EXPORT) -> Token:
 
 
 def _own(path: str) -> Token:
-    """The user's own token. Nodes that share the folder and begin in the same instant get the same one."""
+    """Return the user's own token. Nodes that share the folder and start at the same time get the same one."""
     try:
         if not os.path.lexists(path):
             _create(path, new())
@@ -93,12 +91,12 @@ def _own(path: str) -> Token:
         ) from error
     end = time.monotonic() + PATIENCE
     while True:
-        complete = _complete(path)  # asked first: it may be completed while we read
+        complete = _complete(path)  # check this first: it may be completed during the read
         try:
             return _read_file(path, fix=f"rm {_quoted(path)}   (the next run makes a new one), or {EXPORT}")
         except TokenError:
-            # Another node may be writing it, where files have no second names; or a network file system
-            # does not show the new file yet.
+            # Another node may be writing it, on a file system without hard links; or a network file system does not
+            # show the new file yet.
             if complete or time.monotonic() > end:
                 raise
         time.sleep(0.02)
@@ -131,7 +129,9 @@ def _create(path: str, text: str) -> None:
 
 
 def _create_in_place(path: str, text: str) -> None:
-    """For want of links: the first to open it writes it, and for an instant the others see an empty file."""
+    """Create the file on a file system without hard links. The first process to open it writes it; for an instant the
+    others see an empty file.
+    """
     with contextlib.suppress(FileExistsError):
         _write(path, text)
 
@@ -139,13 +139,13 @@ def _create_in_place(path: str, text: str) -> None:
 def _write(path: str, text: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.fchmod(fd, 0o600)  # whatever the umask took away
+        os.fchmod(fd, 0o600)  # independent of the umask
         data = f"{text}\n".encode()
         if os.write(fd, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(fd)
     except BaseException:
-        os.unlink(path)  # half a token would block every later run
+        os.unlink(path)  # an incomplete token would block every later run
         raise
     finally:
         os.close(fd)
@@ -153,12 +153,12 @@ def _write(path: str, text: str) -> None:
 
 def _read_file(path: str, *, fix: str = ANOTHER) -> Token:
     try:
-        # A named pipe must not hold us here.
+        # Do not block on a named pipe.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
-        # What was opened is what is judged, whichever links led there.
+        # Check the opened file, whichever links lead to it.
         _check(path, os.fstat(fd))
         data = os.read(fd, 4096)
     except OSError as error:

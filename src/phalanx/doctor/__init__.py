@@ -1,1 +1,1 @@
-"""What is wrong with a machine, or between machines. Each check reads facts and judges them separately."""
+"""Finds problems of a machine and between machines. Each check reads facts in one step and judges them in another."""

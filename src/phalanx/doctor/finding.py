@@ -12,7 +12,7 @@ LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
 
 @dataclass(frozen=True)
 class Finding:
-    """Green: fine. Yellow: works, but slowly or not always. Red: a run would fail."""
+    """Green: OK. Yellow: works, but slowly or not always. Red: a run would fail."""
 
     check: str
     level: Level

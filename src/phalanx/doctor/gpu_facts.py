@@ -27,13 +27,13 @@ class GpuProcess:
 
     pid: int
     memory: int = 0
-    user: str = ""  # empty: of another container, or gone
+    user: str = ""  # empty: the process is in another container, or has exited
     command: str = ""
 
 
 @dataclass(frozen=True)
 class GpuPower:
-    """Power, heat, and what slows a GPU down. None: unknown."""
+    """Power, temperature, and the reasons of throttling of a GPU. None: unknown."""
 
     limit: int | None = None  # watts
     default: int | None = None
@@ -48,15 +48,15 @@ class GpuMemory:
     total: int = 0
     used: int = 0
     ecc: bool | None = None
-    errors_now: int | None = None  # uncorrected since the driver was loaded
+    errors_now: int | None = None  # uncorrected errors since the driver was loaded
     errors_ever: int | None = None
-    pending: bool = False  # pages or rows wait for a reset to be replaced
+    pending: bool = False  # pages or rows will be replaced at the next reset
     remap_failed: bool = False
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What the driver says about a GPU. None: unknown."""
+    """What the driver reports about a GPU. None: unknown."""
 
     index: int
     name: str
@@ -66,7 +66,7 @@ class GpuFacts:
     memory: GpuMemory = GpuMemory()
     sliced: bool = False
     processes: tuple[GpuProcess, ...] = ()
-    links: int = 0  # NVLinks that are up
+    links: int = 0  # number of active NVLinks
     links_down: int = 0
 
 
@@ -78,8 +78,8 @@ class Gpus:
     bus: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()  # on the bus, but not in the driver's list
     silent: tuple[str, ...] = ()  # on the bus, but not answering
-    confined: bool = False  # a container or a scheduler may keep some from us
-    hidden: int = 0  # by CUDA_VISIBLE_DEVICES
+    confined: bool = False  # a container or a scheduler may hide some GPUs
+    hidden: int = 0  # number hidden by CUDA_VISIBLE_DEVICES
     trouble: str = ""
     driver: str = ""
     driver_cuda: str = ""
@@ -137,7 +137,7 @@ def _ask() -> tuple[tuple[GpuFacts, ...], str, str, str]:
 
 
 def _known(nvml: Any) -> Callable[..., Any]:
-    """Ask NVML. None: this driver or GPU does not know."""
+    """Query NVML. None: not supported by this driver or GPU."""
 
     def known(ask: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -215,7 +215,7 @@ def _processes(running: Sequence[Any]) -> Iterator[GpuProcess]:
             process = psutil.Process(one.pid)
             user, command = process.username(), " ".join(process.cmdline())[:60]
         except (psutil.Error, OSError):
-            pass  # of another container: its pid means nothing here
+            pass  # the process is in another container: its pid is meaningless here
         yield GpuProcess(one.pid, int(one.usedGpuMemory or 0), user, command)
 
 

@@ -1,4 +1,4 @@
-"""Measures the network with torch: send and receive between pairs, and all_reduce."""
+"""Measures the network with torch: send and receive between pairs of ranks, and all_reduce."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from phalanx.doctor.pairs import Collective, HostPair, doubtful
 _CHUNK = 4 << 20
 _LARGEST = 64  # chunks
 _PINGS = 40
-_AGAIN = 2  # times that a link is measured again which looks bad
-_MOST_AGAIN = 16  # links; where more look bad it is no chance
+_AGAIN = 2  # number of times a suspicious link is measured again
+_MOST_AGAIN = 16  # links; if more are suspicious, it is not a coincidence
 _REPEAT = 5
 _ENOUGH = 1.0  # seconds
 _GLOO_BYTES = 16 << 20
@@ -40,10 +40,10 @@ def measure_pairs(
 ) -> list[HostPair]:
     """Measure the pairs in which this rank is the first. Every rank must call it.
 
-    Bad results are measured again and the best counts: a machine may be busy for a moment.
+    Bad results are measured again and the best one counts, because a machine may be busy for a moment.
     """
     budget = min(0.3, max(0.05, 10 / max(1, len(rounds))))
-    best = torch.zeros(len(names), len(names), 3, dtype=torch.float64)  # latency, there, back
+    best = torch.zeros(len(names), len(names), 3, dtype=torch.float64)  # latency, and bandwidth in both directions
     for turn in range(1 + _AGAIN):
         new = torch.zeros_like(best)
         _measure(rank, rounds, budget, new)
@@ -80,7 +80,7 @@ def _measure(rank: int, rounds: Sequence[Sequence[tuple[int, int]]], budget: flo
 
 
 def _ping(peer: int) -> float:
-    """Return half of a round trip, one of the quickest of many."""
+    """Return half of a round trip, from the fastest of many."""
     note = torch.zeros(1)
     times = []
     for _ in range(_PINGS):
@@ -99,7 +99,7 @@ def _pong(peer: int) -> None:
 
 
 def _send(peer: int, budget: float) -> float:
-    """Return bytes per second. The first chunk determines how many more fit into the time."""
+    """Return bytes per second. The time of the first chunk determines how many more are sent."""
     chunk = torch.zeros(_CHUNK, dtype=torch.uint8)
     count = torch.zeros(1, dtype=torch.int64)
     began = time.perf_counter()
@@ -128,7 +128,7 @@ def _receive(peer: int) -> None:
 
 
 def _rate(peer: int) -> float:
-    """Return what the peer measured when it sent."""
+    """Return the rate that the peer measured while it was sending."""
     received = torch.zeros(1, dtype=torch.float64)
     dist.recv(received, peer)
     return float(received[0])
@@ -137,14 +137,14 @@ def _rate(peer: int) -> float:
 def all_reduce(rank: int, size: int, backend: str, device: str, group: Any = None) -> list[Collective]:
     """Measure an all_reduce of a small and a large tensor, and check its result."""
     found = []
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # which makes the connections
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # establishes the connections
     for count in (4, _GLOO_BYTES if backend == "gloo" else _NCCL_BYTES):
         elements = max(1, count // 4)
         data = torch.full((elements,), float(rank + 1), device=device)
         began = time.perf_counter()
         dist.all_reduce(data, group=group)
         right = bool((data == size * (size + 1) / 2).all())
-        # All ranks repeat it equally often: as often as the slowest has time for.
+        # All ranks run the same number of repetitions, limited by the slowest rank.
         longest = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=device)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
         times = []
@@ -170,7 +170,7 @@ def close_group() -> None:
 
 
 def gpu(local_rank: int) -> tuple[int, str]:
-    """Return number and UUID of the device that this rank would use; -1: none."""
+    """Return the index and UUID of the device that this rank would use; -1: none."""
     try:
         count = torch.cuda.device_count()
         if not count:

@@ -1,4 +1,4 @@
-"""All checks of one machine: its facts, as they are sent between nodes, and their findings."""
+"""Runs all checks of one machine. Facts are sent between nodes; findings are derived from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.doctor.gpu_facts import Gpus
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """All that the checks have read on one machine."""
+    """All facts that the checks read on one machine."""
 
     id: str  # the same for processes that share a kernel and a network
     names: Names
@@ -37,7 +37,7 @@ class MachineFacts:
 
 
 def read(environ: Mapping[str, str], folder: str) -> MachineFacts:
-    """Read the facts of this machine. `folder`: of runs."""
+    """Read the facts of this machine. `folder`: the directory of runs."""
     return MachineFacts(
         id=network.machine_id(),
         names=names.read(),

@@ -1,4 +1,4 @@
-"""All pairs of nodes: when each is measured, and which links are slower than the others."""
+"""Pairs of nodes: when each pair is measured, and which links are slower than the others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from phalanx.doctor.quantity import listed, seconds, several, size, speed
 
 CHECK = "links"
 _SLOWER = 3.0
-_NOTICEABLE = 0.0005  # seconds: below this, differences are those of the measurement
-_POOR = 12.5e6  # bytes a second: a network of 100 Mbit/s
+_NOTICEABLE = 0.0005  # seconds: smaller differences are measurement noise
+_POOR = 12.5e6  # bytes per second: a network of 100 Mbit/s
 _FAR = 0.005
-_ALONE = 8  # up to this number of nodes, pairs are tested one at a time
+_ALONE = 8  # up to this number of nodes, pairs are measured one at a time
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class HostPair:
     one: str
     other: str
     latency: float  # seconds, one way
-    there: float  # bytes a second
+    there: float  # bytes per second
     back: float
     local: bool = False  # both are on one machine
 
@@ -46,7 +46,7 @@ class Collective:
     ranks: int
     bytes: int
     seconds: float
-    right: bool = True  # whether the result was what it had to be
+    right: bool = True  # whether the result was correct
 
     @property
     def bus(self) -> float:
@@ -55,10 +55,10 @@ class Collective:
 
 
 def rounds(count: int, alone: int = _ALONE) -> list[list[tuple[int, int]]]:
-    """Return pairs that are measured at the same time: one by one, or with many nodes each node once per round."""
+    """Return rounds of pairs to measure at the same time: one pair each, or with many nodes each node once."""
     if count <= alone:
         return [[(one, other)] for one in range(count) for other in range(one + 1, count)]
-    # The circle method of tournaments: the first stays, the others move on by one place every round.
+    # Round-robin tournament (circle method): the first stays in place, the others rotate by one position per round.
     table: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     half = len(table) // 2
     found = []
@@ -75,7 +75,7 @@ def judge(pairs: Sequence[HostPair]) -> list[Finding]:
         return []
     real = [pair for pair in pairs if not pair.local]
     found = [*_slow(real), *_uneven(real)]
-    found = found or [*_poor(real)]  # one bad link can make the middle of few look poor
+    found = found or [*_poor(real)]  # with few links, one bad link can make the median look poor
     return found or [Finding(CHECK, "green", _summary(pairs, local=not real))]
 
 
@@ -128,7 +128,7 @@ def _others(pairs: Sequence[HostPair], pair: HostPair, what: str) -> float:
 
 
 def _common(slow: Sequence[HostPair], pairs: Sequence[HostPair]) -> str:
-    """Return the node whose links are exactly the slow ones."""
+    """Return the node whose links are exactly the slow ones, if there is one."""
     for node in {slow[0].one, slow[0].other}:
         links = [pair for pair in pairs if node in (pair.one, pair.other)]
         if len(links) > 1 and len(links) == len(slow) and all(pair in links for pair in slow):
@@ -137,7 +137,7 @@ def _common(slow: Sequence[HostPair], pairs: Sequence[HostPair]) -> str:
 
 
 def _uneven(pairs: Sequence[HostPair]) -> Iterator[Finding]:
-    known = _by_speed(pairs)  # of these it has been said already
+    known = _by_speed(pairs)  # these are already reported
     for pair in pairs:
         if _is_uneven(pair) and pair not in known:
             slow, fast = sorted(((pair.there, pair.one, pair.other), (pair.back, pair.other, pair.one)))

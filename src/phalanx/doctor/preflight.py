@@ -1,11 +1,11 @@
-"""The cheap checks before every launch. Silent if all is well."""
+"""Runs the cheap checks before every launch. Prints nothing if all is well."""
 
 from __future__ import annotations
 
 from phalanx.doctor.checks import disk, limits, names, shared_memory
 from phalanx.doctor.finding import Finding
 
-_PATIENCE = 0.05  # for a name server; one that is slow is for the doctor to tell
+_PATIENCE = 0.05  # seconds for a name server; `phalanx doctor` reports a slow one
 
 
 def preflight(
@@ -14,7 +14,7 @@ def preflight(
     nodes: int,
     ranks: int = 0,
 ) -> list[Finding]:
-    """Return what prevents a launch, or soon will. `ranks`: of this node."""
+    """Return problems that prevent a launch or soon will. `ranks`: number of ranks on this node."""
     found = [
         *disk.judge(disk.read(run_folder_base)),
         *shared_memory.judge(shared_memory.read(), brief=True),
@@ -26,6 +26,6 @@ def preflight(
 
 
 def _name() -> list[Finding]:
-    """A name that resolves to loopback is no finding: phalanx gives the ranks an address that others reach."""
+    """Check the host name. A name that resolves to loopback is no finding: phalanx gives ranks a reachable address."""
     own = names.read(patience=_PATIENCE, backward=False)
     return names.judge(own) if own.answered and own.trouble else []

@@ -29,7 +29,7 @@ def several(count: int, noun: str) -> str:
 
 
 def listed(words: Sequence[str], most: int = 4) -> str:
-    """Return the first few, and how many more."""
+    """Return the first few words, and how many more there are."""
     rest = len(words) - most
     return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 

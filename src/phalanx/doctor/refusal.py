@@ -1,4 +1,4 @@
-"""Why `phalanx run` could not start the test, as findings."""
+"""Turns the errors with which `phalanx run` failed to start the test into findings."""
 
 from __future__ import annotations
 

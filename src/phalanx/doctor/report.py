@@ -1,4 +1,4 @@
-"""The findings as text: what is wrong first, with cause and fix; then what is fine, one line each."""
+"""Prints the findings: problems first, with cause and fix; then what is OK, one line each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx.doctor.result import Result
 if TYPE_CHECKING:
     from rich.console import Console
 
-_MOST = 8  # nodes, up to which every pair has a place on the screen
-_FEW = 4  # facts about one thing
-_LEVEL, _DETAIL, _GREEN = 8, 17, 22  # where the text begins after these
+_MOST = 8  # largest number of nodes for which the matrix of all pairs is printed
+_FEW = 4  # facts per check
+_LEVEL, _DETAIL, _GREEN = 8, 17, 22  # columns where the text after these begins
 _NARROWEST = 20
 _STYLES = {"red": "bold red", "yellow": "bold yellow", "green": "green"}
 
@@ -35,7 +35,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def ordered(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the worst first."""
+    """Return the findings, worst first."""
     return sorted(findings, key=lambda finding: -LEVELS.index(finding.level))
 
 
@@ -45,7 +45,7 @@ def show(result: Result) -> None:
     from rich.text import Text
 
     console = Console(soft_wrap=True, highlight=False)
-    width = console.width if console.is_terminal else 0  # a file has no width
+    width = console.width if console.is_terminal else 0  # a file has no width: do not wrap
 
     def put(*head: tuple[str, str], text: str, hang: int) -> None:
         indent = sum(len(part) for part, _ in head)
@@ -87,16 +87,16 @@ def _show_pairs(console: Console, result: Result, width: int) -> None:
         for line in lines:
             table.add_row(*(Text(visible(cell)) for cell in line))
         if not width or console.measure(table, options=console.options.update(width=1000)).maximum <= width:
-            break  # else the next, which is narrow
+            break  # otherwise try the next layout, which is narrower
     console.print()
     console.print(table)
 
 
 def wrapped(text: str, width: int, indent: int, hang: int) -> list[str]:
-    """Return the text in lines: the first begins at `indent`, the others at `hang`. Width 0: no wrapping."""
+    """Return the text in lines: the first is indented by `indent`, the others by `hang`. Width 0: no wrapping."""
     if not width:
         return [text]
-    # A word is never broken: it may be a path, or what is to be typed.
+    # Never break a word: it may be a path or a command.
     lines = textwrap.wrap(
         " " * indent + text,
         max(width, hang + _NARROWEST),
@@ -108,7 +108,7 @@ def wrapped(text: str, width: int, indent: int, hang: int) -> list[str]:
 
 
 def compact(greens: Sequence[Finding]) -> Iterator[tuple[str, list[str]]]:
-    """Yield per check what all nodes have in common, then the first few by name."""
+    """Yield per check the facts that all nodes share, then the first few others by node."""
     checks: dict[str, list[Finding]] = {}
     for finding in greens:
         checks.setdefault(finding.check, []).append(finding)
@@ -124,7 +124,7 @@ def compact(greens: Sequence[Finding]) -> Iterator[tuple[str, list[str]]]:
 
 
 def matrix(nodes: Sequence[str], pairs: Sequence[HostPair]) -> Iterator[list[str]]:
-    """Yield rows of latency and speed from the node of the row to that of the column, titles first."""
+    """Yield the matrix of latency and speed, header first: from the node of the row to the node of the column."""
     yield ["from \\ to", *nodes]
     cells = {}
     for pair in pairs:

@@ -11,7 +11,7 @@ import msgspec
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.pairs import Collective, HostPair
 
-MARK = "phalanx-doctor-result "  # before the result where it is printed, for a first node that shares no disk with us
+MARK = "phalanx-doctor-result "  # precedes the result in the output, for a first node that shares no disk with this one
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Result:
     """The findings and measurements of a survey."""
 
     nodes: tuple[str, ...]
-    machines: tuple[Finding, ...] = ()  # of each node by itself
-    between: tuple[Finding, ...] = ()  # of the nodes together
+    machines: tuple[Finding, ...] = ()  # about single nodes
+    between: tuple[Finding, ...] = ()  # about links and differences between nodes
     pairs: tuple[HostPair, ...] = ()
     collectives: tuple[Collective, ...] = field(default=())
 
@@ -36,7 +36,7 @@ def encode(result: Result) -> bytes:
 
 
 def decode(text: bytes) -> Result:
-    """Return the result of a JSON text. Raises ValueError."""
+    """Parse the result from JSON. Raises ValueError."""
     return msgspec.json.decode(text, type=Result)
 
 
@@ -54,7 +54,7 @@ def write(result: Result, path: str) -> None:
 
 
 def find(output: bytes) -> Result | None:
-    """Return the last result that was printed among other lines, which may have prefixes."""
+    """Return the last result in the output of a run. Lines may have prefixes."""
     for line in reversed(output.splitlines()):
         _, mark, text = line.partition(MARK.encode())
         if mark:

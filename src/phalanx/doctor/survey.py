@@ -1,7 +1,7 @@
-"""What runs on every node, one rank each: python -m phalanx.doctor.survey OUTFILE
+"""Runs on every node, one rank per node: python -m phalanx.doctor.survey OUTFILE
 
-The order matters: what needs least comes first (a store that all reach), so that what fails later is explained by
-what was seen before. Everything travels through the store as JSON. Rank 0 writes OUTFILE whatever happens.
+Checks run in order of their requirements, the least demanding first (a store that all ranks reach), so that earlier
+results explain later failures. All data is exchanged through the store as JSON. Rank 0 always writes OUTFILE.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class SurveyHello:
-    """What a rank tells the others first."""
+    """The first message of a rank to the others."""
 
     host: str
     machine: MachineFacts
     port: int
     nonce: str
     device: int = -1
-    gpu: str = ""  # UUID of the device that this rank would use
+    gpu: str = ""  # UUID of the device that this rank uses
 
 
 @dataclass(frozen=True)
 class SurveyView:
-    """What one node sees of the others."""
+    """What one node observes about the others."""
 
     lookups: tuple[NameLookup, ...] = ()
     tries: tuple[Reach, ...] = ()
@@ -74,12 +74,12 @@ class SurveyView:
 
 @dataclass(frozen=True)
 class MeasuredPair:
-    """The measurements of one rank, or why there are none."""
+    """The measurements of one rank, or the error."""
 
     pairs: tuple[HostPair, ...] = ()
     collectives: tuple[Collective, ...] = ()
     trouble: str = ""
-    waited: bool = False  # the trouble is that of others
+    waited: bool = False  # the error is that of other ranks
 
 
 class SurveyMeeting:
@@ -93,12 +93,12 @@ class SurveyMeeting:
         self._store = self.connect(master=self.rank == 0 and not agent)
 
     def connect(self, *, master: bool = False) -> Any:
-        """Return a separate connection to the store: a blocked one blocks all threads that share it."""
+        """Return a separate connection to the store: a blocking call blocks all threads that share a connection."""
         host, port = self._address
         return dist.TCPStore(host, port, self.size, master, timedelta(seconds=_LIMIT), wait_for_workers=False)
 
     def exchange(self, what: str, mine: object, kind: type[_T], limit: float = _LIMIT) -> list[_T | None]:
-        """Return the values of all ranks in order; None: it did not come in time."""
+        """Return the values of all ranks in rank order; None: it did not arrive in time."""
         self._store.set(f"doctor/{what}/{self.rank}", msgspec.json.encode(mine))
         deadline = time.monotonic() + limit
         found: list[_T | None] = []
@@ -113,7 +113,7 @@ class SurveyMeeting:
         return found
 
     def attempt(self, what: str, work: Callable[[Any], MeasuredPair], limit: float) -> MeasuredPair:
-        """Run `work` in a thread, at most `limit` seconds or until another rank gives up."""
+        """Run `work` in a thread, for at most `limit` seconds or until another rank gives up."""
         done: list[MeasuredPair] = []
 
         def try_it() -> None:
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def survey(
     meeting: SurveyMeeting, environ: Mapping[str, str], publish: Callable[[Result], None], *, quick: bool = False
 ) -> Result:
-    """Run all checks. Every rank calls it and gets the same result. `publish`: called before the riskiest part."""
+    """Run all checks. Every rank calls it and gets the same result. `publish`: called before the riskiest step."""
     echo = Echo()
     folder = _runs(environ.get(variables.RUN_FOLDER, "."))
     device, gpu = links.gpu(int(environ.get("LOCAL_RANK", "0")))
@@ -180,7 +180,7 @@ def survey(
     if quick or len(present) < meeting.size:
         return summarise(called, present, views, [])
     if not reach.complete([one for view in views if view is not None for one in view.tries]):
-        # It would only wait, for a minute, and say less.
+        # Measuring would only wait for a minute and report less.
         found = summarise(called, present, views, [])
         return replace(found, between=(*found.between, _UNTRIED))
     machines = [hello.machine.id for hello in present.values()]
@@ -200,9 +200,9 @@ def survey(
     gpus = [hello.gpu for hello in present.values()]
     if not all(gpus) or len(set(gpus)) < len(gpus):
         links.close_group()
-        return found  # NCCL wants a GPU for every rank
+        return found  # NCCL needs one GPU per rank
 
-    # A broken NCCL may end the process: what is known by now must not be lost with it.
+    # A broken NCCL can kill the process. Publish the results so far before it runs.
     unfinished = MeasuredPair(trouble="it ended the process")
     publish(summarise(called, present, views, gloo, [unfinished] * meeting.size))
 
@@ -217,13 +217,13 @@ def survey(
 
 
 def _runs(folder: str) -> str:
-    """Return the folder of runs, from that of this run."""
+    """Return the directory of runs, derived from the directory of this run."""
     runs, middle, _ = folder.rpartition("/runs/")
     return f"{runs}/runs" if middle else folder
 
 
 def call(hosts: Sequence[str | None]) -> list[str]:
-    """Return a name per rank: its host, with the rank if that is ambiguous."""
+    """Return one name per rank: its host, with the rank if hosts repeat."""
     return [
         f"rank {rank}" if host is None else host if hosts.count(host) == 1 else f"{host} (rank {rank})"
         for rank, host in enumerate(hosts)
@@ -231,7 +231,7 @@ def call(hosts: Sequence[str | None]) -> list[str]:
 
 
 def look(rank: int, called: Sequence[str], present: Mapping[int, SurveyHello]) -> SurveyView:
-    """Return how all others look from here, tried in parallel."""
+    """Try to reach all other ranks in parallel, and return the results."""
     me = present.get(rank)
     others = {peer: hello for peer, hello in present.items() if peer != rank}
     elsewhere = {peer: hello for peer, hello in others.items() if me is None or hello.machine.id != me.machine.id}
@@ -262,7 +262,7 @@ def _try(node: str, peer: str, address: str, hello: SurveyHello) -> Reach:
 def _offset(
     rank: int, called: Sequence[str], tries: Sequence[Reach], present: Mapping[int, SurveyHello]
 ) -> Offset | None:
-    """Measure the clock offset to the first rank, after the other tries: they would disturb it."""
+    """Measure the clock offset to the first rank. Call it after the other attempts, which would disturb it."""
     first = present.get(0)
     if rank == 0 or first is None:
         return Offset(0.0, 0.0) if rank == 0 else None
@@ -327,7 +327,7 @@ def _missing(called: Sequence[str], present: Mapping[int, SurveyHello]) -> list[
 
 
 def _troubles(called: Sequence[str], backend: str, measured: Sequence[MeasuredPair | None]) -> list[Finding]:
-    """Return one finding per backend: why it did not work."""
+    """Return one finding per backend that failed."""
     said = {
         called[rank]: "no answer" if one is None else one.trouble
         for rank, one in enumerate(measured)
@@ -351,13 +351,13 @@ def _troubles(called: Sequence[str], backend: str, measured: Sequence[MeasuredPa
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # gloo begins with where in its source it is, on the machine that built it.
+    # gloo messages begin with a source location of the machine that built it.
     return re.sub(r"^\[\S*\] ", "", lines[0] if lines else type(error).__name__)[:300]
 
 
 if __name__ == "__main__":
-    # At once: a handler of Python's would not run while the store or gloo waits for a node.
+    # Use the default action: a Python handler would not run while the store or gloo blocks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = main()
-    # A thread may still wait for a node that does not answer, and would be waited for.
+    # Exit without joining threads: one may still wait for a node that does not answer.
     os._exit(code)

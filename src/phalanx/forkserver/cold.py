@@ -12,7 +12,7 @@ from .server import ForkServer
 
 def serve(fd: int, parent: int) -> None:
     """Serve the agent. Returns in a worker only."""
-    # Until the imports are done nobody reads the socket, and there is nothing to clean up.
+    # Until the imports are done, no process reads the socket, and there is nothing to clean up.
     linux.die_with_parent(parent)
     log.configure()
     os.set_inheritable(fd, False)

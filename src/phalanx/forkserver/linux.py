@@ -1,5 +1,5 @@
-"""Linux features: parent-death signal, sub-reaper and process trees, which keep processes from outliving their run; the
-credentials of a socket's peer.
+"""Linux features. Parent-death signal, sub-reaper and process trees keep processes from outliving their run; socket
+credentials identify a peer.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 
 _CAPTURE_THREAD_LOCAL = 1  # of CUDA
 
-# torch_shm_manager, as the kernel cuts its name. It ends two seconds after the last process that used it and then
-# removes its files, but not if it is killed.
+# torch_shm_manager, in the length to which the kernel cuts the name. It exits two seconds after the last process that
+# used it and then removes its files, but not if it is killed.
 _TIDIES_UP = "torch_shm_manag"
 _TIME_TO_TIDY = 4.0
 
@@ -55,13 +55,15 @@ class SocketPeer(NamedTuple):
 
 
 def peer(sock: socket.socket) -> SocketPeer:
-    """Return who called `connect`, or on the caller's side who called `listen`. The kernel says so, not the peer."""
+    """Return the process that called `connect`, or on the caller's side the one that called `listen`. The kernel
+    reports it, not the peer.
+    """
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return SocketPeer(pid, uid)
 
 
 def connect_to_own(sock: socket.socket, name: str) -> None:
-    """Connect to a Unix socket without a file, if a process of this user listens there.
+    """Connect to an abstract Unix socket, if a process of this user listens there.
 
     Once the listener has ended, any user can take its name.
     """
@@ -72,14 +74,14 @@ def connect_to_own(sock: socket.socket, name: str) -> None:
 
 
 def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
-    """Have the kernel send `sig` when the thread that started us ends. If it has ended already, exit now."""
+    """Have the kernel send `sig` when the thread that started this process ends. If it has already ended, exit now."""
     _prctl(_PR_SET_PDEATHSIG, sig)
     if sig and os.getppid() != parent:
         os._exit(128 + sig)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose parent dies, in place of init."""
+    """Make this process, instead of init, the parent of descendants whose parent dies."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -94,9 +96,9 @@ def skip_destructors() -> None:
 
 
 def set_command_line(words: list[str]) -> None:
-    """Set what `ps` shows. The kernel reads it from where it put the arguments when the process was started.
+    """Set the command line that `ps` shows. The kernel reads it from the memory of the original arguments.
 
-    Without the permission to move the end of that place, blanks remain.
+    Without permission to move the end of that memory, trailing blanks remain.
     """
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
@@ -105,7 +107,7 @@ def set_command_line(words: list[str]) -> None:
     if start and len(text) <= end - start:
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
         _libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_ARG_END), ctypes.c_ulong(start + len(text)), 0, 0)
-        ctypes.set_errno(0)  # a script sees no error
+        ctypes.set_errno(0)  # leave no error for the script to find
 
 
 def shared(fd: int) -> memoryview:
@@ -137,7 +139,7 @@ def start_time(pid: int) -> int | None:
 
 
 def parent(pid: int) -> int:
-    """Return the pid of the parent of a process. 0: it is gone."""
+    """Return the pid of the parent of a process. 0: the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[1])
@@ -199,15 +201,15 @@ def descendants(root: int, *, besides: frozenset[int] = frozenset()) -> list[int
 
 
 def is_being_killed(pid: int) -> bool:
-    """Return whether SIGKILL has ended a process, although the kernel may still be freeing what it held.
+    """Return whether SIGKILL has ended a process, although the kernel may still be freeing its resources.
 
-    With a CUDA context that takes 0.1 s and more, and only then its parent can reap it.
+    With a CUDA context that takes 0.1 s and more. Its parent can reap it only afterwards.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         flags, exit_code = int(fields[6]), int(fields[49])
-    except (OSError, IndexError):  # it is gone, or this is no Linux kernel
+    except (OSError, IndexError):  # the process has ended, or this is not a Linux kernel
         return False
     return bool(flags & _PF_EXITING) and exit_code == signal.SIGKILL
 
@@ -240,10 +242,11 @@ def childless() -> bool:
 def end_descendants(
     *, besides: frozenset[int] = frozenset(), patience: float = 0.0, grace: float = GRACE, limit: float = 10.0
 ) -> list[int]:
-    """Terminate everything below this process, kill it after `grace` seconds, and reap it. Return what did not end.
+    """Terminate all descendants of this process, kill them after `grace` seconds, and reap them. Return those that did
+    not end.
 
-    With `patience`, wait these seconds first for what ends by itself, and longer for torch's shared memory manager,
-    which removes its files then. Only for a sub-reaper: children of orphans become ours, so none is missed.
+    With `patience`, first wait these seconds for processes to end by themselves, and longer for torch's shared memory
+    manager, which then removes its files. Only for a sub-reaper: it adopts orphans, so none is missed.
     """
     start = time.monotonic()
     terminated: set[int] = set()

@@ -2,8 +2,8 @@
 
     PHALANX_LOG=debug phalanx run train.py
 
-Agents and workers write to their standard error, so a worker's lines are in its log file. Without the variable
-nothing is configured, and the fork server does not import `logging`: a script finds it as Python left it.
+Agents and workers write to their standard error, so a worker's lines are in its log file. Without the variable nothing
+is configured, and the fork server does not import `logging`, so that the script finds it unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 def configure(level: str | None = None) -> str | None:
     """Send phalanx's log to standard error. Return an error message if the level is invalid, else None.
 
-    Default level: PHALANX_LOG. If that is not set either, take back what a parent of this process has configured.
+    Default level: PHALANX_LOG. If that is not set either, remove the configuration of a parent process.
     """
     level = os.environ.get(VARIABLE, "") if level is None else level
     if not level:
@@ -71,5 +71,5 @@ def swallowed(where: str) -> None:
             import logging  # a script may have a module of that name, or may have ended already
 
             logging.getLogger(f"phalanx.{where}").debug("ignored exception", exc_info=True)
-        except Exception:  # where an exception is ignored, reporting it must not raise another
+        except Exception:  # reporting an ignored exception must not raise another
             return

@@ -1,4 +1,4 @@
-"""Cleans up what workers leave behind: processes below this one, and files in shared memory that only they used."""
+"""Cleans up after workers: processes below this one, and files in shared memory that only they used."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SCAN_INTERVAL = 0.2  # seconds between two scans: stopping many workers sends m
 
 
 class Orphans:
-    """Records processes and files while they exist (`note`), and ends and removes them (`end`): a killed process
-    cannot clean up.
+    """Records processes and files while they exist (`note`), and ends and removes them (`end`): a killed process cannot
+    clean up.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Orphans:
         self._last_scan = 0.0
 
     def note(self, pid: int | None = None) -> None:
-        """Record a process; without one, all processes below this one and the files they use."""
+        """Record a process; by default, all processes below this one and the files they use."""
         if pid is not None:
             self._pids.add(pid)
         elif time.monotonic() - self._last_scan > _SCAN_INTERVAL:
@@ -56,7 +56,7 @@ class Orphans:
         return left
 
     def _remove(self, besides: frozenset[int] = frozenset()) -> None:
-        # torch names a file after the process that made it, and a killed process cannot unlink it.
+        # torch names a file after the process that created it. A killed process cannot unlink it.
         names = tuple(f"torch_{pid}_" for pid in self._pids - besides)
         with contextlib.suppress(OSError):
             self._files.update(f"{_SHM}/{name}" for name in os.listdir(_SHM) if name.startswith(names))
@@ -83,7 +83,7 @@ def _shm_files(pid: int) -> Iterable[str]:
 
 
 def _in_use(candidates: set[str]) -> set[str]:
-    """Return those that a living process still uses."""
+    """Return the candidates that a live process still uses."""
     return {
         path for name in os.listdir("/proc") if name.isdigit() for path in _shm_files(int(name)) if path in candidates
     }

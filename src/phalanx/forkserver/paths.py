@@ -13,7 +13,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 USER_CODE = ("demo/",)  # ours, but written like user code: shown in stacks
 FORK_SERVER = "forkserver/"  # its frames, below those of the script, are not interesting
 ENTRY = ("worker/", "train/")  # between the command and the user's function
-HOOK = "forkserver/hook/"  # put on PYTHONPATH of an interpreter that is to have a probe
+HOOK = "forkserver/hook/"  # put on PYTHONPATH of an interpreter that needs a probe
 PROBE = ("forkserver/probe/", "forkserver/collective_check/", "forkserver/debug/")  # their threads are not shown
 LIBRARY = ("collectives/", "worker/", "train/", "launcher/", "forkserver/")  # between a user's call and torch
 

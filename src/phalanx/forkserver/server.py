@@ -1,4 +1,4 @@
-"""The loop of the fork server: starts children on request, reports exits, leaves none behind.
+"""The main loop of the fork server: starts children on request, reports exits, and ends all children with the agent.
 
 One thread, one poll. `serve` returns only in a child that becomes a worker.
 """
@@ -23,10 +23,10 @@ from .probe import probe
 
 
 class ForkServer:
-    """ForkServer(sock).serve(): serve an agent over a socket.
+    """Serves an agent over a socket: ForkServer(sock).serve().
 
     `parent`: a pidfd of the process at the other end, for a server that is a plain fork of it. Other forks of that
-    process may hold its end of the socket, so the end of the connection alone does not show that it is gone.
+    process may hold its end of the socket, so the end of the connection alone does not show that it has ended.
     """
 
     def __init__(self, sock: socket.socket, parent: int | None = None) -> None:
@@ -40,7 +40,7 @@ class ForkServer:
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> dict[str, Any]:
-        """Serve the agent until it is gone. Returns the spec, only in a child that becomes a worker."""
+        """Serve the agent until it ends. Returns the spec, only in a child that becomes a worker."""
         setup.default_signals()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # A scheduler signals every process of a job. The fork server ends only with its connection, or by SIGKILL.
@@ -65,7 +65,7 @@ class ForkServer:
             if self._sock.fileno() in ready:
                 received = wire.receive(self._sock)
                 if received is None:
-                    self._end()  # the agent is gone, for whatever reason
+                    self._end()  # the agent has ended, for any reason
                 else:
                     request, fds = received
                     if self._handle(request, fds):
@@ -77,8 +77,8 @@ class ForkServer:
             case "import":
                 report = preload.preload(request["required"], request["optional"], request["path0"])
                 teardown.keep_operators()
-                # From here on the end of the connection shows that the agent is gone, which leaves time to end what
-                # workers have started; a parent-death signal would not.
+                # From here on the end of the connection shows that the agent has ended. That leaves time to end the
+                # processes that workers have started; a parent-death signal would not.
                 linux.die_with_parent(0, 0)
                 self._send({"is": "ready", "pid": os.getpid(), **report})
             case "start" | "store":
@@ -100,8 +100,7 @@ class ForkServer:
 
     def _start(self, request: dict[str, Any], fds: list[int]) -> bool:
         parent = os.getpid()
-        # Blocked, because a signal that arrives before the child is set up would go to the fork server's handler and be
-        # lost.
+        # Block signals: one that arrives before the child is set up would go to the fork server's handler and be lost.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, setup.SCHEDULER_SIGNALS)
         try:
             pid = os.fork()
@@ -129,11 +128,11 @@ class ForkServer:
                     os.close(fd)
             setup.detach(request, fds, parent)
             return self._run_child(request, fds)
-        except KeyboardInterrupt:  # stopped before it had begun: ends as it would have a moment later
+        except KeyboardInterrupt:  # stopped before it has begun: end in the same way as a moment later
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
             os._exit(128 + signal.SIGINT)
-        except BaseException as error:  # whatever it is, this child must not return
+        except BaseException as error:  # on any error: this child must not return
             message = f"phalanx: this process could not be set up: {error!r}\n".encode()
             try:
                 os.write(fds[2], message)
@@ -144,7 +143,7 @@ class ForkServer:
     def _run_child(self, request: dict[str, Any], fds: list[int]) -> bool:
         """Turn this child into a store, another program, or a worker (returns True)."""
         if request["do"] == "store":
-            # The store must live as long as a worker uses its grace period.
+            # The store must live while a worker uses its grace period.
             for number in setup.SCHEDULER_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
         if request["do"] == "store" and request.get("exec"):
@@ -153,11 +152,11 @@ class ForkServer:
                 os.set_inheritable(fd, True)
             request["exec"] += [str(listener), str(agent), json.dumps(request["store"])]
         elif request["do"] == "store":
-            from .store import host  # here, not above: scripts do not find what it imports
+            from .store import host  # here, not above: its imports must not be visible to scripts
 
             watcher = fds[4] if len(fds) > 4 else None  # a caller of `spawn` does not watch its store
             host.host(fds[3], watcher, host.StoreOrder(**request["store"]))
-            os._exit(0)  # the agent is gone
+            os._exit(0)  # the agent has ended
         if request.get("exec"):
             for fd in fds[:3]:
                 os.close(fd)
@@ -187,7 +186,7 @@ class ForkServer:
         return True
 
     def _signal(self, name: str, number: int, *, alone: bool = False) -> None:
-        """Signal a child, or its whole group. Not done by the agent: only the process that reaps knows whether a pid
+        """Signal a child, or its whole group. The agent cannot do this: only the process that reaps knows whether a pid
         is still valid.
         """
         self._orphan_cleanup.note()
@@ -227,7 +226,9 @@ class ForkServer:
             self._end()
 
     def _orphans(self) -> list[int]:
-        """Return what workers have left running. Only after the last attempt: it ends the store."""
+        """Return the processes that workers have left running. Call it only after the last attempt: it ends the
+        store.
+        """
         self._end_store()
         self._reap()
         return [] if linux.childless() else linux.descendants(os.getpid())
@@ -245,8 +246,8 @@ class ForkServer:
     def _end(self, *, leave: bool = False, patience: float = 0.0, grace: float = linux.GRACE) -> None:
         """Exit, after ending all descendants, also those in other sessions.
 
-        With `leave`, what workers have started keeps running, as a child of the next reaper. Otherwise it has
-        `patience` seconds to end by itself, then gets SIGTERM, and `grace` seconds later SIGKILL.
+        With `leave`, processes that workers have started keep running, as children of the next reaper. Otherwise they
+        have `patience` seconds to end by themselves, then get SIGTERM, and `grace` seconds later SIGKILL.
         """
         signal.set_wakeup_fd(-1)
         self._end_store()

@@ -49,7 +49,7 @@ def run_key() -> bytes | None:
 
 
 def write_key(folder: str, key: bytes) -> None:
-    """Leave the key for the workers of this node. A key that is there stays."""
+    """Write the key for the workers of this node. An existing key is kept."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with contextlib.suppress(FileExistsError):
         fd = os.open(os.path.join(folder, KEY_FILE), flags, 0o600)
@@ -58,9 +58,9 @@ def write_key(folder: str, key: bytes) -> None:
 
 
 class SignedStore:
-    """The methods of a store that phalanx uses. `place` says what the store is for: it is part of every MAC.
+    """The methods of a store that phalanx uses. `place` is the purpose of the store: it is part of every MAC.
 
-    `key`: None: that of this run.
+    `key`: default (None): the key of this run.
     """
 
     def __init__(self, torch_store: Any, place: str, key: bytes | None = None) -> None:
@@ -96,14 +96,14 @@ class SignedStore:
         return self._checked(key, self.torch_store.get(self._prefix + key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return several values, in one request if the store can."""
+        """Return several values, in one request if the store supports it."""
         if not self.torch_store.has_extended_api():
             return [self.get(key) for key in keys]
         found = self.torch_store.multi_get([self._prefix + key for key in keys])
         return [self._checked(key, value) for key, value in zip(keys, found, strict=True)]
 
     def set_first(self, key: str, value: str) -> bytes:
-        """Set the value unless another rank has set one; return the value that is set then."""
+        """Set the value unless another rank has set one. Return the value that is set."""
         signed = self._signed(key, value).decode()
         return self._checked(key, self.torch_store.compare_set(self._prefix + key, "", signed))
 

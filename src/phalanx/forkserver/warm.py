@@ -24,13 +24,13 @@ from .orphans import Orphans
 from .probe import probe
 from .server import ForkServer
 
-_STORE = f"{__package__}.store.host"  # what a store would import after the fork, beside the start of the workers
+_STORE = f"{__package__}.store.host"  # modules that a store would otherwise import after the fork, while workers start
 _REQUEST_LIMIT = 1 << 20  # bytes
 _QUEUE = 16  # connections that wait
 
 
 class WarmForkServer:
-    """WarmForkServer(listener, path, idle).serve(modules): import the modules, then serve runs."""
+    """Serves runs: WarmForkServer(listener, path, idle).serve(modules) imports the modules, then serves."""
 
     def __init__(self, listener: socket.socket, path: str, idle: float) -> None:
         self._listener = listener
@@ -44,7 +44,7 @@ class WarmForkServer:
 
     def serve(self, modules: list[str]) -> dict[str, Any]:
         """Serve until there was no request for `idle` seconds. Returns the spec in a worker only."""
-        self._listener.listen(_QUEUE)  # callers see this process as their peer, not the one that has started it
+        self._listener.listen(_QUEUE)  # callers see this process as their peer, not the one that started it
         probe.prepare()
         report = preload.preload([*modules, _STORE], [], None)
         teardown.keep_operators()
@@ -115,7 +115,7 @@ class WarmForkServer:
             why = f"{stale} has changed" if stale else f"{missing[0]} is not imported"
             wire.send(connection, {"is": "refused", "why": why})
             if stale:
-                self._idle = 0.0  # of no further use
+                self._idle = 0.0  # no longer needed
             return None
         self._idle = max(self._idle, request.get("keep", 0.0))
         self._used = time.monotonic()
@@ -148,8 +148,8 @@ class WarmForkServer:
                 self._runs.discard(pid)
                 self._used = time.monotonic()
                 ended, killed = True, killed or status != 0
-        # What workers had started is left to us if their fork server was killed, or was asked to leave it (`--linger
-        # forever`). In the second case it keeps running.
+        # If the fork server of a run was killed, or was asked to leave processes running (`--linger forever`), this
+        # process adopts what its workers had started. In the second case it keeps running.
         if killed:
             self._orphan_cleanup.end(besides=frozenset(self._runs) | self._left_running)
         elif ended:

@@ -45,7 +45,7 @@ def send_frame(sock: socket.socket, body: bytes, fds: tuple[int, ...] | list[int
 
 
 def receive(sock: socket.socket, limit: int = LIMIT) -> tuple[Message, list[int]] | None:
-    """Return the next message and its descriptors; None when the other side is gone. Raises ValueError."""
+    """Return the next message and its descriptors; None when the other side has ended. Raises ValueError."""
     return MessageReader(limit).receive(sock)
 
 
@@ -59,7 +59,9 @@ class FrameReader:
 
     @property
     def missing(self) -> int:
-        """Return how many bytes to read next, at most. Raises ValueError if the message is longer than the limit."""
+        """Return the maximum number of bytes to read next. Raises ValueError if the message is longer than the
+        limit.
+        """
         if len(self._data) < _HEAD.size:
             return _HEAD.size - len(self._data)
         size = int(_HEAD.unpack_from(self._data)[0])
@@ -68,7 +70,7 @@ class FrameReader:
         return min(_HEAD.size + size - len(self._data), _CHUNK)
 
     def feed_frame(self, data: bytes) -> bytes | None:
-        """Take at most `missing` bytes. Return the encoded message once it is complete. Raises ValueError."""
+        """Add at most `missing` bytes. Return the encoded message once it is complete. Raises ValueError."""
         self._data += data
         if self.missing:
             return None
@@ -76,9 +78,9 @@ class FrameReader:
         return body
 
     def receive_frame(self, sock: socket.socket) -> tuple[bytes, list[int]] | None:
-        """Return the next encoded message and its descriptors; None when the other side is gone.
+        """Return the next encoded message and its descriptors; None when the other side has ended.
 
-        Raises ValueError, and BlockingIOError if the socket does not block: call again when there is more to read.
+        Raises ValueError, and BlockingIOError if the socket is non-blocking: call again when there is more to read.
         """
         while True:
             data, fds = _some(sock, self.missing)
@@ -95,12 +97,14 @@ class MessageReader(FrameReader):
     """Assembles messages, and decodes them."""
 
     def feed(self, data: bytes) -> Message | None:
-        """Take at most `missing` bytes. Return the message once it is complete. Raises ValueError."""
+        """Add at most `missing` bytes. Return the message once it is complete. Raises ValueError."""
         body = self.feed_frame(data)
         return None if body is None else _decode(body)
 
     def receive(self, sock: socket.socket) -> tuple[Message, list[int]] | None:
-        """Return the next message and its descriptors; None when the other side is gone. Raises as `receive_frame`."""
+        """Return the next message and its descriptors; None when the other side has ended. Raises as
+        `receive_frame`.
+        """
         received = self.receive_frame(sock)
         return None if received is None else (_decode(received[0]), received[1])
 

@@ -1,1 +1,1 @@
-"""The agent of one node: fork server, processes, output, signals, the end."""
+"""The launcher: the agent of one node, with its fork server, workers, output, signals and shutdown."""

@@ -1,7 +1,8 @@
-"""What a coordinator returns: it decides, and the agent executes. Plain data, which all packages of the launcher share.
+"""The actions that a coordinator returns: it decides, and the agent executes. Plain data, which all packages of the
+launcher share.
 
-action = coordinator.worker_failed(failure)
-agent.perform(action)
+    action = coordinator.worker_failed(failure)
+    agent.perform(action)
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class StopWorkers:
 
 @dataclass(frozen=True)
 class HoldWorkers:
-    """Too few nodes are left: workers leave their group and wait with their state in memory."""
+    """Too few nodes remain: workers leave their group and wait with their state in memory."""
 
     why: str
 
@@ -76,7 +77,7 @@ class SignalWorkers:
 
 @dataclass(frozen=True)
 class EndRun:
-    """End the run on this node, as by a signal of the user."""
+    """End the run on this node, as if by a signal of the user."""
 
     signal: signal.Signals
     reason: str

@@ -1,4 +1,4 @@
-"""The front door: how a run is started, from Python and from the command line.
+"""The API to start a run, used from Python and by the command line.
 
     job = phalanx.launch("train.py", ["--lr", "0.1"], workers=4)
     job.wait()                      # its exit code
@@ -7,10 +7,10 @@
     job = phalanx.launch(train, [0.1], workers=4)
     losses = job.result()           # what the function returned on each rank
 
-`launch` starts `phalanx run` as a separate process. That command makes a plan and passes it to `run_plan`, as do
+`launch` starts `phalanx run` as a separate process. That command creates a plan and passes it to `run_plan`, as do
 `phalanx chaos` and `phalanx node`: every run is a call of `run_plan` on each of its nodes.
 
-`phalanx run` imports this module before it starts the fork server. Whatever is imported here delays that.
+`phalanx run` imports this module before it starts the fork server. Imports here delay that.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def run_plan(
 
     plan      What to run: see `phalanx.cli.planning.make_plan`. A plan with a rendezvous joins other nodes.
     environ   Environment of this process: where runs are stored.
-    hook      Is called at the start, at the end and on signals: `phalanx chaos`, ssh.
+    hook      Called at the start, at the end and on signals: `phalanx chaos`, ssh.
     findings  Returns lines about this host to show at the start.
     """
     rendezvous = plan.rendezvous

@@ -28,7 +28,7 @@ SIGNALS = {
     "abrt": signal.SIGABRT,
     "bus": signal.SIGBUS,
     "term": signal.SIGTERM,
-    "stop": signal.SIGSTOP,  # without an end: the rank is replaced after --worker-timeout
+    "stop": signal.SIGSTOP,  # permanent: the rank is replaced after --worker-timeout
 }
 OTHERS = {  # processes other than workers
     "store": ("the store", signal.SIGKILL),
@@ -81,7 +81,7 @@ class Chaos:
         """Do nothing: chaos needs no sockets."""
 
     def begin(self, agent: HookedAgent) -> None:
-        """Start to inject faults."""
+        """Start injecting faults."""
         self._task = asyncio.get_running_loop().create_task(self._disturb(agent))
 
     def hurry(self) -> None:
@@ -113,7 +113,7 @@ class Chaos:
         group, fork_server, store = (attempt.number, attempt.generation), agent.fork_server, attempt.store.pid
         other = fault.kind.partition("-")[0] if fault.kind in OTHERS else ""
         self._inject(agent, attempt, fault)
-        if other == "store" and not store:  # another node hosts it, or no rank has needed it yet
+        if other == "store" and not store:  # another node hosts it, or no rank has used it yet
             self.without_effect += 1
             return False
 
@@ -128,7 +128,8 @@ class Chaos:
         if await self._becomes(agent, replaced, agent.plan.recovery.worker_timeout + timeout):
             await self._until_healthy(agent)
             return True
-        self.without_effect += not other  # a script may ignore SIGTERM; a lost store or fork server is never ignored
+        # a script may ignore SIGTERM; a lost store or fork server always has an effect
+        self.without_effect += not other
         return False
 
     def _inject(self, agent: HookedAgent, attempt: WorkerGroup, fault: InjectedFault) -> None:

@@ -14,7 +14,7 @@ _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run
 
 @dataclass(frozen=True)
 class Command:
-    """What every rank runs."""
+    """The command that every rank runs."""
 
     kind: Literal["script", "stdin", "module", "path", "program"]
     target: str
@@ -50,7 +50,7 @@ class Command:
 
     @property
     def path0(self) -> str | None:
-        """Return what Python puts first into sys.path."""
+        """Return the first entry that Python puts into sys.path."""
         match self.kind:
             case "script":
                 real = os.path.realpath(self.target)

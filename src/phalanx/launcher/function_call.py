@@ -1,10 +1,10 @@
-"""A function that `phalanx.launch` runs on every rank, and what it returns: files in a private folder of the caller.
+"""A function that `phalanx.launch` runs on every rank, and its results: files in a private folder of the caller.
 
     write(folder, function, args)                 the caller
     python -m phalanx.launcher.function_call DIR    each rank
     results(folder)                               the caller, when all have ended
 
-Both sides are the same user on machines that share the folder. A folder that belongs to another user is refused.
+Both sides are the same user on machines that share the folder. A folder of another user is rejected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def write(folder: str, function: Callable[..., Any], args: Sequence[Any]) -> Non
         file.write(data)
 
 
-_RUN = object()  # in place of a run, which is no hyperparameter
+_RUN = object()  # placeholder for a run, which is not a hyperparameter
 
 
 def simple_arguments(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def simple_arguments(function: Callable[..., Any], args: Sequence[Any]) -> dict[
 
 
 def results(folder: str) -> list[Any]:
-    """Return what each rank has returned, in the order of ranks."""
+    """Return the results of all ranks, in rank order."""
     numbers = sorted(int(name.split(".")[1]) for name in os.listdir(folder) if name.startswith("result."))
     found = []
     for rank in numbers:
@@ -59,7 +59,7 @@ def results(folder: str) -> list[Any]:
 
 
 def main(folder: str) -> None:
-    """Make the call on this rank, and leave what it returns in the folder."""
+    """Call the function on this rank, and write its result to the folder."""
     if os.stat(folder).st_uid != os.getuid():
         raise LaunchError(f"{folder} belongs to another user: nothing in it is executed")
     with open(os.path.join(folder, _CALL), "rb") as file:

@@ -1,6 +1,6 @@
-"""A run that `phalanx.launch` has started, as a Python program holds it.
+"""The Python object for a run that `phalanx.launch` has started.
 
-A job is a separate process, `phalanx run`: what happens in it, such as signals and forks, does not touch the caller.
+A job is a separate process, `phalanx run`: its signals and forks do not affect the caller.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.launcher.viewers import views
 
-_LOOK = 0.02  # seconds between two looks for what the process has written
+_LOOK = 0.02  # seconds between two checks for output of the process
 
 
 class Job:
@@ -41,7 +41,7 @@ class Job:
         folder: str | None = None,
     ) -> None:
         self._home = run_folder.home(env)
-        self._call = folder  # where a function and its results are, until they are read
+        self._call = folder  # folder of the function and its results, until they are read
         self._results: list[Any] | None = None
         self._record: RunRecord | None = None
         self._said: list[bytes] = []
@@ -68,7 +68,7 @@ class Job:
         return f"<Job {self._record.id if self._record is not None else 'starting'}: {state}>"
 
     def _read(self, show: bool) -> None:
-        """Keep what the launcher says, which an error message needs, and show it."""
+        """Keep the output of the launcher, which an error message needs, and show it."""
         assert self._process.stderr is not None  # noqa: S101
         with self._process.stderr as stream:
             while part := os.read(stream.fileno(), 1 << 16):
@@ -97,12 +97,12 @@ class Job:
 
     @property
     def exit_code(self) -> int | None:
-        """`job.exit_code`: that of the run. None while it runs; 128 + N if signal N has ended it."""
+        """`job.exit_code`: the exit code of the run. None while it runs; 128 + N if signal N has ended it."""
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def _found(self) -> RunRecord:
-        """The record that the process writes when it starts; it knows its name first."""
+        """The record that the process writes when it starts; its name is known first."""
         while self._record is None:
             ended = self._process.poll() is not None
             pid = self._process.pid
@@ -116,7 +116,7 @@ class Job:
     def _last_lines(self) -> list[str]:
         return b"".join(self._said).decode(errors="replace").splitlines()[-20:]
 
-    # -- what to do with it
+    # -- actions
 
     def wait(self, timeout: float | None = None) -> int:
         """`job.wait()`: wait until every process of the run has ended; return the exit code.
@@ -148,7 +148,7 @@ class Job:
         return self._results
 
     def logs(self, rank: int = 0, stream: Literal["stdout", "stderr"] = "stdout") -> str:
-        """`job.logs(rank=2)`: what a rank has written so far, in the newest attempt."""
+        """`job.logs(rank=2)`: return the output of a rank so far, in the newest attempt."""
         record = self._found()
         if not 0 <= rank < record.world_size:
             raise UsageError(
@@ -162,11 +162,13 @@ class Job:
         return ""  # it has not begun
 
     def why(self) -> str:
-        """`job.why()`: which rank is wrong, where and why, as `phalanx why` says it: of a live run or an ended one."""
+        """`job.why()`: return which rank is at fault, where and why, like `phalanx why`: of a live run or a finished
+        one.
+        """
         record = self._found()
         answers: list[str] = []
 
-        def ask() -> None:  # in a thread: the caller may be in an event loop, as a notebook is
+        def ask() -> None:  # in a thread: the caller may be in an event loop, e.g. a notebook
             answers.append(asyncio.run(views.of(record).why()).report)
 
         thread = threading.Thread(target=ask, name="phalanx-why")
@@ -183,7 +185,7 @@ class Job:
         try:
             return self.wait(timeout)
         except TimeoutError:
-            self._process.send_signal(signal.SIGINT)  # the second signal: at once
+            self._process.send_signal(signal.SIGINT)  # the second signal: end at once
             return self.wait(timeout)
 
 

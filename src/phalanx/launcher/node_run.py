@@ -1,7 +1,7 @@
 """Runs one node of a run, from its plan to the exit code.
 
-The fork server is started first and imports torch; meanwhile this process imports the agent. A warm one has imported
-torch, and meanwhile looks for changed files. Whatever is imported here before that delays it.
+The fork server is started first and imports torch; meanwhile this process imports the agent. A warm one has already
+imported torch, and meanwhile checks for changed files. Imports here before that delay it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from phalanx.launcher.coordination.coordinator import Coordinator
     from phalanx.launcher.output.console.console import Console
 
-Findings = Callable[[Plan, RunFolder], Sequence[str]]  # what is wrong with this host
+Findings = Callable[[Plan, RunFolder], Sequence[str]]  # problems of this host
 
 
 def run_node(
@@ -43,7 +43,7 @@ def run_node(
 ) -> int:
     """Run the workers of this node until the run is over; return its exit code.
 
-    sockets   where this node listens for others, or for its store; they are closed at the end
+    sockets   on which this node listens for others, or for its store; they are closed at the end
     findings  returns lines about this host to show at the start
     """
     if plan.command.kind == "stdin":
@@ -65,7 +65,7 @@ def run_node(
 
 
 def _keep_standard_input() -> None:
-    """`phalanx run -`: read the script once, so that each rank can read it. Memory takes the place of descriptor 0."""
+    """Read the script of `phalanx run -` once, so that each rank can read it. A memory file replaces descriptor 0."""
     kept = os.memfd_create("stdin", os.MFD_CLOEXEC)
     while part := os.read(0, 1 << 20):
         os.write(kept, part)
@@ -75,7 +75,7 @@ def _keep_standard_input() -> None:
 
 def _create_folder(plan: Plan, base: str) -> RunFolder:
     try:
-        # "none" is what torchrun calls a run that nobody has named; a member takes the leader's name when it joins.
+        # "none" is torchrun's name for a run without a name; a member takes the leader's name when it joins.
         follows = plan.rendezvous is not None and not plan.rendezvous.leads
         given = plan.output.name or (plan.run_id if plan.run_id != "none" else None)
         name = given if given and not follows else run_folder.make_run_id(plan.command.target)
@@ -109,7 +109,7 @@ def _start(plan: Plan, base: str, folder: RunFolder) -> StartedForkServer:
 
 
 def _started(plan: Plan, base: str, folder: RunFolder) -> StartedForkServer:
-    """A warm fork server if there is one that fits, else a cold one; or fresh interpreters if asked."""
+    """Return a warm fork server if one matches, otherwise a cold one; or fresh interpreters if requested."""
     log = folder.open_log(fork_servers.LOG)
     try:
         if plan.start.fresh:
@@ -193,7 +193,7 @@ def _supervise(
     )
     for text in plan.remarks.warnings:
         folder.event(events.NoteEvent(time=now, text=text))
-    # Among several nodes no rank is alone, however many this one has.
+    # With several nodes no rank is alone, however many this one has.
     world = plan.group.world_size if plan.rendezvous is None else 2
     console = Console(world, prefixes=_prefixes(plan), colour=plan.output.use_color(plan.environ))
     if plan.output.print_events:

@@ -12,7 +12,7 @@ from phalanx.cluster.placement import Seat
 from phalanx.launcher.output import filters
 from phalanx.launcher.output.filters import Std, Streams
 
-if TYPE_CHECKING:  # whatever is imported before the fork server is started delays it
+if TYPE_CHECKING:  # imports before the start of the fork server delay it
     from phalanx.recover.decision import RestartPolicy
 
 TEE_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's prefix of a teed line
@@ -85,7 +85,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ViewerOptions:
-    """How the run is shown beside its output."""
+    """How the run is shown, besides its output."""
 
     screen: bool = False  # in this terminal
     page: bool | None = None  # in a browser; None: if this is a terminal and the run has one node

@@ -23,13 +23,13 @@ from phalanx.launcher.options import (
     ViewerOptions,
 )
 
-if TYPE_CHECKING:  # whatever is imported before the fork server is started delays it
+if TYPE_CHECKING:  # imports before the start of the fork server delay it
     from phalanx.launcher.rendezvous_config import RendezvousConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpareWorkers:
-    """The spare workers of this node, beside its ranks."""
+    """The spare workers of this node, besides its ranks."""
 
     count: int = 0
     slots: tuple[Slot, ...] = ()  # devices of this node that no rank uses
@@ -37,7 +37,7 @@ class SpareWorkers:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLayout:
-    """The process group as one node sees it: the ranks and spares of this node, the other nodes, and the store."""
+    """The process group from the perspective of one node: its ranks and spares, the other nodes, and the store."""
 
     seats: tuple[Seat, ...]  # the ranks of this node, and where they run; at least one
     topology: str  # the ranks of all nodes, encoded
@@ -75,7 +75,7 @@ class DeviceVisibility:
         return replace(seat.placement, local_rank=0) if self.virtual_local_rank else seat.placement
 
     def visible(self, seat: Seat, environ: Mapping[str, str]) -> str | None:
-        """Return the CUDA_VISIBLE_DEVICES of one worker. None: the same as all workers have, in `environ`."""
+        """Return the CUDA_VISIBLE_DEVICES of one worker. None: the same for all workers, in `environ`."""
         if not self.isolated and not self.virtual_local_rank:
             return None
         if seat.slot.device is not None:
@@ -89,7 +89,7 @@ class DeviceVisibility:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRemarks:
-    """What the user should know of a plan before it runs."""
+    """What the user should know about a plan before it runs."""
 
     notes: tuple[str, ...] = ()  # about the options
     warnings: tuple[str, ...] = ()  # about this host; node 0 prints those of all nodes
@@ -161,7 +161,7 @@ class Plan:
         interface: str | None,
         spare: bool = False,
     ) -> Plan:
-        """Return the plan with the ranks that this node got once all nodes have joined."""
+        """Return the plan with the ranks that were assigned to this node when all nodes have joined."""
         own = {}
         if interface is not None:
             own = {name: form.format(interface) for name, form in INTERFACES.items() if name not in self.environ}

@@ -65,7 +65,7 @@ class RendezvousConfig:
 
     @property
     def noun(self) -> str:
-        """Return what a member is called: a node, or a task that is one of several ranks on its node."""
+        """Return the noun for a member: a node, or a task that is one of several ranks on its node."""
         return "task" if self.task is not None and self.task.one_a_node is not True else "node"
 
     @property

@@ -1,1 +1,1 @@
-"""Finds errors of distributed scripts by reading them. Scripts are never run or imported. Pure."""
+"""Finds errors in distributed scripts by reading them. Scripts are never run or imported. Pure."""

@@ -1,4 +1,4 @@
-"""Conditions that hold only on some ranks, around a node or before it."""
+"""Conditions that are true on some ranks only, around a node or before it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Divides = Callable[[ast.expr], bool]
 
 @dataclass(frozen=True)
 class BranchDivergence:
-    """A condition that only some ranks pass."""
+    """A condition that is true on some ranks only."""
 
-    test: str  # as it is written
+    test: str  # source text
     line: int
-    left: str = ""  # how the other ranks have left: return, break …; empty: the node is inside the condition
+    left: str = ""  # how the other ranks leave: return, break …; empty: the node is inside the condition
 
     @property
     def who(self) -> str:
@@ -30,14 +30,14 @@ class BranchDivergence:
 
 
 class Divergences:
-    """Finds conditions that divide the ranks."""
+    """Finds conditions that differ between ranks."""
 
     def __init__(self, script: Script, operations: Operations) -> None:
         self.script = script
         self.operations = operations
 
     def find(self, node: ast.AST, divides: Divides, op: str = "") -> BranchDivergence | None:
-        """Return the innermost condition. With `op`: not if its other branch does the same."""
+        """Return the innermost condition. With `op`: unless its other branch performs the same operation."""
         child = node
         for parent in self.script.above(node):
             if found := self._under(parent, child, divides, op) or self._after(parent, child, divides, op):
@@ -73,14 +73,14 @@ class Divergences:
         return None
 
     def _before(self, node: ast.AST, divides: Divides) -> Iterator[ast.stmt]:
-        """Yield what the previous `if` and `elif` branches do."""
+        """Yield the bodies of the previous `if` and `elif` branches."""
         above = self.script.parents[node]
         while isinstance(above, ast.If) and above.orelse == [node] and divides(above.test):
             yield from above.body
             node, above = above, self.script.parents[above]
 
     def _later(self, node: ast.AST) -> Iterator[ast.stmt]:
-        """Yield what the ranks do that do not leave."""
+        """Yield the code of the ranks that do not leave."""
         for above in self.script.above(node):
             for block in _blocks(above):
                 if node in block:
@@ -93,7 +93,7 @@ class Divergences:
         return any(one.op == op for one in self.operations.below(*nodes))
 
     def _paired(self, node: ast.AST, divides: Divides, op: str) -> bool:
-        """Return whether another condition pairs with it: `if rank != 0: barrier()` … `if rank == 0: barrier()`."""
+        """Return whether another condition complements it: `if rank != 0: barrier()` … `if rank == 0: barrier()`."""
         scope = self.script.scope(node)
         if not isinstance(node, ast.If) or isinstance(scope, ast.Lambda):
             return False
@@ -118,7 +118,7 @@ class Divergences:
                 if found := self._leaving(before, divides, op, ways):
                     return found
         if isinstance(parent, Loop) and child in parent.body:
-            # A rank that has left the loop does not return.
+            # A rank that has left the loop does not return here.
             return self._leaving(parent.body, divides, op, ("return", "exit", "break"))
         return None
 

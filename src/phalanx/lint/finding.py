@@ -10,12 +10,12 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class LintFinding:
-    """Error: hangs, or makes the result wrong. Warning: does so in some cases, or wastes something."""
+    """Error: hangs, or produces a wrong result. Warning: does so in some cases, or wastes resources."""
 
     line: int
     rule: str
     level: Level
     reason: str
     fix: str
-    last: int = 0  # the last line of what it is about: a comment there counts too
+    last: int = 0  # last line of the reported code: a comment there counts too
     file: str = ""

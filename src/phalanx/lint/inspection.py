@@ -42,9 +42,9 @@ RULES = {
 class LintReport:
     """The findings of all files."""
 
-    files: int  # that were read
+    files: int  # number of files read
     findings: tuple[LintFinding, ...]
-    unreadable: tuple[tuple[str, str], ...] = ()  # file, why
+    unreadable: tuple[tuple[str, str], ...] = ()  # file, error
 
 
 def inspect(text: str, file: str = "") -> list[LintFinding]:
@@ -109,4 +109,4 @@ def _in_folder(path: str) -> Iterator[str]:
             and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
         ]
         paths = (os.path.join(folder, name) for name in files if name.endswith(".py") and not name.startswith("."))
-        yield from (path for path in paths if os.path.isfile(path))  # else a pipe, or a link to nothing
+        yield from (path for path in paths if os.path.isfile(path))  # otherwise a pipe or a broken link

@@ -1,4 +1,4 @@
-"""What the rules ask about a script."""
+"""What the rules query about a script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DISTRIBUTED = [
 
 
 class Model:
-    """What the rules ask about a script."""
+    """Answers the queries of the rules about a script."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -53,7 +53,7 @@ class Model:
 
     @cached_property
     def distributed(self) -> bool:
-        """Whether the script uses other ranks at all."""
+        """Whether the script uses several ranks at all."""
         names = ("torch.distributed.", "torch.nn.parallel.DistributedDataParallel")
         return self.script.uses(*_DISTRIBUTED) or any(
             self.script.name(node).startswith(names) for node in self.script.nodes if isinstance(node, ast.Attribute)
@@ -61,7 +61,7 @@ class Model:
 
     @cached_property
     def joins(self) -> bool:
-        """Whether it joins a process group by calls of torch."""
+        """Whether it joins a process group with calls of torch."""
         starts = self.calls("init_process_group")
         if any(map(_pretends, starts)):
             return False
@@ -89,7 +89,7 @@ class Model:
 
 
 def _pretends(call: ast.Call) -> bool:
-    """Return whether a group has only one process, or is fake."""
+    """Return whether a group has only one process or is fake."""
     words = [*call.args, *(word.value for word in call.keywords if word.arg == "backend")]
     if any(isinstance(word, ast.Constant) and word.value in ("fake", "threaded") for word in words):
         return True

@@ -1,4 +1,4 @@
-"""Operations that all ranks must do together: collectives, creating groups, steps of a wrapped model."""
+"""Operations that all ranks must perform together: collectives, group creation, steps of a wrapped model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.lint.script import Function, Script
 
 Kind = Literal["collective", "group", "model"]
 
-_TORCH = {  # and where each takes the group, if it is not given by name
+_TORCH = {  # position of the group argument, if it is not a keyword
     "all_reduce": 2,
     "all_reduce_coalesced": 2,
     "all_gather": 2,
@@ -39,7 +39,7 @@ _CHECKPOINT = frozenset(["save", "load", "async_save", "save_state_dict", "load_
 _ACCELERATE = frozenset(
     ["gather", "gather_object", "broadcast", "broadcast_object_list", "reduce", "pad_across_processes"]
 )
-_METHODS = {  # of what a library gives: calls that every rank has to make
+_METHODS = {  # methods of library objects that every rank must call
     "accelerator": frozenset(
         [
             "gather",
@@ -63,7 +63,7 @@ _METHODS = {  # of what a library gives: calls that every rank has to make
     "group": frozenset(["barrier", "mean", "sum", "max", "broadcast", "gather", "first"]),
 }
 _MAKERS = {"Accelerator": "accelerator", "PartialState": "accelerator", "Fabric": "fabric", "Trainer": "trainer"}
-_LIBRARIES = {  # whose objects go by these names
+_LIBRARIES = {  # usual variable names of library objects
     "accelerator": ("accelerate",),
     "fabric": ("lightning", "lightning_fabric"),
     "trainer": ("lightning", "pytorch_lightning"),
@@ -82,8 +82,8 @@ class RankOperation:
     node: ast.Call
     op: str  # all_reduce
     kind: Kind = "collective"
-    part: bool = False  # in a separate group: only some ranks are right
-    via: str = ""  # the function of this file, called here, that does it
+    part: bool = False  # in a separate group: only its ranks must call it
+    via: str = ""  # the function of this file that is called here and performs the operation
     quiet: bool = False  # without gradients: DDP then communicates only for a model with buffers
 
     @property
@@ -102,7 +102,7 @@ class Operations:
         self._wraps = any(self._wrapper(call) for call in script.calls)
 
     def at(self, call: ast.Call) -> tuple[RankOperation, ...]:
-        """Return what a call does, itself or through a function of this file."""
+        """Return the operation that a call performs, directly or through a function of this file."""
         if call not in self._at:
             one = self._direct(call)
             self._at[call] = (one,) if one is not None else tuple(self._by_function(call))
@@ -131,7 +131,7 @@ class Operations:
                 local = any(word.arg == "use_local_synchronization" for word in call.keywords)
                 return RankOperation(call, last, "group", part=local)
             if last == "init_process_group":
-                # With its own size it may be a world of some ranks.
+                # With an explicit size, it may be a world of some ranks only.
                 return RankOperation(call, last, part=any(word.arg == "world_size" for word in call.keywords))
             if last in _TORCH:
                 return RankOperation(call, last, part=_in_part(call, last))
@@ -145,7 +145,7 @@ class Operations:
         return self._of_model(call, last)
 
     def _of_model(self, call: ast.Call, last: str) -> RankOperation | None:
-        """Forward and backward of a wrapped model; the state of a sharded one."""
+        """Return the operation on a wrapped model: forward and backward, or the state of a sharded one."""
         if not self._wraps:
             return None
         quiet = self._quiet(call)
@@ -190,7 +190,7 @@ class Operations:
         yield from self._handed(call, function)
 
     def _handed(self, call: ast.Call, function: Function) -> Iterator[RankOperation]:
-        """A wrapped model is passed to a function that calls it."""
+        """Return the operation if a wrapped model is passed to a function that calls it."""
         names = [argument.arg for argument in function.args.args]
         if names[:1] == ["self"]:
             names = names[1:]
@@ -209,7 +209,7 @@ class Operations:
     # -- what things are
 
     def holder(self, node: ast.expr) -> str:
-        """Return what an object of a library is: accelerator, fabric, trainer, strategy, run, group; empty: none."""
+        """Return the kind of a library object: accelerator, fabric, trainer, strategy, run, group; empty: none."""
         if not isinstance(node, ast.Name | ast.Attribute):
             return ""
         for one in self.script.lookup(node):
@@ -244,7 +244,7 @@ class Operations:
         line = getattr(where, "lineno", 0)
         found = [one for one in self.script.lookup(node) if one.kind == "value"]
         before = [one for one in found if one.line < line] if isinstance(node, ast.Name) else found
-        # A function may use what is bound below it.
+        # A function may use names that are bound below it.
         latest = sorted(before or found, key=lambda one: one.line)
         for one in reversed(latest):
             arms = [one.value.body, one.value.orelse] if isinstance(one.value, ast.IfExp) else [one.value]
@@ -253,7 +253,7 @@ class Operations:
                     if how := self._wrapper(arm):
                         return how if one in before else ""
                     if self.script.last(arm.func) == "compile" and arm.args:
-                        break  # it is still what it was
+                        break  # it still has its earlier value
             else:
                 if isinstance(node, ast.Name):
                     return ""

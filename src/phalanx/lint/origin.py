@@ -1,4 +1,4 @@
-"""Where a value comes from: the rank, the world size, a clock or a random number."""
+"""Traces the source of a value: the rank, the world size, a clock or a random number."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _THROUGH = {"int", "float", "bool", "str", "abs", "min", "max", "round", "divmod
 
 
 class Origin:
-    """`depends(expression)`: the value is, or is computed from, such a source. `mentions`: a part of it is.
+    """Traces values to a source. `depends(expression)`: the value is computed from the source. `mentions`: a part of it
+    is.
 
-    Values are followed through names, arithmetic, comparisons, and the results of functions of this file; not through
-    other calls: what `model(x.to(rank))` returns says nothing about the rank.
+    Values are followed through names, arithmetic, comparisons, and results of functions of this file. They are not
+    followed through other calls: the result of `model(x.to(rank))` does not depend on the rank in this sense.
     """
 
     def __init__(
@@ -28,8 +29,8 @@ class Origin:
     ) -> None:
         self.script = script
         self._source = source
-        self._names = names  # what such a value is called, where nothing else is known about it
-        self._settled = settled  # a comparison with which all ranks agree
+        self._names = names  # names that denote such a value where nothing else is known
+        self._settled = settled  # comparisons that give the same result on all ranks
         self._always = always  # a name is such a value only if nothing else is ever bound to it
         self._known: dict[ast.AST, bool] = {}
         self._deep: dict[ast.AST, bool] = {}
@@ -104,7 +105,7 @@ class Origin:
 
 
 def _unknown(one: Binding) -> bool:
-    """Return whether it may be what its name says: no constant (`rank=8` of a matrix), no loop variable."""
+    """Return whether a value may be what its name suggests: no constant (`rank=8` of a matrix), no loop variable."""
     if one.kind in ("loop", "other"):
         return False
     if isinstance(one.value, ast.Constant):

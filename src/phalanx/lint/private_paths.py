@@ -28,7 +28,7 @@ def _own(model: Model, path: ast.AST, depth: int) -> bool:
 
 
 def _given(model: Model, path: ast.expr) -> bool:
-    """Return whether it is a parameter, and a caller passes a path with the rank."""
+    """Return whether the path is a parameter to which a caller passes a path with the rank."""
     scope = model.script.scope(path)
     if not isinstance(scope, ast.FunctionDef):
         return False

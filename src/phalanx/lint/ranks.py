@@ -43,7 +43,7 @@ _FIRST = frozenset(
         "main_process",
     ]
 )
-_DECORATORS = frozenset(  # of functions that do nothing on other ranks
+_DECORATORS = frozenset(  # decorators of functions that do nothing on other ranks
     [
         "rank_zero_only",
         "on_main_process",
@@ -122,14 +122,16 @@ def ranks(script: Script) -> Origin:
 
 
 def agreed(node: ast.Compare) -> bool:
-    """Return whether a test only asks if there are other ranks, as `rank >= 0`: all ranks agree on it."""
+    """Return whether a test only checks that there are other ranks, as `rank >= 0`: the result is the same on all
+    ranks.
+    """
     if len(node.ops) != 1:
         return False
     op, right = node.ops[0], node.comparators[0]
     if isinstance(op, ast.In | ast.NotIn):
         return False
     if isinstance(right, ast.Attribute) and right.attr == "MAIN_PROCESS_RANK":
-        return True  # torch's own tests: -1, of the process that starts the ranks
+        return True  # torch's own tests use -1 for the process that starts the ranks
     value: object
     try:
         value = ast.literal_eval(right)
@@ -170,7 +172,7 @@ def chance(script: Script) -> Origin:
 
 
 def first_parameters(script: Script) -> frozenset[tuple[ast.AST, str]]:
-    """Return the first parameters of spawned functions: the rank."""
+    """Return the first parameters of spawned functions, which are the rank."""
     found = set()
     for call in script.calls:
         if script.name(call.func) not in SPAWNS or not call.args:

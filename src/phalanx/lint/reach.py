@@ -32,7 +32,7 @@ class CodeReach:
     def _entered(self, node: ast.AST) -> bool:
         scope = self.script.scope(node)
         if isinstance(scope, ast.Module):
-            # The first process, which starts the ranks, is none of them.
+            # The first process, which starts the ranks, is not a rank.
             return not self.spawns
         if isinstance(scope, ast.Lambda):
             return self.everywhere(scope)
@@ -41,7 +41,7 @@ class CodeReach:
         return any(self.everywhere(place) for place in self._uses(scope))
 
     def _uses(self, function: Function) -> list[ast.AST]:
-        """Return where a function is named: a method after a dot, its class for `__init__`."""
+        """Return the uses of a function: a method after a dot, its class for `__init__`."""
         owner = self.script.parents[function]
         if not isinstance(owner, ast.ClassDef):
             return self._names.get(function.name, [])
@@ -58,7 +58,7 @@ class CodeReach:
 
     @cached_property
     def spawned(self) -> frozenset[Function]:
-        """The functions that it starts in processes."""
+        """The functions that it runs in processes."""
         found: set[Function] = set()
         for call in self.spawns:
             targets = [word.value for word in call.keywords if word.arg in ("target", "fn", "function")]

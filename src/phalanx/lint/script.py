@@ -1,4 +1,4 @@
-"""A script as its text shows it: syntax tree, parents, names and bindings."""
+"""A parsed script: syntax tree, parents, names and bindings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Binding:
 
 
 class Script:
-    """`Script(text)`. Raises SyntaxError or ValueError."""
+    """A parsed script: `Script(text)`. Raises SyntaxError or ValueError."""
 
     def __init__(self, text: str) -> None:
         with warnings.catch_warnings():
@@ -133,7 +133,7 @@ class Script:
         return found[0] if len(found) == 1 else None
 
     def inside(self, *roots: ast.AST) -> Iterator[ast.AST]:
-        """Yield everything below that runs with these nodes, without nested functions."""
+        """Yield everything that runs together with these nodes, without nested functions."""
         waiting = list(roots)
         while waiting:
             node = waiting.pop()

@@ -1,1 +1,1 @@
-"""What a training script holds: data, model, checkpoints, and the loop around them."""
+"""The training API: data, model, checkpoints, and the loop around them."""

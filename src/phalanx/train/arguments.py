@@ -1,4 +1,4 @@
-"""Checks of what a script gives to `Run`: the message says what was given, and what to type."""
+"""Checks the arguments that a script passes to `Run`. The messages say what was passed, and what to type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.worker.process_group.group import WorkerProcessGroup
 
 
 def kind(value: object) -> str:
-    """Return what a value is, for a message."""
+    """Return a description of the value's type, for a message."""
     if isinstance(value, torch.Tensor):
         return "a tensor"
     name = type(value).__name__
@@ -35,7 +35,7 @@ def check_model(model: object) -> None:
 
 
 def check_loss(loss: object) -> None:
-    """Raise unless this is a loss that gradients can be computed of."""
+    """Raise unless this is a loss with gradients."""
     if not isinstance(loss, torch.Tensor):
         details = ["a number has no gradients: loss.item(), float(loss) and loss.numpy() lose them"]
         raise UsageError(
@@ -62,7 +62,7 @@ def check_epochs(count: Any) -> int:
 
 
 def check_step(opt: Any, clip: object, scheduler: object) -> None:
-    """Raise unless `run.step` can use these."""
+    """Raise unless `run.step` can use these arguments."""
     if not hasattr(opt, "param_groups"):
         given = "loss" if isinstance(opt, torch.Tensor | float) else "metrics"
         raise UsageError(
@@ -78,7 +78,7 @@ def check_step(opt: Any, clip: object, scheduler: object) -> None:
 
 
 def check_metrics(values: object, metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return what `run.log` was given, as one dict."""
+    """Return the arguments of `run.log` as one dict."""
     if values is None:
         return metrics
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):

@@ -28,7 +28,7 @@ class BatchReading:
 
 
 class BatchReader:
-    """Reads data for `run.batches`, and knows which batch `run.backward` and `run.step` are about."""
+    """Reads data for `run.batches`, and provides the current batch to `run.backward` and `run.step`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class BatchReader:
         self._stepper = stepper
         self._warnings = warnings
         self._readings: list[BatchReading] = []
-        self._current: BatchReading | None = None  # whose batch was read last
+        self._current: BatchReading | None = None  # the reading whose batch was read last
         self._restored: dict[str, Any] | None = None  # random state of a checkpoint, until the first epoch
 
     def epochs(self, count: int, *, begun: Callable[[], None]) -> Iterator[int]:
@@ -78,7 +78,7 @@ class BatchReader:
         known = isinstance(data, Loader)
         batches = data.rest() if known else iter(data)
         reading.left = _batches_left(data)
-        # An earlier loop over the same data that an exception has ended may still be held by the traceback.
+        # An earlier loop over the same data that was ended by an exception may still be held by the traceback.
         self._readings = [*(other for other in self._readings if other.data is not data), reading]
         trained = known and self._kept.has(data)
         here = self._device.type == "cpu"
@@ -93,7 +93,7 @@ class BatchReader:
                 self._turn_to(reading)
                 yield batch if here else moved(batch, self._device)
                 if trained:
-                    pause()  # before the next batch is read, and after all that the script does in a step
+                    pause()  # before the next batch is read, after everything that the script does in a step
             if trained:
                 epoch_ended(data)
         finally:
@@ -119,7 +119,7 @@ class BatchReader:
 
     def _turn_to(self, reading: BatchReading | None) -> None:
         self._current = reading
-        # A window of micro-batches ends with the epoch: none of its samples waits for the next.
+        # A window of micro-batches ends with the epoch: its samples do not wait for the next epoch.
         self._stepper.ends = reading is not None and (
             reading.left == 0 or (len(self._readings) > 1 and any(other.left == 0 for other in self._readings))
         )
@@ -127,13 +127,13 @@ class BatchReader:
     # -- random numbers
 
     def remember_rng(self) -> None:
-        """Remember the random state that was just restored: a script may draw before its first epoch."""
+        """Store the random state that was just restored: a script may draw before its first epoch."""
         from phalanx.train.checkpoint import randomness
 
         self._restored = randomness.packed(randomness.taken([self._group.generator]))
 
     def restore_rng(self) -> None:
-        """Restore the remembered random state, once."""
+        """Restore the stored random state, once."""
         if self._restored is not None:
             from phalanx.train.checkpoint import randomness
 
@@ -143,7 +143,7 @@ class BatchReader:
     # -- the current batch
 
     def weighted(self, loss: Any) -> Any:
-        """Return the loss of the current batch, weighted by how many of its samples this rank has."""
+        """Return the loss of the current batch, weighted by this rank's number of samples."""
         data = self._current.data if self._current is not None else None
         if not isinstance(data, Loader):
             return loss if loss.dim() == 0 else loss.mean()
@@ -175,7 +175,7 @@ class BatchReader:
             )
 
     def commit(self, opt: Any) -> int:
-        """Commit what was read since the last step; return how many samples that are, of all ranks."""
+        """Commit everything read since the last step; return the number of samples of all ranks."""
         samples = 0
         for reading in self._readings:
             if isinstance(reading.data, Loader) and reading.data.train is not False:
@@ -196,7 +196,7 @@ class BatchReader:
 
     @property
     def data(self) -> Any:
-        """What the current batch was read from."""
+        """The data from which the current batch was read."""
         return self._current.data if self._current is not None else None
 
     def loaders(self) -> list[Loader]:
@@ -204,7 +204,7 @@ class BatchReader:
         return [reading.data for reading in self._readings if isinstance(reading.data, Loader)]
 
     def total_steps(self) -> int | None:
-        """Return the number of steps of the whole training, if it can be known."""
+        """Return the number of steps of the whole training, if known."""
         reading, counter = self._current, self._counter
         if reading is None or reading.left is None or counter.epochs is None:
             return None
@@ -227,7 +227,7 @@ def moved(batch: Any, device: Any) -> Any:
 
 
 def _batches_left(data: Any) -> int | None:
-    """Return the number of batches to the end of the epoch that was just begun, if it can be known."""
+    """Return the number of batches to the end of the epoch that has just begun, if known."""
     try:
         whole = len(data)
         if not isinstance(data, Loader):

@@ -1,4 +1,4 @@
-"""The data of a training as a script sees it: loaders, epochs, batches and evaluation."""
+"""The data part of the training API: loaders, epochs, batches and evaluation."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class DataRun(StatefulRun):
         return self._reader.read(data, pause=self._batch_done, epoch_ended=self._recovery.epoch_ended)
 
     def _epoch_begun(self) -> None:
-        self._kept.values.commit()  # what the script has set at the end of the last epoch is not repeated any more
+        self._kept.values.commit()  # values that the script has set at the end of the last epoch are final now
         self._reporter.epoch_begun()
 
     def _batch_done(self) -> None:

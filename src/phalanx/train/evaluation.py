@@ -16,7 +16,7 @@ _FIX = 'return {"loss": loss, "accuracy": output.argmax(1) == y}'
 
 
 class MeanOverSamples:
-    """Adds up measured values. Tensors stay where they are until the end, so that no batch waits for a GPU."""
+    """Adds up measured values. Tensors stay on their device until the end, so that no batch waits for a GPU."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -38,7 +38,7 @@ class MeanOverSamples:
                 self._weights[name] = self._weights.get(name, 0) + count
 
     def totals(self) -> dict[str, Any]:
-        """Return what this rank has, as plain values."""
+        """Return the totals of this rank, as plain values."""
         return {"samples": self.samples, "sums": {n: float(s) for n, s in self._sums.items()}, "weights": self._weights}
 
 
@@ -75,7 +75,7 @@ def measure_batch(measure: Callable[..., object], batch: Any) -> object:
 
 @contextlib.contextmanager
 def evaluating(models: Iterable[Any]) -> Iterator[None]:
-    """Set models to evaluation mode, without gradients; at the end each of their modules is in its mode again."""
+    """Set models to evaluation mode, without gradients; at the end, restore the mode of each of their modules."""
     before = [(model, model.training) for model in models]
     modes = [(part, part.training) for model, _ in before for part in (model, *model.modules())]
     for model, _ in before:

@@ -81,7 +81,7 @@ def main(train: Callable[[Run], Result], *, log_to: LogTo | Sequence[LogTo] | No
     try:
         if not callable(train):
             raise UsageError(f"main() takes a function, not {train!r}", fix="phalanx.main(train)")
-        trackers(log_to)  # an unknown one is an error before the group forms
+        trackers(log_to)  # raises for an unknown one before the group forms
         given_hyperparameters.record(options.pop("hyperparameters", None), environment())
         line = environment().get(LINE)
         return _survive(train, line, options, log_to) if line else _run(train, options, log_to)
@@ -125,7 +125,7 @@ def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any],
         run, result = loop.live(train)
     except Halted:
         if loop.run is not None:
-            loop.run.group.close(failed=True)  # waits for nobody: the checkpoint is on the disk
+            loop.run.group.close(failed=True)  # waits for no rank: the checkpoint is on disk
         raise SystemExit(0) from None  # the script must not continue as if the training were complete
     except BaseException as error:
         if loop.run is not None:
@@ -138,10 +138,10 @@ def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any],
 
 
 def _close_after(error: BaseException, run: Run) -> None:
-    """Close the run after `error`. What fails here is added to it as a note: the first cause is what matters."""
+    """Close the run after `error`. Further errors are added to it as notes: the first cause matters."""
     if isinstance(error, Exception):
         error_file.write(error)
-    failed = is_failure(error)  # sys.exit(0) is not
+    failed = is_failure(error)  # sys.exit(0) is not a failure
     try:
         run.group.close(failed=failed)
     except Exception as later:

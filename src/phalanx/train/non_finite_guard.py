@@ -1,13 +1,14 @@
 """Keeps updates that are not finite out of the state of a training: `phalanx run --on-nan rollback|stop`.
 
 The losses and gradients of an update are checked before the optimizer uses them, so the state of the last committed
-step is still there, and is finite. All ranks exchange what they have found and come to the same decision:
+step still exists, and is finite. All ranks exchange their findings and make the same decision:
 
-rollback  drop the update and undo what the forward has changed (buffers); the batch counts as done, and is not repeated
-stop      raise `NonFiniteError` on all ranks, with a checkpoint of the last committed step if checkpoints are on
+    rollback  drop the update and undo the changes of the forward (buffers); the batch counts as done, and is not
+              repeated
+    stop      raise `NonFiniteError` on all ranks, with a checkpoint of the last committed step if checkpoints are on
 
-That is the state that a run would reach from a snapshot if it repeated all steps since then and left out this batch.
-Only NaN and infinity count: no limit for a finite loss is right for every training.
+The resulting state is the one that a run would reach from a snapshot if it repeated all steps since then without this
+batch. Only NaN and infinity count: no limit for a finite loss is right for every training.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class StopTraining:
 
 
 def decide(policy: Policy, step: int, skipped: Sequence[int], *, state_is_finite: bool) -> Skip | StopTraining:
-    """Return what to do about an update of `step` that is not finite. `skipped`: the steps that were skipped so far."""
+    """Return the action for an update of `step` that is not finite. `skipped`: the steps skipped so far."""
     if not state_is_finite:
         return StopTraining("the parameters or buffers of the last committed step are not finite either")
     if policy == "stop":
@@ -64,7 +65,7 @@ def checked_policy(text: str | None) -> Policy:
 
 
 def describe(found: Sequence[float], world_size: int) -> str:
-    """Return what is not finite. `found` is what `_Findings` has of all ranks."""
+    """Describe what is not finite. `found` has the `_Findings` of all ranks."""
     own, metric, _ = found
     if own:
         return f"the loss of rank {world_size - round(own)} is not finite"
@@ -72,7 +73,7 @@ def describe(found: Sequence[float], world_size: int) -> str:
 
 
 class NonFiniteGuard:
-    """Checks every update of a run, as long as the policy is not "report".
+    """Checks every update of a run, unless the policy is "report".
 
     save     saves a checkpoint of the last committed step, and returns its step; None: there are no checkpoints
     skipped  the steps that were skipped; part of the state, so that all ranks know them
@@ -89,7 +90,7 @@ class NonFiniteGuard:
         save: Callable[[], int | None],
     ) -> None:
         self.skipped: list[int] = []
-        self.latest: tuple[str, float] | None = None  # why the latest update was skipped, and what it has cost
+        self.latest: tuple[str, float] | None = None  # why the latest update was skipped, and what it cost
         self._policy = policy
         self._device = device
         self._world_size = world_size
@@ -97,14 +98,14 @@ class NonFiniteGuard:
         self._counter = counter
         self._save = save
         self._losses: list[torch.Tensor] = []  # of this rank, since the last update
-        self._metrics: list[Any] = []  # that are called a loss, of this step
+        self._metrics: list[Any] = []  # metrics of this step whose name contains "loss"
         self._buffers = BufferCopies(kept)
         self._begins = True  # no forward since the last update
         self._updated = 0.0  # when the last update was made
         self._error: NonFiniteError | None = None
 
     def before_forward(self) -> None:
-        """Remember the buffers, if this is the first forward since the last update."""
+        """Copy the buffers, if this is the first forward since the last update."""
         if self._begins:
             self._begins = False
             self._buffers.take()
@@ -114,18 +115,18 @@ class NonFiniteGuard:
         self._losses.append(loss.detach())
 
     def check_stopped(self) -> None:
-        """Raise again what has stopped the run: the script may have caught it."""
+        """Raise the error again that has stopped the run: the script may have caught it."""
         if self._error is not None:
             raise self._error
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Set the metrics of the step at hand."""
+        """Set the metrics of the current step."""
         self._metrics = [value for name, value in metrics.items() if "loss" in name.lower()]
 
     def refuses(self, parameters: Sequence[Any], *, scaled: bool) -> bool:
         """Return whether the update must not be made. Raises if the run must stop. All ranks must call it.
 
-        `scaled`: the gradients are scaled for fp16, and infinite ones are the scaler's business.
+        `scaled`: the gradients are scaled for fp16, and the scaler handles infinite ones.
         """
         rank = self._world_size - (dist.get_rank() if self._world_size > 1 else 0)  # 0 is for "nothing found"
         gradients = [] if scaled else [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -140,7 +141,7 @@ class NonFiniteGuard:
         return True
 
     def _exchanged(self, mine: torch.Tensor) -> list[float]:
-        """Return the largest value of all ranks, for each of them."""
+        """Return the maximum over all ranks, for each value."""
         if self._world_size > 1:
             dist.all_reduce(mine, dist.ReduceOp.MAX)
         return [float(value) for value in mine.tolist()]
@@ -156,7 +157,7 @@ class NonFiniteGuard:
                 self.latest = what, seconds
             case StopTraining(why):
                 self._kept.drop_unfinished_step()
-                self.skipped = []  # a run that resumes begins to count again
+                self.skipped = []  # a resumed run starts counting again
                 raise self._stopped(f"stopped before the update of step {step}: {what}", why, save=not bad)
 
     def _stopped(self, what: str, why: str, *, save: bool) -> NonFiniteError:
@@ -183,7 +184,7 @@ class BufferCopies:
         self._copies: list[torch.Tensor] = []
 
     def take(self) -> None:
-        """Copy the buffers as they are now."""
+        """Copy the current buffers."""
         with torch.no_grad():
             if self._places is None:
                 modules = {id(part): part for model in self._kept.models for part in model.modules()}
@@ -194,7 +195,7 @@ class BufferCopies:
                 copy.copy_(part._buffers[name])
 
     def put_back(self) -> None:
-        """Set the buffers to the copies."""
+        """Restore the buffers from the copies."""
         with torch.no_grad():
             for (part, name), copy in zip(self._places or (), self._copies, strict=True):
                 part._buffers[name].copy_(copy)
@@ -205,9 +206,9 @@ def _own_buffers(part: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def not_finite(values: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Return 1 if one of the values is NaN or infinite, else 0, as a tensor: nothing waits for a GPU.
+    """Return 1 if one of the values is NaN or infinite, else 0, as a tensor, without waiting for a GPU.
 
-    Of a sharded tensor, this rank's shard is checked.
+    For a sharded tensor, this rank's shard is checked.
     """
     flag = torch.zeros((), device=device)
     tensors: list[torch.Tensor] = []
@@ -229,7 +230,7 @@ def not_finite(values: Sequence[Any], device: torch.device) -> torch.Tensor:
 
 
 def _extremes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return numbers that are all finite only if all of the tensors are. The fastest way differs between devices."""
+    """Return numbers that are all finite only if all tensors are. The fastest way differs between devices."""
     if all(tensor.is_cuda for tensor in tensors):
         return list(torch._foreach_norm(tensors, float("inf")))
     return [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]

@@ -1,4 +1,4 @@
-"""Restores the kept objects of a run: from a living rank, a snapshot in memory, or a checkpoint on the disk."""
+"""Restores the kept objects of a run: from a live rank, a snapshot in memory, or a checkpoint on disk."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.rendezvous.store import Store
 
 T = TypeVar("T")
-_SNAPSHOT_PATIENCE = 1.0  # seconds for a snapshot that is nearly complete when the group is lost: it may be the newest
+_SNAPSHOT_PATIENCE = 1.0  # seconds for a nearly complete snapshot when the group is lost: it may be the newest
 
 
 class Run(DataRun):
@@ -130,7 +130,7 @@ class Run(DataRun):
         )
 
     def _make_guard(self) -> NonFiniteGuard | None:
-        """Return what checks updates, if `--on-nan` says so."""
+        """Return the object that checks updates, if `--on-nan` requires it."""
         policy = checked_policy(environment().get(ON_NAN))
         if policy == "report":
             return None
@@ -237,7 +237,8 @@ class Run(DataRun):
         self._kept.adopt()
         if how == "hsdp":
             self._recovery.commit_in_two_phases(self._reader.loaders)
-        if self._resumed is None and not self._recovery.from_snapshot:  # else the random state of each rank is restored
+        # otherwise the random state of each rank is restored
+        if self._resumed is None and not self._recovery.from_snapshot:
             self._group.seed_apart()
         return wrapped
 
@@ -319,7 +320,7 @@ class Run(DataRun):
             self.print(f"phalanx: step {step}: {what}: its update was dropped and its batch skipped")
 
     def _commit(self, opt: Any, values: dict[str, Any], *, reported: bool = False) -> None:
-        """Commit a step. `reported`: what is not finite in its metrics is reported already."""
+        """Commit a step. `reported`: non-finite values in its metrics are already reported."""
         counter = self._counter
         samples = self._reader.commit(opt)
         if not self._misuse.done:
@@ -370,7 +371,7 @@ class Run(DataRun):
 
     def _close(self, failed: bool) -> None:
         """Wait until everything is saved. The process group calls it when it closes. Raises if a save has failed."""
-        with contextlib.ExitStack() as stack:  # each of them is closed, even if another one raises
+        with contextlib.ExitStack() as stack:  # close each of them, even if another one raises
             stack.enter_context(contextlib.suppress(LeftEarly))  # as in `_finish`
             stack.enter_context(mismatch.ending())
             stack.callback(self._checkpoints.close, broken=failed)
@@ -381,8 +382,8 @@ class Run(DataRun):
     def _abandon(self, left: Callable[[], None] | None = None, *, has_state: bool = False) -> None:
         """Leave a group that was lost, without waiting for other ranks. Called by `phalanx.main`.
 
-        left       called when the group is gone; writing what was to be saved may take longer
-        has_state  living ranks have the state, so that no save has to be completed
+        left       called when the group is left; writing pending saves may take longer
+        has_state  live ranks have the state, so no save has to be completed
         """
         handover = self._recovery.generation.handover
         with contextlib.ExitStack() as stack:

@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-# torch is between the script and a hook of phalanx that it calls.
+# torch frames are between the script and a hook of phalanx that torch calls.
 _NOT_THE_SCRIPT = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
 
 

@@ -1,7 +1,7 @@
-"""Settings of optimizers and schedulers, such as learning rates, as they were at some point.
+"""Settings of optimizers and schedulers, such as learning rates, at one point in time.
 
-A script changes them where it makes a scheduler, or at the end of an epoch. If it runs such a place a second time,
-after a failure, the change must not count twice. Tensors are not included: only steps change them.
+A script changes them where it creates a scheduler, or at the end of an epoch. If it runs this code again after a
+failure, the change must not count twice. Tensors are not included: only steps change them.
 """
 
 from __future__ import annotations

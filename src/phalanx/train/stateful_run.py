@@ -1,4 +1,4 @@
-"""The process group and the state of a training as a script sees them: what is kept, saved and logged."""
+"""The process group and the state of a training in the training API: what is kept, saved and logged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StatefulRun:
     _checkpoints: CheckpointSchedule
     _restoration: Restoration
 
-    _resumed: Info | None = None  # the checkpoint that `keep` has restored from
+    _resumed: Info | None = None  # the checkpoint from which `keep` has restored
 
     # -- the process group
 
@@ -175,13 +175,17 @@ class StatefulRun:
     # -- output
 
     def log(self, values: Mapping[str, Any] | None = None, /, **metrics: Any) -> None:
-        """`run.log(accuracy=accuracy, lr=lr)`: write metrics, at any time and on any rank. Nothing waits for it.
+        """`run.log(accuracy=accuracy, lr=lr)`: write metrics, at any time and on any rank, without waiting for other
+        ranks.
 
             run.log({"val/accuracy": accuracy})     # a dict takes any name
 
-        They go to `metrics.jsonl` with the last committed step, TensorBoard, the dashboard, and the trackers of
-        `phalanx.main(train, log_to="wandb")`. If ranks log different values, those of other ranks are written with
+        They are written to `metrics.jsonl` with the last committed step, TensorBoard, the dashboard, and the trackers
+        of `phalanx.main(train, log_to="wandb")`. If ranks log different values, those of other ranks are written with
         their rank. For a metric of every step, use `run.step(opt, loss=loss)`.
+
+        Reading a tensor on a GPU synchronizes with the GPU: on rank 0 at most about 10 times per second, on other ranks
+        at every call.
         """
         found = held(check_metrics(values, metrics))
         if found:
@@ -189,7 +193,7 @@ class StatefulRun:
             self._checkpoints.logged(found)
 
     def _halt(self) -> None:
-        """End the training when a checkpoint of the last committed step is on the disk. Without a folder, continue."""
+        """End the training when a checkpoint of the last committed step is on disk. Without a folder, continue."""
         saved = self._checkpoints.save_and_wait(self._group)
         if saved is not None:
             self._reporter.finish()
@@ -197,10 +201,10 @@ class StatefulRun:
 
     # -- as an object
 
-    if not TYPE_CHECKING:  # a type checker must not think that there is every name
+    if not TYPE_CHECKING:  # a type checker must not assume that every name exists
 
         def __getattr__(self, name: str) -> Any:
-            """Say where a name is that another object has: most are those of the process group."""
+            """Raise an error that says where a name is, if another object has it: most belong to the process group."""
             group = self.__dict__.get("_group")
             if name.startswith("_") or hasattr(type(self), name) or group is None:
                 return object.__getattribute__(self, name)  # raises as Python does

@@ -1,4 +1,4 @@
-"""What `phalanx ui` asks for: the runs of this machine."""
+"""The runs of this machine, for `phalanx ui`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RunKind = Literal["running", "done", "stopped", "failed", "killed", "elsewhere"]
 class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A run in the list of runs of this machine. Flat, because it is a row of that table, as the page receives it."""
 
-    key: str  # what a browser names it by
+    key: str  # identifies the run in requests of the browser
     name: str
     state: str  # as in `phalanx ps`
     kind: RunKind
@@ -26,7 +26,7 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     loss: float | None  # None: none was measured, or it was not finite
     faults: int
-    why: str  # it ended; empty: it succeeded, or it runs
+    why: str  # why it ended; empty: it succeeded or is running
     command: str
     folder: str
     host: str
@@ -42,11 +42,11 @@ class RunList(Protocol):
         ...
 
     def source(self, key: str) -> Source:
-        """Return where a viewer gets a run from."""
+        """Return the source from which a viewer reads a run."""
         ...
 
     def compared(self, key: str) -> ComparedRun:
-        """Return a run, as it is compared with others."""
+        """Return a run in the form used for comparison."""
         ...
 
     def delete(self, key: str) -> None:

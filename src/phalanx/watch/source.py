@@ -1,4 +1,4 @@
-"""Where a viewer gets a run from: the agent of a live run, or the folder of a finished one."""
+"""Sources from which a viewer reads a run: the agent of a live run, or the directory of a finished one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WhyAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(Protocol):
-    """What a viewer asks for."""
+    """The data that a viewer requests."""
 
     run: str  # its name
 
@@ -52,7 +52,7 @@ class Source(Protocol):
         ...
 
     async def log(self, rank: int, stream: Stream, *, start: int | None = None, size: int = 1 << 16) -> LogPart:
-        """Return part of the output of a rank, from `start` on. None: the end of it."""
+        """Return part of the output of a rank, beginning at `start`. None: the end of the output."""
         ...
 
     async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]:
@@ -60,5 +60,5 @@ class Source(Protocol):
         ...
 
     async def why(self) -> WhyAnswer:
-        """Return why the run is stalled, with the stacks of all ranks."""
+        """Explain why the run is stalled, with the stacks of all ranks."""
         ...

@@ -26,11 +26,11 @@ _CONNECT_TIMEOUT = 30.0  # seconds for the first assignment: the agent is on thi
 class AgentChannel:
     """Receives the messages of the agent in a thread.
 
-    leave      called when the agent sends a new assignment, before that is published: the old group is cut before
-               anything of the next one exists. `has_moved` is true from before this call on, so nothing counts that an
-               operation of the old group has left incomplete
+    leave      called when the agent sends a new assignment, before it is published: the old group is cut before
+               anything of the next one exists. `has_moved` is true from before this call on, so that results of
+               incomplete operations of the old group are not used
     moved      called after the new assignment is published
-    heartbeat  called twice a second; what it returns is sent
+    heartbeat  called twice per second; its result is sent
     received   called with any other message of the agent
     """
 
@@ -54,7 +54,7 @@ class AgentChannel:
         self.preempt = first.preempt  # signals that the agent handles, not the worker
         self._assignment = first if isinstance(first, messages.Assignment) else None
         self._waiting = self._assignment is None  # a spare, or there are too few workers
-        self._leaving = False  # leaving the old group, and the new assignment is not published yet
+        self._leaving = False  # leaving the old group; the new assignment is not published yet
         self._gone = False
         self._final = False  # no other assignment follows
         self._pid = os.getpid()
@@ -85,7 +85,7 @@ class AgentChannel:
         return -1 if assignment is None else assignment.generation
 
     def newer(self, than: messages.Assignment, patience: float) -> messages.Assignment | None:
-        """Return the assignment of a later generation as soon as there is one; None: none in `patience` seconds."""
+        """Return the assignment of a later generation as soon as there is one; None: none within `patience` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._final or self._later(than), patience)
             if self._waiting:
@@ -102,7 +102,7 @@ class AgentChannel:
 
     def send(self, message: messages.FromWorker) -> None:
         """Send a message."""
-        with contextlib.suppress(OSError):  # the agent is gone, and ends this process in a moment
+        with contextlib.suppress(OSError):  # the agent has ended; this process is ended in a moment
             self._sock.send(encoding.encode(message))
 
     def send_nowait(self, message: messages.FromWorker) -> None:
@@ -137,7 +137,7 @@ class AgentChannel:
                 packet = b""
             if not packet:
                 self._parent_death.agent_gone()
-                self._received(messages.EndWorker(signal.SIGTERM))  # the agent is gone
+                self._received(messages.EndWorker(signal.SIGTERM))  # the agent has ended
                 break
             message = messages.from_agent.decode(packet)
             if isinstance(message, messages.Halt | messages.Rescue | messages.EndWorker):

@@ -1,6 +1,6 @@
 """The error file of a worker, for its launcher: torchrun's error.json, which `phalanx run` reads too.
 
-It is written where the exception was caught, not when the interpreter ends, so that its time is that of the cause.
+It is written where the exception was caught, not when the interpreter ends, so that its time is the time of the cause.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from phalanx.forkserver import paths
 from phalanx.forkserver.child import error_file as printed
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_FRAMES = 3  # the innermost, which say most
+_FRAMES = 3  # the innermost, which are the most informative
 _OURS = tuple(paths.ROOT + folder for folder in paths.ENTRY)
 
 
 def write(error: BaseException) -> None:
-    """Write the error, if the launcher asks for it. An earlier report is never replaced: it is the cause.
+    """Write the error, if the launcher requests it. An earlier report is never replaced: it is the cause.
 
-    Frames of phalanx above those of the script are left out of `frames`.
+    Frames of phalanx above those of the script are omitted from `frames`.
     """
     now = time.time()
     path = os.environ.get(VARIABLE)
@@ -48,8 +48,8 @@ def write(error: BaseException) -> None:
         "time": now,
         "exception": type(error).__name__,
         "text": str(error),
-        "in_words": in_words,  # the message has all lines that matter
-        "code": getattr(error, "exit_code", 1),  # the exit code that the process will end with
+        "in_words": in_words,  # the message contains all lines that matter
+        "code": getattr(error, "exit_code", 1),  # the exit code of the process
         "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in frames],
     }
     with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def write(error: BaseException) -> None:
 
 
 def script_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the innermost frames of the script: the call that phalanx refused, without the frames of phalanx."""
+    """Return the innermost frames of the script: the call that phalanx rejected, without the frames of phalanx."""
     found = traceback.extract_tb(error.__traceback__)
     return [frame for frame in found if not frame.filename.startswith(paths.ROOT) or _is_demo(frame)][-_FRAMES:]
 

@@ -1,4 +1,4 @@
-"""Hands the hyperparameters that a script gives to its agent, which records them: contract/run_metadata.py."""
+"""Passes the hyperparameters of a script to its agent, which records them: contract/run_metadata.py."""
 
 from __future__ import annotations
 

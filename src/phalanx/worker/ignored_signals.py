@@ -30,19 +30,20 @@ class IgnoredSignals:
             os.register_at_fork(after_in_child=self.end)
 
     def _ignore(self, number: int, _: object) -> None:  # noqa: ARG002
-        """Ignore the signal. Workers of a DataLoader have got it too, and die: torch's SIGCHLD handler would raise
-        anywhere, even within an update, so it is replaced. Waiting for the next batch raises soon enough."""
+        """Ignore the signal. Workers of a DataLoader have received it too, and exit: torch's SIGCHLD handler would
+        raise anywhere, even within an update, so it is replaced. Waiting for the next batch raises soon enough.
+        """
         if self._children is None and callable(signal.getsignal(signal.SIGCHLD)):
             self._children = signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def die(self, number: int) -> None:
-        """Die of the signal, as without a handler. Any thread may call it, also while the main one waits in C++."""
+        """Exit by the signal, as without a handler. Any thread may call it, also while the main thread waits in C++."""
         if number in self._taken and signal.getsignal(number) == self._ignore and os.getpid() == self._pid:
             ctypes.CDLL(None).signal(number, None)
             os.kill(self._pid, number)
 
     def end(self) -> None:
-        """Restore all handlers; also in a fork, which its parent may want to end with such a signal."""
+        """Restore all handlers; also in a fork, so that its parent can end it with such a signal."""
         with contextlib.suppress(ValueError):
             for number in self._taken:
                 if signal.getsignal(number) == self._ignore:

@@ -1,4 +1,4 @@
-"""The snapshot memory of this node's agent, as a worker sees it."""
+"""The client of the snapshot memory of this node's agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATIENCE = 30.0  # seconds: the agent is on this host, but may be busy
 
 
 class SnapshotMemoryClient:
-    """Asks the agent for memory. It returns descriptors, which the caller must close.
+    """Requests memory from the agent. It returns descriptors, which the caller must close.
 
     shelf  the prefix of all names; one per training
     """
@@ -27,7 +27,7 @@ class SnapshotMemoryClient:
         self._shelf = f"{shelf}/"
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.settimeout(_PATIENCE)
-        self._asking = threading.Lock()  # one question at a time
+        self._asking = threading.Lock()  # one request at a time
         try:
             linux.connect_to_own(self._sock, name)
         except OSError as error:
@@ -78,7 +78,7 @@ class SnapshotMemoryClient:
                 _check(fd)
             return messages.answer.decode(packet), fd
         except (OSError, msgspec.MsgspecError) as error:
-            self._sock.close()  # a late answer would be taken for that to the next request
+            self._sock.close()  # a late answer would be mistaken for the answer to the next request
             raise LaunchError(f"cannot connect to the snapshot memory of the agent: {error}") from error
 
 

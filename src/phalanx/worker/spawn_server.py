@@ -1,9 +1,10 @@
-"""The fork server of `phalanx.spawn`, and what the ranks that it forks do.
+"""The fork server of `phalanx.spawn`, and the ranks that it forks.
 
     serve(sock, caller, call)   in a fork of the caller, or in a fresh interpreter: never returns
 
 It is the fork server of `phalanx run` (`forkserver/server.py`), in a process that has the function in memory. A rank
-calls it, and sends what it returns or raises through a pipe: pickle, from a child to the process that started it.
+calls the function, and sends its result or exception through a pipe: pickle, from a child to the process that started
+it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(sock: int, caller: int, call: int) -> None:
 
 
 def serve(sock: socket.socket, caller: int, call: Call) -> None:
-    """Import torch once, then fork ranks for the caller until it is gone. Exits; never returns."""
+    """Import torch once, then fork ranks for the caller until it ends. Exits; never returns."""
     authkey = multiprocessing.current_process().authkey
     try:
         _leave_caller()
@@ -61,15 +62,15 @@ def serve(sock: socket.socket, caller: int, call: Call) -> None:
         with contextlib.suppress(OSError):
             wire.send(sock, {"is": "broken", "why": traceback.format_exc()})
         os._exit(1)
-    # A rank. As a process of multiprocessing, because that resets its state: a fork has that of the caller.
+    # A rank. It is a process of multiprocessing, which resets its state: a fork has the state of the caller.
     process: Any = multiprocessing.get_context("fork").Process(target=_run, args=(spec, call))
     process.authkey = authkey  # managers of the caller ask for it
     os._exit(process._bootstrap())
 
 
 def _leave_caller() -> None:
-    """Undo what the caller has set up: session, signal handlers, exit functions, streams, how exceptions are shown."""
-    with contextlib.suppress(PermissionError):  # it leads a session already
+    """Undo the caller's setup: session, signal handlers, exit functions, streams, display of exceptions."""
+    with contextlib.suppress(PermissionError):  # it already leads a session
         os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
@@ -78,14 +79,14 @@ def _leave_caller() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     atexit._clear()
     _plain_streams()
-    sys.excepthook = sys.__excepthook__  # that of a notebook sends messages, and has none of Python's hints
+    sys.excepthook = sys.__excepthook__  # the hook of a notebook sends messages, and lacks Python's hints
 
 
-_former: list[Any] = []  # kept: their destructors would close the descriptors
+_former: list[Any] = []  # kept alive: their destructors would close the descriptors
 
 
 def _plain_streams() -> None:
-    """Replace the streams: those of a notebook use threads that a fork does not have, and locks that they held."""
+    """Replace the streams: those of a notebook use threads that a fork does not have, and locks that these held."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # one that the caller has closed
         os.set_inheritable(fd, True)
     os.close(fd)
@@ -101,7 +102,7 @@ def _stream(fd: int) -> TextIO:
 
 
 def _import_torch() -> bool:
-    """Import torch before the forks. A function that does not need it runs without."""
+    """Import torch before the forks. A function that does not need it runs without it."""
     try:
         import torch.distributed  # noqa: F401
     except ImportError:
@@ -125,7 +126,7 @@ def _run(spec: dict[str, Any], call: Call) -> None:
         answer = _packed(value)
     except SystemExit as error:
         failed = error.code not in (None, 0)
-        # `phalanx.main` has printed its error, and raises SystemExit with that as the cause.
+        # `phalanx.main` has printed its error, and raises SystemExit with it as the cause.
         answer = _failure(error.__cause__ or error) if failed else _packed(None)
     except BaseException as error:  # reported to the caller
         failed = True
@@ -137,7 +138,7 @@ def _run(spec: dict[str, Any], call: Call) -> None:
 
 
 def _set_threads() -> None:
-    """Set torch's number of threads, which it has read from the environment of the fork server."""
+    """Set torch's number of threads, which it read from the environment of the fork server."""
     threads = os.environ.get(THREADS, "")
     if (torch := sys.modules.get("torch")) is not None and threads.isdecimal() and int(threads):
         torch.set_num_threads(int(threads))
@@ -145,7 +146,7 @@ def _set_threads() -> None:
 
 @contextlib.contextmanager
 def _group(backend: str | None) -> Iterator[None]:
-    """Make the process group, unless the function does (None)."""
+    """Create the process group, unless the function does (None)."""
     if backend is None:
         yield
         return
@@ -184,7 +185,7 @@ def _packed(value: Any) -> dict[str, Any]:
 
 
 def _printed(error: BaseException) -> str:
-    """Return the traceback as Python prints it. Before Python 3.12, only there are its hints."""
+    """Return the traceback as Python prints it. Before Python 3.12, its hints are only there."""
     with contextlib.redirect_stderr(io.StringIO()) as text:
         sys.__excepthook__(type(error), error, error.__traceback__)
     return text.getvalue()

@@ -54,7 +54,7 @@ class Fault(NamedTuple):
 
 
 def once(name: str) -> bool:
-    """Whether nobody has done it before."""
+    """Return whether it is done for the first time."""
     try:
         os.close(os.open(FOLDER / name, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -91,7 +91,7 @@ def do(how: str, code: str = "0") -> None:
         case "pause":
             time.sleep(1)
         case "spin":
-            ctypes.PyDLL(None).sleep(100_000)  # Python's lock is never released
+            ctypes.PyDLL(None).sleep(100_000)  # the GIL is never released
         case "greedy":
             Path("/proc/self/oom_score_adj").write_text("1000")
             held = [bytearray(os.urandom(1)) * (64 << 20) for _ in range(200)]
@@ -111,7 +111,7 @@ def do(how: str, code: str = "0") -> None:
             os.kill(fork_server if how == "forkserver" else int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
             time.sleep(600)  # it dies with them
         case "all":
-            # Stopped first, so that none notices the death of another.
+            # Stop them first, so that none notices the death of another.
             pids = [int(path.read_text()) for path in sorted(FOLDER.glob("pid.*")) if path.name != f"pid.{RANK}"]
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in (*pids, *([os.getpid()] if number == signal.SIGKILL else [])):
@@ -121,7 +121,7 @@ def do(how: str, code: str = "0") -> None:
 
 
 def edit(way: str) -> None:
-    """Change what a replacement must not read: a constant, the syntax, or that there is a file at all."""
+    """Change files that a replacement must not read: a constant, the syntax, or the existence of the file."""
     script, module = Path(__file__), Path(__file__).with_name("settings.py")
     match way:
         case "constant":
@@ -135,7 +135,7 @@ def edit(way: str) -> None:
 
 
 def change_disk(full: bool) -> None:
-    """Use all space of the file system at $DISK, or give it back."""
+    """Use all space of the file system at $DISK, or free it."""
     ballast = Path(os.environ["DISK"], "ballast")
     ballast.unlink(missing_ok=True)
     if full:
@@ -149,7 +149,7 @@ def change_disk(full: bool) -> None:
 
 
 def store() -> int:
-    """Who else but the agent holds the socket of the store: a child of our parent."""
+    """Return the process besides the agent that has the socket of the store: a child of our parent."""
     port = f":{int(os.environ['MASTER_PORT']):04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
     (inode,) = [row[9] for row in rows if row[1].endswith(port) and row[3] == "0A"]
@@ -164,7 +164,7 @@ def store() -> int:
 
 
 def serve(port: int) -> None:
-    """Start what outlives this process by itself: a server in its own session, and a child."""
+    """Start processes that outlive this one: a server in its own session, and a child."""
     server = subprocess.Popen(
         [sys.executable, "-S", "-c", SERVER, str(port)], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -189,7 +189,7 @@ import phalanx  # noqa: E402
 
 
 def before(module: Any, name: str, where: str) -> None:
-    """The fault happens in the middle of something of phalanx's own: just before it calls this function."""
+    """Make the fault happen inside phalanx: just before it calls this function."""
     function: Callable[..., Any] = getattr(module, name)
 
     def wrapped(*args: Any, **options: Any) -> Any:
@@ -217,7 +217,7 @@ class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 
 class Log:
-    """What this rank does, one line each, written in one piece: the rank may be killed at any time."""
+    """What this rank does, one line each, written atomically: the rank may be killed at any time."""
 
     def __init__(self, run: phalanx.Run) -> None:
         self._file = os.open(FOLDER / f"log.{run.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -278,7 +278,7 @@ def train(run: phalanx.Run) -> None:
                     file.write(json.dumps(parameters()) + "\n")
             if not EPOCHS and run.group.broadcast((FOLDER / "end").exists()):
                 break
-    # Whatever was repeated, values have counted it once.
+    # Values have counted it once, whatever was repeated.
     assert run.state["begun"] == [run.steps], (run.state["begun"], run.steps)
     (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, parameters()]))
 

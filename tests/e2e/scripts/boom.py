@@ -1,4 +1,4 @@
-"""boom.py RANK: that rank raises one exception from another; the others wait for what never comes."""
+"""boom.py RANK: that rank raises one exception from another; the others wait forever."""
 
 import os
 import sys

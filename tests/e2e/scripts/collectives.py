@@ -1,4 +1,4 @@
-"""Every collective that torch has; what came of it goes to a folder."""
+"""Runs every collective of torch; the results are written to a folder."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def everything(name, group):
         value = mine(3, 2)
         dist.all_reduce(value, operation, group=group)
         keep(f"{name} all_reduce {operation}", value)
-    value = mine(6) if rank else mine(2, 3)  # laid out differently, and as many
+    value = mine(6) if rank else mine(2, 3)  # different layout, same number of elements
     dist.all_reduce(value, group=group)
     keep(f"{name} all_reduce laid out", value.flatten())
     value = mine(4, dtype=torch.int64)
@@ -55,7 +55,7 @@ def everything(name, group):
     keep(f"{name} reduce_scatter", part)
     dist.all_to_all_single(whole, mine(2 * size), group=group)
     keep(f"{name} all_to_all_single", whole)
-    # Uneven: each rank sends as many as the other's place says.
+    # Uneven: each rank sends as many elements as the position of the other.
     taken = torch.zeros((rank + 1) * size)
     sent = list(range(1, size + 1))
     dist.all_to_all_single(taken, mine(sum(sent)), [rank + 1] * size, sent, group=group)
@@ -101,7 +101,7 @@ for again in range(2):  # a group that is left, and another with the same names
         everything("pair", pair)
     if rank and not again:
         everything("rest", rest)
-    if rank == size - 1:  # two groups in another order, which is nobody's fault
+    if rank == size - 1:  # two groups in another order, which is no error
         first, second = torch.ones(1), torch.ones(1)
         works = [dist.all_reduce(second, group=rest, async_op=True), dist.all_reduce(first, group=pair, async_op=True)]
     elif rank == 0:

@@ -1,4 +1,4 @@
-"""Each attempt goes wrong in another way: differ.py [KINDS [BACKENDS]], with commas between them, used in turns."""
+"""Each attempt fails in another way: differ.py [KINDS [BACKENDS]], separated by commas, used in turn."""
 
 import os
 import sys
@@ -49,7 +49,7 @@ def bucket(x):
 
 
 def other(x):
-    """The same three times would end the run."""
+    """Three identical failures would end the run."""
     raise ValueError("something else")
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 import phalanx
 
 FOLDER = Path(sys.argv[1])
-EPOCHS = int(sys.argv[2]) if len(sys.argv) > 2 else None  # None: as many as it takes
+EPOCHS = int(sys.argv[2]) if len(sys.argv) > 2 else None  # None: no limit
 BAD = os.environ.get("BAD", "")
 SAMPLES, PAUSE = 88 if BAD == "length" else 96, 0.03
 
@@ -49,14 +49,14 @@ def train(run: phalanx.Run) -> None:
     for epoch in run.epochs(EPOCHS or 10_000):
         for x, y, places in run.batches(data):
             taken = [run.group.generation, run.world_size, places.tolist()]
-            own = FOLDER / f".{os.uname().nodename} {os.getpid()}"  # whole or not at all: this rank may be killed
+            own = FOLDER / f".{os.uname().nodename} {os.getpid()}"  # atomic: this rank may be killed
             own.write_text(json.dumps(taken))
             own.rename(FOLDER / f"{run.steps + 1}.{run.rank}")
             if BAD == "abort":
                 os.abort()
             run.backward(nn.functional.mse_loss(ddp(x), y))
             run.step(opt)
-            time.sleep(0 if EPOCHS else PAUSE)  # the pace of a training, not a wait for anything
+            time.sleep(0 if EPOCHS else PAUSE)  # the pace of a training, not a wait for an event
         end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
         if EPOCHS is not None:
             (FOLDER / f"result.{epoch + 1}").write_text(json.dumps(end))

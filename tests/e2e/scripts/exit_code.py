@@ -1,4 +1,4 @@
-"""exit_code.py HOW [, HOW …]: a way in which a script can end. Of several, each rank and each attempt takes its own."""
+"""exit_code.py HOW [, HOW …]: the way in which a script ends. With several, each rank and each attempt uses its own."""
 
 import os
 import signal

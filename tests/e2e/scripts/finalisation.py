@@ -1,6 +1,6 @@
 """Everything that Python does at its end, one line each in the order in which it happens.
 
-Told by os.write, because nothing else works up to the end.
+Printed with os.write, because nothing else works up to the end.
 """
 
 import atexit

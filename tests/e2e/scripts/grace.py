@@ -1,4 +1,4 @@
-"""Takes some time to save its state when it is asked to stop."""
+"""Takes some time to save its state when it must stop."""
 
 import os
 import signal

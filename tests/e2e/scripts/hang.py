@@ -1,4 +1,4 @@
-"""Trains for some steps, then hangs: hang.py KIND FOLDER [BACKEND]. The line to be named has its mark."""
+"""Trains for some steps, then hangs: hang.py KIND FOLDER [BACKEND]. The expected line is marked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model() -> nn.Module:
 
 
 def train(net: nn.Module, steps: int = STEPS) -> None:
-    """Steps that take long enough to be counted, and are soon over."""
+    """Make steps that are long enough to be counted, and short in total."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -89,7 +89,7 @@ def evaluate() -> None:
 
 
 def collectives() -> None:
-    """Some that all do; then the one of this kind."""
+    """Run some common collectives, then the one of this kind."""
     for _ in range(STEPS):
         dist.all_reduce(torch.ones(4))
         time.sleep(0.02)
@@ -125,7 +125,7 @@ def operation() -> None:
 
 
 def shape() -> None:
-    """gloo has nothing to do for an empty one; of others that do not fit it makes an error."""
+    """gloo has nothing to do for an empty tensor; it reports an error for others that do not match."""
     dist.all_reduce(torch.ones(0 if last else 12))  # here: shape
     dist.barrier()
 
@@ -167,7 +167,7 @@ def backtrack() -> None:
 
 
 def loop() -> None:
-    """What computes, and has not done a step yet, may well be in its first."""
+    """Code that computes, without a step so far, may be in its first step."""
     train(model())
     if last:
         number = 1
@@ -211,7 +211,7 @@ def fifo() -> None:
 
 
 def cut() -> None:
-    """Until someone cuts the link."""
+    """Wait until the link is cut."""
     for step in range(1_000_000):
         dist.all_reduce(torch.ones(4))  # here: cut
         time.sleep(0.05)
@@ -220,7 +220,7 @@ def cut() -> None:
 
 
 def goes_on() -> None:
-    """Stalls for a while, and continues by itself."""
+    """Stall for a while, then continue."""
     if last:
         time.sleep(5)  # here: goes_on
     for _ in range(40):
@@ -265,7 +265,7 @@ def slow(graph: torch.fx.GraphModule, _: object) -> object:
 
 
 def once() -> None:
-    """Hangs in the first attempt alone."""
+    """Hang in the first attempt only."""
     train(model())
     if last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         time.sleep(1000)  # here: once

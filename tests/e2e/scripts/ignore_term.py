@@ -1,4 +1,4 @@
-"""A worker that no polite signal ends: "ready RANK PID", then "got SIGNAL RANK" for each that comes."""
+"""A worker that ignores all signals except SIGKILL: prints "ready RANK PID", then "got SIGNAL RANK" for each signal."""
 
 import os
 import signal

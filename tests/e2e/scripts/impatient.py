@@ -1,4 +1,4 @@
-"""An all_reduce that does not wait for longer than a few seconds: "sum S"."""
+"""An all_reduce with a timeout of a few seconds: "sum S"."""
 
 import datetime
 

@@ -1,4 +1,4 @@
-"""loud.py RANK LINES: that rank writes so many lines of 100 bytes; every rank says "end RANK". Needs no torch."""
+"""loud.py RANK LINES: that rank writes this many lines of 100 bytes; every rank prints "end RANK". Needs no torch."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A script of the time of torch.distributed.launch, which takes its local rank as an argument."""
+"""A script in the style of torch.distributed.launch, which takes its local rank as an argument."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""A rank of any launcher's: says that it is there, and sleeps; with `fails`, rank 1 raises."""
+"""A rank of any launcher: prints a line, and sleeps; with `fails`, rank 1 raises."""
 
 import os
 import sys

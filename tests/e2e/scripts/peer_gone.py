@@ -1,4 +1,6 @@
-"""peer_gone.py RANK [leaves]: that rank raises when all are joined, or exits; the others fail because it is gone."""
+"""peer_gone.py RANK [leaves]: that rank raises after all have joined, or exits; the others fail because they lose
+it.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Says where it stands."""
+"""Prints its location."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""quit.py RANK CODE: that rank exits with the code; the others wait for what never comes."""
+"""quit.py RANK CODE: that rank exits with the code; the others wait forever."""
 
 import os
 import sys

@@ -1,8 +1,8 @@
-"""Writes all that a process can observe about itself to DIR/<rank>.json.
+"""Writes everything that a process can observe about itself to DIR/<rank>.json.
 
-report.py --out DIR [--loaders] [--without-torch] [ARGS …]
+    report.py --out DIR [--loaders] [--without-torch] [ARGS …]
 
-What an import could change, torch's above all, is read first: under python nothing is imported by then.
+State that an import could change, torch's above all, is read first, before anything is imported.
 """
 
 NAMES_AT_START = sorted(globals())
@@ -129,7 +129,7 @@ def interpreter():
 
 
 def module(names):
-    """About the namespace of the script that was started."""
+    """Return facts about the namespace of the started script."""
     main = sys.modules["__main__"]
     spec = names["__spec__"]
     return {
@@ -246,7 +246,7 @@ def libraries():
 
 
 def torch_and_numpy():
-    """They themselves, and what importing them has changed."""
+    """Return facts about torch and NumPy, and the changes made by importing them."""
     import logging
     import warnings
 
@@ -274,7 +274,7 @@ def torch_and_numpy():
 
 
 def chance():
-    """What must not be the same in two processes."""
+    """Return values that must differ between two processes."""
     import random
     import secrets
     import uuid
@@ -300,7 +300,9 @@ def chance_of_torch_and_numpy():
 
 
 def loaders():
-    """Workers of a DataLoader over a class of the script, for each way to start them; two where it costs no import."""
+    """Start workers of a DataLoader over a class of the script, with each start method; two where that costs no
+    import.
+    """
     from torch.utils.data import DataLoader
 
     found = {}
@@ -336,7 +338,7 @@ def write(names, early=EARLY):
     atexit.register(append, f"{folder}/{rank}.atexit", "atexit ")
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(report, file, indent=1)
-    # Unbuffered, print writes a text and its line end apart, and two ranks mix.
+    # Unbuffered, print writes a text and its newline separately, and the output of two ranks mixes.
     sys.stdout.write(f"rank {rank} writes to stdout\n")
     sys.stderr.write(f"rank {rank} writes to stderr\n")
 

@@ -1,4 +1,4 @@
-"""Says that it is here, and lives until the file of the first argument exists."""
+"""Prints a line, and lives until the file of the first argument exists."""
 
 import os
 import sys

@@ -11,7 +11,7 @@ FIXED = torch.eye(64)
 
 
 class Work(torch.nn.Module):
-    """Counted, not timed: the slow one has more of it, whatever else the machine does."""
+    """Counted, not timed: the slow rank has more work, independent of other load."""
 
     def __init__(self):
         super().__init__()

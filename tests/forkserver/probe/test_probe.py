@@ -21,7 +21,7 @@ from phalanx.forkserver.probe import probe, report, status_slot
 from phalanx.launcher.forking import fork_servers
 from phalanx.launcher.workers import probes
 from phalanx.launcher.workers.probes import ProbeClient, StatusBoard
-from tests.kit.cli import environment, phalanx, stage
+from tests.kit.cli import environment, phalanx, warm_environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
 WAIT = 240  # seconds, on a busy machine
@@ -30,7 +30,7 @@ WAIT = 240  # seconds, on a busy machine
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("phases")
-    with stage() as env:
+    with warm_environment() as env:
         done = phalanx("run", "-g", "2", "--cpu", str(SCRIPTS / "phases.py"), str(folder), env=env, timeout=240)
     assert done.code == 0, done.out + done.err
     found: dict[str, Any] = json.loads((folder / "seen.json").read_text())

@@ -4,9 +4,9 @@
         job = lab[0].start("run", "-n", "2", "-i", "0", "train.py")
         lab[1].link(False)
 
-A test takes the fixture `lab`, and `ssh` or `slurm` where it needs them: three nodes, made once, and as new before each
-test. The namespaces have no names and no way out, so that labs do not meet each other or the world; they die with their
-maker.
+A test uses the fixture `lab`, and `ssh` or `slurm` if needed: three nodes, created once, and reset before each test.
+The namespaces have no names and no route out, so that labs are isolated from each other and the network; they end with
+their creator.
 """
 
 from tests.kit.lab.lab import Lab

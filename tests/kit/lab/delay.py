@@ -1,6 +1,7 @@
-"""Latency and loss between two interfaces, in user space, for a kernel without netem.
+"""Adds latency and loss between two interfaces, in user space, for a kernel without netem.
 
-usage: delay.py INTERFACE INTERFACE MS PERCENT     forwards frames between the two, each way late by so much
+usage: delay.py INTERFACE INTERFACE MS PERCENT     forwards frames between the two, with this delay in each
+direction
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way into a node, for a child of the test itself: signals reach it, and its exit code is its own."""
+"""Enters a node, for a child of the test itself: signals reach it, and it returns its own exit code."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.kit.lab.needs import PATH
 
 
 def spawn(init: int, words: Sequence[str], *, cwd: str | None = None, **options: Any) -> subprocess.Popen[bytes]:
-    """A process in all namespaces of the node whose init has this pid."""
-    # nsenter forks for a pid namespace, and hides the command behind itself: so that one is entered here. The
-    # working directory must be looked up inside, or it would lie outside of every mount that the command sees.
+    """Start a process in all namespaces of the node whose init has this pid."""
+    # nsenter forks for a pid namespace, and hides the command behind itself: so that namespace is entered here. The
+    # working directory must be looked up inside, otherwise it would be outside every mount that the command sees.
     inside = ("nsenter", f"--target={init}", "--mount", "--uts", "--ipc", "--net", f"--wdns={cwd or os.getcwd()}")
     with _children_in(init):
         return subprocess.Popen([*inside, "--", *words], start_new_session=True, **options)
 
 
 def tool(init: int, *words: str, text: str = "") -> str:
-    """The output of a command in the network of the node, but with our own pids and files."""
+    """Return the output of a command in the network of the node, but with our own pids and files."""
     inside = ("nsenter", f"--target={init}", "--net", "--", *words)
     done = subprocess.run(inside, env={"PATH": PATH}, input=text, capture_output=True, text=True)
     if done.returncode:
@@ -32,7 +32,7 @@ def tool(init: int, *words: str, text: str = "") -> str:
 
 @contextlib.contextmanager
 def _children_in(init: int) -> Iterator[None]:
-    """Children of this thread start in the node's pid namespace. No thread can be started meanwhile."""
+    """Start children of this thread in the node's pid namespace. No thread can be started meanwhile."""
     ours, theirs = (os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC) for pid in ("self", init))
     try:
         kernel.setns(theirs, kernel.NEWPID)

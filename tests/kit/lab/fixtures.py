@@ -1,4 +1,6 @@
-"""The lab as pytest fixtures: made when the first test wants it, as new before each, searched for leaks after each."""
+"""The lab as pytest fixtures: created for the first test that uses it, reset before each test, checked for leaks after
+each.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _made = pytest.StashKey[Lab]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of the lab on three workers, each with one: those that need daemons, fork servers, or neither."""
+    """Distribute tests of the lab to three workers, each with one lab: those that need daemons, fork servers, or
+    neither.
+    """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             names = getattr(item, "fixturenames", ())
@@ -36,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Here and not in a fixture: a daemon that is started again must not look like something that the test left.
+    # Here and not in a fixture: a restarted daemon must not look like a leak of the test.
     if "_lab" in getattr(item, "fixturenames", ()) and (lab := item.config.stash.get(_made, None)):
         for service in lab.services:
             service.start()
@@ -52,25 +56,25 @@ def _lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def ssh(_lab: Lab) -> Sshd:
-    """sshd on every node; `ssh.env` for a command that is to use it."""
+    """sshd on every node; `ssh.env` is for a command that uses it."""
     return _lab.sshd()
 
 
 @pytest.fixture(scope="session")
 def slurm(_lab: Lab) -> Slurm:
-    """Slurm on every node; `slurm.env` for a command that is to use it."""
+    """Slurm on every node; `slurm.env` is for a command that uses it."""
     return _lab.slurm()
 
 
 @pytest.fixture
 def lab(request: pytest.FixtureRequest, _lab: Lab) -> Iterator[Lab]:
-    """Three nodes, as new."""
+    """Three nodes, reset."""
     _lab.reset()
     started = handle.mark()
     before = Before(_lab)
     yield _lab
     if handle.mark() > started:
-        # A killed srun cannot cancel its job: what a test did not end itself is ended here, and is no leak.
+        # A killed srun cannot cancel its job: jobs that a test did not end are ended here, and are no leak.
         before.cancel()
     handle.end_since(started)
     _lab.reset()
@@ -81,7 +85,7 @@ def lab(request: pytest.FixtureRequest, _lab: Lab) -> Iterator[Lab]:
 
 
 class Before:
-    """What was on the nodes before the test."""
+    """The state of the nodes before the test."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -89,7 +93,7 @@ class Before:
         self.memory = {node.name: node.shared_memory() for node in lab}
 
     def left(self, item: pytest.Item) -> list[leaks.Leak]:
-        """What is left after a grace period for what is just ending."""
+        """Return the leftovers, after a grace period for processes that are just ending."""
         end = time.monotonic() + leaks.GRACE
         while True:
             found = [leak for leak in self._differences() if not leaks.allowed(item, leak)]

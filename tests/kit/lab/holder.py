@@ -1,6 +1,6 @@
-"""The first process of a node: makes its namespaces, furnishes them, and holds them for as long as its parent lives.
+"""The first process of a node: creates its namespaces, sets them up, and holds them while its parent lives.
 
-usage: holder.py NAME FOLDER PARENT     prints the pid of the node's init as soon as the node can be entered
+    usage: holder.py NAME FOLDER PARENT     prints the pid of the node's init as soon as the node can be entered
 
 Two processes, because only a child is in a new pid namespace: the first one waits, the second is the node's init.
 """
@@ -25,11 +25,11 @@ def main(name: str, folder: str, parent: str) -> None:
             print(init, flush=True)
         os.waitpid(init, 0)
         os._exit(0)
-    kernel.die_with_parent(0)  # whose parent is in another pid namespace sees 0
+    kernel.die_with_parent(0)  # the parent is in another pid namespace, so its pid is 0
     furnish(name, folder)
     os.write(tell, b"x")
     os.closerange(0, 100)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel reaps the orphans
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the orphans
     while True:
         signal.pause()
 
@@ -38,7 +38,7 @@ def furnish(name: str, folder: str) -> None:
     kernel.set_hostname(name)
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     cgroups = os.open("/sys/fs/cgroup", os.O_RDONLY)
-    kernel.mount("sysfs", "/sys", "sysfs")  # shows the network of who mounts it
+    kernel.mount("sysfs", "/sys", "sysfs")  # shows the network of the mounting process
     kernel.mount(f"/proc/self/fd/{cgroups}", "/sys/fs/cgroup", flags=kernel.MS_BIND | kernel.MS_REC)
     os.close(cgroups)
     kernel.mount("proc", "/proc", "proc")
@@ -47,7 +47,7 @@ def furnish(name: str, folder: str) -> None:
     os.mkdir("/run/sshd")
     for own in ("hosts", "hostname", "resolv.conf", "passwd"):
         kernel.mount(f"{folder}/{own}", f"/etc/{own}", flags=kernel.MS_BIND)
-    # Without the second in which an IPv6 address is tentative, and cannot be used.
+    # Skip the second in which an IPv6 address is tentative and cannot be used.
     for scope in ("all", "default"):
         with open(f"/proc/sys/net/ipv6/conf/{scope}/accept_dad", "w") as file:
             file.write("0")

@@ -1,4 +1,4 @@
-"""The few system calls that Python 3.11 has no name for. Standard library only: the holder loads this by path."""
+"""The few system calls that Python 3.11 lacks. Standard library only: the holder loads this by path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def set_hostname(name: str) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL when the parent is gone, however it went; at once when it already is."""
+    """Get SIGKILL when the parent ends, however it ends; at once if it already has."""
     _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     if os.getppid() != parent:
         os._exit(1)

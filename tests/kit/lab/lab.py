@@ -1,4 +1,4 @@
-"""Nodes joined by a switch, for as long as a block lasts."""
+"""Nodes connected by a switch, for the duration of a block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.kit.lab.sshd import Sshd
 
 HOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "holder.py")
-PREFIX = "phalanx-lab-"  # and the pid of the maker
+PREFIX = "phalanx-lab-"  # followed by the pid of the creator
 NETWORK = "10.77.0"
 NETWORK6 = "fd77:"
 
@@ -42,7 +42,7 @@ class Lab:
         _remove_left_overs()
         self.folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
         self.home = f"{self.folder}/home"  # of the user, on every node
-        os.chmod(self.folder, 0o755)  # munge wants its socket to be reachable
+        os.chmod(self.folder, 0o755)  # munge requires its socket to be reachable
         os.mkdir(self.home)
         self.warm = WarmNodes(self)
         self._holders: list[subprocess.Popen[bytes]] = []
@@ -94,14 +94,14 @@ class Lab:
                 shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
 
     def close(self) -> None:
-        """End everything in the nodes; the namespaces, and all that is in them, go with their last process."""
+        """End everything in the nodes. The namespaces are freed with their last process."""
         for service in [*self.services]:
             service.stop()
         for init in self._inits:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(init, signal.SIGKILL)
         for holder in self._holders:
-            holder.kill()  # whose child, the init, dies with it; it may not have come so far
+            holder.kill()  # its child, the init, ends with it; it may not exist yet
             proc.until(partial(_ended, holder), 20, "a node to end")
             if holder.stdout:
                 holder.stdout.close()
@@ -121,7 +121,7 @@ class Lab:
         return f"{NETWORK6}:{number}"
 
     def hosts(self, number: int, kind: str) -> str:
-        """The text of a node's hosts file."""
+        """Return the text of a node's hosts file."""
         if kind not in ("good", "good6", "bad", "none"):
             return kind
         lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
@@ -134,7 +134,7 @@ class Lab:
         return "\n".join(lines) + "\n"
 
     def write(self, number: int, name: str, text: str) -> None:
-        # In place: the node has this very file, not this name, mounted over its own.
+        # In place: the node has mounted this file, not this name, over its own.
         with open(f"{self._folder(number)}/{name}", "w") as file:
             file.write(text)
 
@@ -144,7 +144,7 @@ class Lab:
     # The network
 
     def ip(self, *lines: str) -> None:
-        """Lines of `ip -batch`, in the switch."""
+        """Run lines of `ip -batch` in the switch."""
         entry.tool(self.switch, "ip", "-batch", "-", text="\n".join(lines))
 
     def has_link(self, name: str) -> bool:
@@ -162,7 +162,7 @@ class Lab:
         self.write(number, "resolv.conf", "")
         with open("/etc/passwd") as file:
             lines = [line.split(":") for line in file]
-        # So that nothing that comes in by ssh or slurm writes into the home of the user who runs the tests.
+        # Processes that come in through ssh or slurm must not write into the home of the user who runs the tests.
         lines = [[*line[:5], self.home, *line[6:]] if line[2] == str(os.getuid()) else line for line in lines]
         self.write(number, "passwd", "".join(map(":".join, lines)))
         words = (sys.executable, "-S", HOLDER, self.name(number), self._folder(number), str(os.getpid()))
@@ -185,13 +185,13 @@ class Lab:
 
 
 def _ended(holder: subprocess.Popen[bytes]) -> bool:
-    # An init ends only when all of its node is reaped. What has us as its parent is reaped by this look around.
+    # An init ends only when all processes of its node are reaped. This call reaps those whose parent is this process.
     state.family()
     return holder.poll() is not None
 
 
 def _remove_left_overs() -> None:
-    """The files of labs whose makers were killed; nothing else is left of those."""
+    """Remove the files of labs whose creators were killed. Nothing else of those is left."""
     for name in os.listdir(tempfile.gettempdir()):
         if name.startswith(PREFIX) and not proc.alive(int(name.removeprefix(PREFIX).partition("-")[0])):
             shutil.rmtree(f"{tempfile.gettempdir()}/{name}", ignore_errors=True)

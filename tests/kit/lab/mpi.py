@@ -1,4 +1,4 @@
-"""The words that start Debian's Open MPI across nodes."""
+"""The command line of Debian's Open MPI across nodes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ PASSED_ON = ("PHALANX_HOME", "TMPDIR", "PATH", "HOME")
 
 
 def mpirun(ssh: Sshd, hosts: str, *, options: Sequence[str] = (), pass_on: Sequence[str] = PASSED_ON) -> list[str]:
-    """What to put before a command: mpirun(ssh, "node1:2,node2:1"), one process a slot."""
+    """Return the words to put before a command: mpirun(ssh, "node1:2,node2:1"), one process per slot."""
     count = sum(int(host.partition(":")[2] or 1) for host in hosts.split(","))
-    # Unbound, because rank 0 of every node would get the same core of the one real machine.
+    # Unbound: rank 0 of every node would get the same core of the one real machine.
     words = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "--host", hosts, "-n", str(count)]
     settings = {
         "plm_rsh_agent": ssh.wrapper,

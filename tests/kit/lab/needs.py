@@ -1,4 +1,4 @@
-"""What a lab cannot do without: root, and the packages that .ci/packages installs."""
+"""The requirements of a lab: root, and the packages that .ci/packages installs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAMS = {
 
 
 def check() -> None:
-    """Fails, and does not skip: tests that quietly did not run are worse than none."""
+    """Fail, instead of skipping: tests that silently do not run are worse than none."""
     missing = [name for name, programs in PROGRAMS.items() if not all(map(find, programs))]
     assert not missing, f"the lab needs the packages {', '.join(missing)}\n  fix: run .ci/packages as root"
     assert os.geteuid() == 0, (

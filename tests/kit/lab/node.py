@@ -1,4 +1,4 @@
-"""One node of a lab: commands run in it, and everything that can happen to it."""
+"""One node of a lab: runs commands in it, and injects faults."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Node:
     def __init__(self, lab: Lab, number: int, init: int) -> None:
         self.lab = lab
         self.number = number
-        self.init = init  # its pid outside
+        self.init = init  # its pid outside the node
         self.name, self.address, self.address6 = lab.name(number), lab.address(number), lab.address6(number)
         self._pids = os.stat(f"/proc/{init}/ns/pid").st_ino
-        # What would have to be undone for the node to be as new, the last first.
+        # What must be undone to reset the node, last first.
         self._undo: dict[str, Callable[[], object]] = {}
 
     def __repr__(self) -> str:
@@ -50,10 +50,10 @@ class Node:
     # Commands
 
     def start(self, *args: str, words: Sequence[str] = (), home: Home = "shared", **options: Unpack[Options]) -> Handle:
-        """`phalanx ARGS`, or the command `words`, as tests.kit.cli.start, in the node.
+        """Start `phalanx ARGS`, or the command `words`, in the node, like tests.kit.cli.start.
 
-        PHALANX_HOME and TMPDIR are those of the test, on all nodes, as in a cluster with a shared disk;
-        home="own" gives the node a PHALANX_HOME that no other has.
+        PHALANX_HOME and TMPDIR are those of the test, on all nodes, as in a cluster with a shared disk; home="own"
+        gives the node its own PHALANX_HOME.
         """
         text = options.get("input")
         env = self.environment(options.get("env"), home)
@@ -95,7 +95,7 @@ class Node:
         timeout: float = 60,
         **options: Unpack[Options],
     ) -> Result:
-        """The same, to its end. Fails when something that it left behind holds its output open."""
+        """Same, to its end. Fails if a leftover process keeps its output open."""
         with self.start(*args, words=words, home=home, **options) as job:
             code = job.wait(timeout)
             assert job.drained(2), (
@@ -113,7 +113,7 @@ class Node:
         cwd: str | None = None,
         size: tuple[int, int] = (24, 80),
     ) -> Terminal:
-        """The same in its own terminal."""
+        """Same in its own terminal."""
         screen, tty = os.openpty()
         resize(screen, *size)
         try:
@@ -141,7 +141,9 @@ class Node:
         return env
 
     def processes(self) -> list[Inside]:
-        """Everything alive in the node but its init and the fork server that tests share; services of the lab, too."""
+        """Return all live processes in the node except its init and the shared fork server; includes services of the
+        lab.
+        """
         return [Inside(process.pid, proc.command(process.pid)) for process in self.living()]
 
     def living(self) -> list[proc.Process]:
@@ -161,16 +163,18 @@ class Node:
 
     @property
     def memory(self) -> str:
-        """Its /dev/shm, as seen from outside."""
+        """Its /dev/shm, seen from outside."""
         return f"/proc/{self.init}/root/dev/shm"
 
     def shared_memory(self) -> set[str]:
         return set(os.listdir(self.memory))
 
-    # What can happen
+    # Faults
 
     def hosts(self, kind: str) -> None:
-        """good, good6 (IPv6), bad (Debian's 127.0.1.1 for oneself), none (own name missing), or the file's text."""
+        """Set the hosts file: good, good6 (IPv6), bad (Debian's 127.0.1.1 for its own name), none (own name missing),
+        or a text.
+        """
         self._undo["hosts"] = lambda: self._write_hosts("good")
         self._write_hosts(kind)
 
@@ -178,11 +182,11 @@ class Node:
         self.lab.write(self.number, "hosts", self.lab.hosts(self.number, kind))
 
     def link(self, up: bool) -> None:
-        """The cable, at the side of the switch: the node sees the carrier go."""
+        """Connect or disconnect the cable, at the switch: the node loses the carrier."""
         self._switch_on("link", up, lambda on: self.lab.ip(f"link set {self.port} {_up(on)}"))
 
     def nic(self, up: bool) -> None:
-        """The interface, inside the node. Its IPv6 addresses go with it, and come back here."""
+        """Set the interface up or down, inside the node. Its IPv6 addresses are removed with it, and restored here."""
         self._switch_on("nic", up, self._set_nic)
 
     def _set_nic(self, up: bool) -> None:
@@ -191,22 +195,22 @@ class Node:
             self.ip(f"addr replace {self.address6}/64 dev eth0 nodad")
 
     def drop(self, on: bool) -> None:
-        """Silently lose all packets, in and out."""
+        """Silently drop all packets, in and out."""
         self._filter("lose_all", on, "iif != lo drop", "oif != lo drop")
 
     def block(self, port: int, on: bool) -> None:
-        """Silently lose the packets of one TCP port, at whichever end it is."""
+        """Silently drop the packets of one TCP port, at either end."""
         rule = f"tcp sport {port} drop; tcp dport {port} drop"
         self._filter(f"lose_{port}", on, rule, rule)
 
     def part(self, other: Node, on: bool) -> None:
-        """Silently lose the packets between this node and another one."""
+        """Silently drop the packets between this node and another one."""
         rules = [f"ip {way} {other.address} drop; ip6 {way} {other.address6} drop" for way in ("saddr", "daddr")]
         self._filter(f"lose_{other.name}", on, *rules)
 
     def _filter(self, name: str, on: bool, inward: str, outward: str) -> None:
         def set_filter(free: bool) -> None:
-            # Declared before it is deleted, because it may not be there.
+            # Declare it before deleting it, because it may not exist.
             text = f"table inet {name} {{}}\ndelete table inet {name}\n"
             if not free:
                 text += f"table inet {name} {{\n"
@@ -218,13 +222,13 @@ class Node:
         self._switch_on(name, not on, set_filter)
 
     def ipv6_only(self) -> None:
-        """No IPv4 but on the loopback, and a hosts file that fits."""
+        """Remove IPv4 except on loopback, and use a matching hosts file."""
         self._undo["ipv4"] = lambda: self.ip(f"addr replace {self.address}/24 dev eth0")
         self.ip(f"addr del {self.address}/24 dev eth0")
         self.hosts("good6")
 
     def add_interface(self, name: str, address: str) -> None:
-        """One more network interface, "10.88.0.1/24"; those of one name are joined by their own switch."""
+        """Add a network interface, "10.88.0.1/24"; those of the same name are connected by their own switch."""
         port, bridge = f"{name}.{self.number}", f"br.{name}"
         if not self.lab.has_link(bridge):
             self.lab.ip(f"link add {bridge} type bridge mcast_snooping 0", f"link set {bridge} up")
@@ -235,13 +239,15 @@ class Node:
         self.ip(f"addr add {address} dev {name}", f"link set {name} up")
 
     def sysctl(self, name: str, value: str) -> None:
-        """A kernel setting of its network: net.ipv4.tcp_retries2=5 makes TCP give up after 15 s, not 15 minutes."""
+        """Change a kernel setting of its network: net.ipv4.tcp_retries2=5 makes TCP give up after 15 s, not 15
+        minutes.
+        """
         before = self.tool("sysctl", "-n", name).strip()
         self._undo.setdefault(f"sysctl {name}", lambda: self.tool("sysctl", "-qw", f"{name}={before}"))
         self.tool("sysctl", "-qw", f"{name}={value}")
 
     def delay(self, ms: float, loss: float = 0) -> None:
-        """Each packet, each way, later by so much, and some percent lost; 0 ends it. By a relay in user space."""
+        """Delay each packet in each direction, and drop some percent; 0 ends it. Uses a relay in user space."""
         if stop := self._undo.pop("delay", None):
             stop()
         if not ms and not loss:
@@ -253,7 +259,7 @@ class Node:
             f"link set {far} master br0 up",
             f"link set {near} up",
         )
-        # Frames pass through a raw socket: the senders must do checksums and segmentation themselves.
+        # Frames pass through a raw socket: the senders must compute checksums and segment themselves.
         self.lab.offload(False)
         words = (sys.executable, "-S", DELAY, self.port, near, str(ms), str(loss))
         relay = entry.spawn(self.lab.switch, words, cwd="/", stdout=subprocess.PIPE)
@@ -271,10 +277,12 @@ class Node:
         assert relay.stdout.readline() == b"ready\n"
 
     def kill(self) -> None:
-        """kill -9 of everything. The kernel still says goodbye to peers: for a power cut, link(False) first."""
+        """Kill everything with SIGKILL. The kernel still closes connections: for a power failure, call link(False)
+        first.
+        """
 
         def gone() -> bool:
-            # Again and again: what is killed may just have forked.
+            # Repeatedly: a killed process may just have forked.
             left = self.living()
             for process in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -284,11 +292,11 @@ class Node:
         proc.until(gone, 10, f"everything on {self.name} to die")
 
     def reset(self) -> None:
-        """As new: good hosts, link up, nothing dropped, IPv4 and IPv6."""
+        """Reset the node: good hosts, link up, nothing dropped, IPv4 and IPv6."""
         while self._undo:
             self._undo.popitem()[1]()
 
-    # How
+    # Implementation
 
     @property
     def port(self) -> str:

@@ -1,4 +1,4 @@
-"""Daemons of a lab, in the foreground as our own children, started again when a test killed them."""
+"""Daemons of a lab, in the foreground as our own children, restarted when a test has killed them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.kit.lab import entry
 from tests.kit.lab.lab import Lab
 from tests.kit.lab.node import Node
 
-OWN = ("SLURM_", "PHALANX_", "TMPDIR")  # of the test that happened to come first, and no business of a daemon
+OWN = ("SLURM_", "PHALANX_", "TMPDIR")  # variables of the first test, which a daemon must not have
 
 
 class Services:
-    """The base of Sshd and Slurm: the subclass says what runs where, and when it is up."""
+    """The base of Sshd and Slurm: the subclass defines what runs where, and when it is up."""
 
     def __init__(self, lab: Lab, folder: str) -> None:
         self.lab = lab
@@ -32,7 +32,7 @@ class Services:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Start what does not run. Costs nothing when all of it does."""
+        """Start daemons that are not running. Costs nothing if all are."""
         started = False
         for node, words in self.wanted():
             key = node.name, words[0]
@@ -43,7 +43,7 @@ class Services:
             self.wait_until_up()
 
     def stop(self) -> None:
-        """Returns when all of it is gone."""
+        """Stop all daemons and wait until they have ended."""
         if self in self.lab.services:
             self.lab.services.remove(self)
         for process in reversed(self._running.values()):
@@ -51,7 +51,7 @@ class Services:
         self._running.clear()
 
     def log(self) -> str:
-        """What the daemons wrote, for the message of a failure."""
+        """Return the output of the daemons, for the message of a failure."""
         found = []
         for name in sorted(os.listdir(self.folder)):
             if name.endswith(".log"):

@@ -66,7 +66,7 @@ class Slurm(Services):
             os.mkdir(f"{self.folder}/{place}")
         nodes = "\n".join(NODE.format(node=node, cpus=cpus) for node in lab)
         self._write("slurm.conf", CONFIG.format(first=lab[0], folder=self.folder, nodes=nodes))
-        # slurmd detects the cgroup version unless one is configured, though it uses none.
+        # slurmd detects the cgroup version unless one is configured, although it uses none.
         self._write("cgroup.conf", "CgroupPlugin=cgroup/v1\n")
         with open(os.open(f"{self.folder}/munge.key", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
             file.write(os.urandom(128))
@@ -97,7 +97,7 @@ class Slurm(Services):
             raise AssertionError(f"{error}\n{self.log()}") from None
 
     def jobs(self) -> list[str]:
-        """What slurm still has, id, state and name of each. Nothing when the controller is dead."""
+        """Return id, state and name of each remaining job. Empty if the controller is dead."""
         if not self.runs(self.lab[0], SLURMCTLD):
             return []
         return self.lab[0].run(words=("squeue", "-h", "-o", "%i %T %j"), env=self.env).out.splitlines()
@@ -106,7 +106,7 @@ class Slurm(Services):
         """End every job at once."""
         if jobs := self.jobs():
             ids = [job.split()[0] for job in jobs]
-            # The processes first, which spares them and us the time that slurm gives them to end.
+            # Kill the processes first, to skip slurm's grace period.
             self.lab[0].run(words=("scancel", "--signal=KILL", "--full", *ids), env=self.env)
             self.lab[0].run(words=("scancel", *ids), env=self.env)
             until(lambda: not self.jobs(), 30, "slurm to have no job")

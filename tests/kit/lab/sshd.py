@@ -1,4 +1,4 @@
-"""OpenSSH on every node of a lab, with its own key, as if the user had set it up."""
+"""OpenSSH on every node of a lab, with its own key, as if set up by the user."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PidFile none
 MaxStartups 100
 """
 
-# TMPDIR goes along so that what is left there is found by the test. PHALANX_HOME does not: to hand on what a run
-# needs is for phalanx to do, and without it the place is below the home of the lab.
+# TMPDIR is forwarded so that the test finds leftovers there. PHALANX_HOME is not: phalanx must pass on what a run
+# needs, and without it the folder is below the home of the lab.
 CLIENT = """\
 Host *
   User root
@@ -82,11 +82,11 @@ class Sshd(Services):
 
     @property
     def env(self) -> dict[str, str]:
-        """With this, `ssh` is the real one, with the lab's configuration as the user's."""
+        """The environment in which `ssh` is the real one, with the lab's configuration as the user's."""
         return {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
 
     def cut(self, node: Node) -> None:
-        """Cut the connections that come in at a node. What they had started there is not touched."""
+        """Cut the incoming connections of a node. Processes that they have started there are not touched."""
         sessions = [pid for pid in proc.descendants(self.pid(node, SSHD)) if proc.command(pid).startswith("sshd:")]
         for pid in sessions:
             with contextlib.suppress(ProcessLookupError):

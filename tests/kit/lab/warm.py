@@ -1,6 +1,6 @@
 """A warm fork server on every node, for tests that are marked `warmed`: torch is imported once on each.
 
-They share one PHALANX_HOME, as nodes with a shared disk do: a fork server serves only its own namespaces.
+They share one PHALANX_HOME, like nodes with a shared disk: a fork server serves only its own namespaces.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from tests.kit.lab.lab import Lab
     from tests.kit.lab.node import Node
 
-PRELOAD = "phalanx.train.main"  # beside torch
+PRELOAD = "phalanx.train.main"  # besides torch
 
 
 class WarmNodes:
-    """The fork servers of a lab, and the places in which its nodes find them."""
+    """The fork servers of a lab, and the folders in which its nodes find them."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -32,7 +32,7 @@ class WarmNodes:
         }
 
     def start(self) -> Env:
-        """Start what does not run: at first, and when a test has killed it."""
+        """Start fork servers that are not running: at first, and when a test has killed one."""
         os.makedirs(f"{self._root}/tmp", exist_ok=True)
         self._start([node for node in self.lab if not node.fork_server or not proc.alive(node.fork_server)])
         return self.env

@@ -75,12 +75,12 @@ def test_a_run_without_an_agent_is_read_from_its_files(tmp_path: Path) -> None:
     folder.sample(events.ClusterSample(time=2.0, seconds=1.0))
     folder.event(events.RunEnded(time=3.0, code=1, seconds=2.0))
     (tmp_path / "node_1").mkdir()
-    other = RunFolder(str(tmp_path / "node_1"))  # which has led since
+    other = RunFolder(str(tmp_path / "node_1"))  # which has led since then
     other.event(events.NoteEvent(time=2.5, text="its own, from when it followed"))
     other.sample(events.ClusterSample(time=4.0, seconds=1.0))
     other.event(events.NoteEvent(time=5.0, text="led"))
     for run, rank in ((folder, 0), (other, 1)):
-        for name in (f"{rank}", f"{rank}.1"):  # another has taken its place
+        for name in (f"{rank}", f"{rank}.1"):  # a replacement
             place = Path(run.rank_folder(2, name))
             (place / "stderr.log").write_text(f"{name} warns\n")
             os.utime(place / "stderr.log", (time.time(), time.time() + len(name)))

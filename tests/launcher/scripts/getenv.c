@@ -1,4 +1,4 @@
-/* Preloaded into a process: writes the name of every variable that native code asks for to the file ENVLOG. */
+/* Preloaded into a process: writes the name of every variable that native code reads to the file ENVLOG. */
 #include <fcntl.h>
 #include <string.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-"""Calls that need a process with one thread, by ctypes and by the os module."""
+"""Calls that need a process with one thread, through ctypes and the os module."""
 
 import ctypes
 import os

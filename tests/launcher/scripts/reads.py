@@ -1,4 +1,4 @@
-"""Which variables does the import of torch read? Prints those that a change of would go unnoticed.
+"""Finds the variables that the import of torch reads. Prints those whose change would not be detected.
 
 reads.py ENVLOG: run with getenv.c preloaded.
 """

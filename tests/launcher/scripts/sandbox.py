@@ -30,7 +30,7 @@ if sys.argv[1] == "syscall":
 else:
     code = libc.prctl(SET_SECCOMP, 2, filters, 0, 0)
 print("filter", code)
-time.sleep(0.5)  # the thread looks ten times a second
+time.sleep(0.5)  # the thread polls ten times per second
 if os.fork() == 0:
     os._exit(0)
 print(os.wait()[1], len(os.listdir("/proc/self/task")))

@@ -1,10 +1,10 @@
-"""Looks of the probe at a rank, as its status slot has them."""
+"""Looks of the probe at a rank, in the form of its status slot."""
 
 from __future__ import annotations
 
 from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
 
-WALL = 1000.0  # seconds that the clock on the wall is ahead of the other
+WALL = 1000.0  # seconds that the wall clock is ahead of the other
 
 
 def look(tenths: float, phase: str, step: int = 0) -> SlotLook:

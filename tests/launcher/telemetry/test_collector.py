@@ -1,4 +1,4 @@
-"""The collector puts the samples of all nodes together and writes them to the run folder."""
+"""The collector combines the samples of all nodes and writes them to the run folder."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SampledAgent:
         self.sampler = NodeSampler(agent, self.coordinator, self.rpc)
         self.sampler.start(self.collector)
         assert self.sampler._task is not None
-        self.sampler._task.cancel()  # `second` takes its place
+        self.sampler._task.cancel()  # replaced by `second`
 
     def second(self, phase: str = "forward") -> None:
         """Write a second of looks, and sample them."""
@@ -165,7 +165,7 @@ async def _together(scene: SampledAgent) -> None:
     scene.second()
     scene.other(2, 10540, phases="b" * 10, state="R", step=7)
     assert [sample.phases for sample in scene.of(events.ClusterSample)[-1].ranks] == ["f" * 10, "b" * 10, "b" * 10]
-    # One is silent: its sample is waited for as long as it can arrive, and no longer.
+    # One is silent: the collector waits for its sample as long as it can arrive, and no longer.
     for _ in range(5):
         scene.second()
         scene.other(1, int(scene.now + WALL) * 10, phases="w" * 10)
@@ -174,12 +174,12 @@ async def _together(scene: SampledAgent) -> None:
     last = found[-1].ranks[2]
     assert (last.state, last.step, last.phases) == ("R", 7, "")
     assert last.silent >= 4.0
-    # The node is lost, and its rank with it.
+    # The node is lost, with its rank.
     scene.coordinator.ranks = {1: (1,)}
     scene.second()
     scene.other(1, int(scene.now + WALL) * 10, phases="w" * 10)
     assert [len(event.ranks) for event in scene.of(events.RankInfos)] == [1, 3, 2]
-    scene.coordinator.ranks = {1: (5,)}  # another node has another rank now, and has not sent its sample yet
+    scene.coordinator.ranks = {1: (5,)}  # another node now has another rank, and has not sent its sample yet
     scene.second()
     scene.second()
     assert [sample.rank for sample in scene.of(events.ClusterSample)[-1].ranks] == [0]
@@ -306,7 +306,7 @@ async def _printed(scene: SampledAgent) -> None:
 
 def test_a_log_that_cannot_be_opened_does_not_block_sampling(play: Play, tmp_path: Path) -> None:
     log, ends = tmp_path / "stdout.log", []
-    os.mkfifo(log)  # to open it takes until someone writes
+    os.mkfifo(log)  # opening it blocks until there is a writer
 
     async def act(scene: SampledAgent) -> None:
         scene.coordinator.ranks = {}

@@ -54,7 +54,7 @@ def test_shares_count_the_looks_of_each_kind() -> None:
 def test_a_rank_that_sleeps_does_not_compute() -> None:
     assert rank_samples.shares([look(0, phase) for phase in ("sleep", "sleep", "sleep", "idle")]) == (0.0, 0.25, 0.0)
     own = [look(0, phase) for phase in ("forward", "idle", "idle", "idle", "data")]
-    assert rank_samples.shares(own, 0.5) == (0.2, 0.3, 0.0)  # it sleeps for milliseconds, in between
+    assert rank_samples.shares(own, 0.5) == (0.2, 0.3, 0.0)  # it sleeps for milliseconds in between
     assert rank_samples.shares(own, 3.0) == (0.2, 0.8, 0.0)
 
 

@@ -23,7 +23,7 @@ from phalanx.launcher.workers.watched import WatchContext
 
 
 class Node:
-    """An agent as its viewers see it. Messages to other nodes arrive a moment later."""
+    """An agent from the perspective of its viewers. Messages to other nodes arrive a moment later."""
 
     def __init__(self, folder: Path, *, leads: bool = True, ranks: tuple[int, ...] = ()) -> None:
         folder.mkdir()

@@ -58,7 +58,7 @@ def test_invalid_replies_of_one_node_do_not_hide_the_others(tmp_path: Path, monk
 
 def test_viewers_of_a_member_receive_the_events_of_the_leader(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(event_server, "_RENEW_INTERVAL", 0.05)
-    monkeypatch.setattr(event_server, "_EXPIRES", 5.0)  # a busy machine may need seconds for all that is below
+    monkeypatch.setattr(event_server, "_EXPIRES", 5.0)  # a loaded machine may need seconds for the rest of this test
 
     async def work() -> None:
         async with nodes(tmp_path, 3) as (leader, one, _):
@@ -66,7 +66,7 @@ def test_viewers_of_a_member_receive_the_events_of_the_leader(tmp_path: Path, mo
                 leader.note(f"past {number}")
             several = [asyncio.create_task(received(views.of(one.record))) for _ in range(3)]
             await until(lambda: len(one.server._viewers) == 3 and 1 in leader.server._members)
-            assert list(leader.server._members) == [1]  # however many viewers it has
+            assert list(leader.server._members) == [1]  # regardless of its number of viewers
             one.note("not for those who look at the whole")
             leader.note("now")
             for number in range(3):
@@ -83,7 +83,7 @@ def test_viewers_of_a_member_receive_the_events_of_the_leader(tmp_path: Path, mo
                 assert await task == words
             await until(lambda: not one.server._viewers)
             await until(lambda: not leader.server._members)
-            # One that dies leaves nothing behind: what is not renewed expires.
+            # A dead one leaves nothing behind: a subscription that is not renewed expires.
             leader.server._members[2] = time.monotonic() + 0.1
             await asyncio.sleep(0.15)
             leader.note("later")
@@ -99,7 +99,7 @@ def test_a_member_that_was_stopped_receives_what_it_missed(tmp_path: Path, monke
         async with nodes(tmp_path, 2) as (leader, one):
             receiving = asyncio.create_task(received(views.of(one.record)))
             await until(lambda: 1 in leader.server._members and bool(one.server._leader))
-            leader.server._members.clear()  # it was stopped for longer than its wish is good for
+            leader.server._members.clear()  # it was stopped for longer than its subscription is valid
             leader.note("missed")
             await until(lambda: 1 in leader.server._members)
             await asyncio.sleep(0.3)

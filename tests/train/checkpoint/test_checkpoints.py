@@ -1,4 +1,4 @@
-"""Saving and loading: what a checkpoint restores, when a save waits or is skipped, what a failed save does."""
+"""Saving and loading: what a checkpoint restores, when a save waits or is skipped, what happens after a failed save."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_failed_save_is_reported_and_later_saves_are_tried(tmp_path: Path) -> 
     (tmp_path / "a").rename(tmp_path / "b")
     (tmp_path / "a").write_text("in the way")
     checkpoints.save(2, {"model": model})
-    checkpoints.save(3, {"model": model})  # needs the buffer: 2 has failed
+    checkpoints.save(3, {"model": model})  # needs the buffer: save 2 has failed
     (line,) = messages
     assert line.startswith("phalanx: the checkpoint of step 2 was not written\n")
     assert "Not a directory" in line
@@ -165,7 +165,7 @@ def test_a_failed_save_is_reported_and_later_saves_are_tried(tmp_path: Path) -> 
 
 
 def test_an_optional_folder_is_tried_at_the_next_save(tmp_path: Path) -> None:
-    """As after a rank failure: a checkpoint that cannot be written does not end the training."""
+    """As after the failure of a rank: a checkpoint that cannot be written does not end the training."""
     messages: list[str] = []
     (tmp_path / "a").write_text("in the way")
     with Checkpoints(tmp_path / "a", required=False, say=messages.append) as checkpoints:

@@ -48,7 +48,7 @@ def test_one_run_writes_to_a_folder(tmp_path: Path) -> None:
         assert other.stdout
         other.stdout.readline()
         with Checkpoints(tmp_path) as checkpoints:
-            assert checkpoints.load({"model": model}).step == 1  # to read is free
+            assert checkpoints.load({"model": model}).step == 1  # reading needs no lock
             with pytest.raises(CheckpointError, match="another run is writing its checkpoints to"):
                 checkpoints.open()
     with open(tmp_path / ".lock", "r+") as file:

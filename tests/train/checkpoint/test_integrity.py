@@ -27,7 +27,7 @@ def test_the_newest_intact_checkpoint_is_loaded_and_the_damaged_one_named(tmp_pa
         assert [*checkpoints.bad] == ["step-000000000002"]
         (line,) = messages
         assert f"step-000000000002/{file}: " in line
-        # It does not count among those that are kept.
+        # It does not count among the kept ones.
         for step in (3, 4):
             assert "step-000000000001" in os.listdir(tmp_path)
             checkpoints.save(step, {"model": model})

@@ -27,10 +27,10 @@ def infos(*losses: float | None) -> list[Info]:
         (Retention(1, 1, mode="max"), (5, 1, 3), [], [2]),
         (Retention(1, 1), (None, math.nan, 3, 4), [], [1, 2]),
         (Retention(1, 1, "accuracy"), (1, 2, 3), [], [1, 2]),
-        (Retention(1, 1), (2, 2, 9), [], [1]),  # of equals the newer
-        (Retention(2), (5, 4, 3), [9, 0], [0, 1]),  # a bad one does not count, and goes when it is old
+        (Retention(1, 1), (2, 2, 9), [], [1]),  # the newer of equal ones
+        (Retention(2), (5, 4, 3), [9, 0], [0, 1]),  # a bad one does not count, and is removed when it is old
         (Retention(2), (5,), [0], []),
-        (Retention(1, 1), (math.inf, 7, math.nan, 8), [], [1, 3]),  # what is no number is never the best
+        (Retention(1, 1), (math.inf, 7, math.nan, 8), [], [1, 3]),  # NaN and infinity are never the best
         (Retention(1, 1, mode="max"), (math.inf, 7, math.nan, 8), [], [1, 2, 3]),
     ],
 )
@@ -44,7 +44,7 @@ def test_surplus(keeping: Retention, losses: tuple[float | None, ...], bad: list
     [
         (Retention(2), (5, 4), [], [1]),
         (Retention(3), (5, 4), [], []),
-        (Retention(1), (5,), [], []),  # the newest good one stays, also if the next will replace it
+        (Retention(1), (5,), [], []),  # the newest good one is kept, even if the next one will replace it
         (Retention(1), (5, 4), [9, 0], [0, 1]),
         (Retention(2, 1), (1, 5, 4), [], [2]),
     ],

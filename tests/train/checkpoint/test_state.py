@@ -1,4 +1,4 @@
-"""The state of models, optimizers and schedulers: how it is packed, restored, and refused."""
+"""The state of models, optimizers and schedulers: packed, restored, and rejected."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from phalanx.train.checkpoint.format.plain import packed, unpacked
 from phalanx.train.data.loader import Loader
 
-# torch's DataLoader sets it with its first workers, once and for all, to notice when one of them is killed.
+# torch's DataLoader sets it permanently with its first workers, to notice when one of them is killed.
 keeps_handler = pytest.mark.leaves("signal:SIGCHLD", why="torch's DataLoader keeps its handler")
 TAILS: dict[str, dict[str, bool]] = {
     "drop": {"drop_last": True},
@@ -99,7 +99,7 @@ def flat(steps: list[list[int]]) -> list[int]:
 
 
 def restored(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as a checkpoint restores it. A checkpoint has the state of rank 0 only."""
+    """Return the state as restored from a checkpoint. A checkpoint has the state of rank 0 only."""
     tensors: dict[str, torch.Tensor] = {}
     back: dict[str, Any] = unpacked(json.loads(json.dumps(packed(state, "data", tensors))), tensors)
     return back

@@ -110,7 +110,7 @@ def test_another_number_of_ranks_reads_the_rest_of_the_epoch() -> None:
 
 
 def test_a_finished_epoch_is_empty_after_a_resume() -> None:
-    """What follows the loop of that epoch has not run yet, so a resumed run has to reach it."""
+    """The code after the loop of that epoch has not run yet, so a resumed run must reach it."""
     before = loaders_of(Numbers(10), 1, batch_size=4, drop_last=True)
     train(before, 2)
     (after,) = resumed(before, loaders_of(Numbers(10), 2, batch_size=1, drop_last=True)[:1])

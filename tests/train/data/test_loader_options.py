@@ -1,4 +1,4 @@
-"""Options of a loader: defaults, what is refused, and loaders that evaluate."""
+"""Options of a loader: defaults, rejected options, and loaders that evaluate."""
 
 from __future__ import annotations
 

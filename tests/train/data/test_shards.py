@@ -1,4 +1,4 @@
-"""Data sets that deal themselves into shards."""
+"""Data sets that divide themselves into shards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What wrapped models do on several ranks, one question a function. Every rank writes what it saw as JSON.
+"""The behavior of wrapped models on several ranks, one function per question. Every rank writes its observations as
+JSON.
 
-phalanx run -g 2 behaviours.py FOLDER
+    phalanx run -g 2 behaviours.py FOLDER
 """
 
 import json
@@ -66,7 +67,7 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 def counting(wrapped: Wrapped) -> list[int]:
-    """One entry for every bucket that is sent."""
+    """Record one entry per bucket that is sent."""
     sent: list[int] = []
 
     def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -99,7 +100,7 @@ def reductions() -> Any:
 
 @question
 def learned() -> Any:
-    """Nobody said so when it was wrapped: the first step does. Later steps shorten the window."""
+    """It was not declared when wrapping: the first step shows it. Later steps shorten the window."""
     wrapped = wrap(mlp(), group=PARTY)
     sent = counting(wrapped)
     opt = torch.optim.SGD(wrapped.parameters(), lr=0.1)
@@ -184,7 +185,7 @@ def fp16() -> Any:
 
 @question
 def made_before() -> Any:
-    """An optimizer that was made, and has state, before FSDP replaced the parameters."""
+    """An optimizer that was created, and has state, before FSDP replaced the parameters."""
     found = {}
     for how in ("ddp", "fsdp"):
         model = mlp()
@@ -207,7 +208,7 @@ def made_before() -> Any:
 
 @question
 def seeds() -> Any:
-    """Each rank has made another model. What rank 0 has is the model."""
+    """Each rank has created a different model. The model of rank 0 is used."""
     found = {}
     for how in ("ddp", "fsdp"):
         torch.manual_seed(100 + PARTY.rank)
@@ -245,7 +246,7 @@ def tied() -> Any:
 
 @question
 def alone() -> Any:
-    """Rank 0 evaluates while the others do not; buffers would be broadcast in training."""
+    """Rank 0 evaluates alone; in training, buffers would be broadcast."""
     wrapped = wrap(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6)), group=PARTY)
     x, _ = data()
     wrapped(x).sum().backward()
@@ -302,7 +303,7 @@ def mistakes() -> Any:
 
 @question
 def empty() -> Any:
-    """The last batch of an epoch may leave nothing for a rank; it takes part all the same."""
+    """The last batch of an epoch may leave a rank without samples; it still takes part."""
     wrapped = wrap(mlp(), group=PARTY)
     opt = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     torch.manual_seed(5)

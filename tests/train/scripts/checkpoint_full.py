@@ -21,7 +21,7 @@ checkpoints.wait()
 
 # It is reported; training and later saves continue.
 checkpoints.save(2, {"model": big})
-checkpoints.save(3, {"model": big})  # needs the buffer, so the other has to be through
+checkpoints.save(3, {"model": big})  # needs the buffer, so the other save must have finished
 (line,) = told
 assert line.startswith("phalanx: the checkpoint of step 2 was not written"), line
 assert "No space left on device" in line, line
@@ -46,7 +46,7 @@ with pytest.raises(CheckpointError):
     export(big, f"{folder}/model.pt")
 assert not any(name.startswith("model") for name in os.listdir(folder)), os.listdir(folder)
 
-# Full of what a killed saver left: the next one makes room before it asks for any.
+# Full of leftovers of a killed saver: the next one makes room before it needs any.
 os.unlink(f"{folder}/.lock")
 os.mkdir(f"{folder}/.writing-step-000000000005-00-1")
 with open(f"{folder}/.writing-step-000000000005-00-1/rank-00000.safetensors", "wb", buffering=0) as file:
@@ -56,7 +56,7 @@ with Checkpoints(folder) as checkpoints:
     checkpoints.save(6, {"model": small})
 assert sorted(os.listdir(folder)) == [".lock", "step-000000000004", "step-000000000006"], os.listdir(folder)
 
-# The next one takes the place of an older one, if there is no room beside it. The newest stays.
+# The next one replaces an older one, if there is no room for both. The newest is kept.
 with Checkpoints(folder, say=told.append) as checkpoints:
     assert not checkpoints.make_room()  # there is room
     with open(f"{folder}/ballast", "wb", buffering=0) as file:

@@ -1,7 +1,7 @@
 """Savers that are killed: `checkpoint_killed.py FOLDER points|moments|ranks`. Forks: torch is imported once.
 
-The state of step k is all k. After every death the newest checkpoint must load, be one state through and through, and
-be no older than the last one that was said to be committed.
+The state of step k is all k. After every death the newest checkpoint must load, be consistent, and be no older than the
+last one that was reported as committed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def ended(pid: int) -> int:
 
 
 def check(folder: str, at_least: int) -> None:
-    """In its own process, as after a restart."""
+    """Check in a separate process, as after a restart."""
 
     def play() -> None:
         kept = things()
@@ -90,7 +90,7 @@ def check(folder: str, at_least: int) -> None:
 
 
 def kill_before(number: int) -> None:
-    """This process, before the call of that number that changes the disk."""
+    """Kill this process before its n-th call that changes the disk."""
     calls = 0
     for module, name in (
         *((os, name) for name in ("rename", "fsync", "write", "unlink", "rmdir", "open", "mkdir", "makedirs")),
@@ -120,7 +120,7 @@ def save(folder: str, steps: range, told: int) -> None:
 
 
 def committed(pipe: int) -> int:
-    """The last step that was said to be."""
+    """Return the last step that was reported as committed."""
     data = b""
     while got := os.read(pipe, 65536):
         data += got
@@ -129,7 +129,7 @@ def committed(pipe: int) -> int:
 
 
 def points(folder: str) -> None:
-    """Killed before the first call that changes the disk, before the second, … until one comes through."""
+    """Kill before the first call that changes the disk, before the second, … until one succeeds."""
     before = f"{folder}/before"
     read, write = os.pipe()
     assert ended(forked(lambda: save(before, range(1, 4), write))) == 0
@@ -148,7 +148,7 @@ def points(folder: str) -> None:
         os.close(write)
         code = ended(pid)
         check(place, max(3, committed(read)))
-        # The next one continues, and tidies up.
+        # The next one continues, and cleans up.
         read, write = os.pipe()
         if number % 5 == 1:
             assert ended(forked(lambda place=place, write=write: save(place, range(10, 11), write))) == 0
@@ -164,7 +164,7 @@ def points(folder: str) -> None:
 
 
 def moments(folder: str) -> None:
-    """Killed at any moment, again and again in the same folder."""
+    """Kill at random moments, repeatedly in the same folder."""
     dice = random.Random(20)
     last = 0
     for _ in range(20):
@@ -177,12 +177,12 @@ def moments(folder: str) -> None:
         assert ended(pid) == -signal.SIGKILL
         last = committed(read) or int.from_bytes(first, "big")
         check(folder, last)
-        last += 1  # one more may be there than was said
+        last += 1  # one more may exist than was reported
     print(f"{last} steps")
 
 
 def ranks(folder: str) -> None:
-    """Two ranks whose saves overlap. One is killed at a point; the other is killed too, or finds out by itself."""
+    """Two ranks whose saves overlap. One is killed at a point; the other is killed too, or detects it by itself."""
     before = f"{folder}/before"
     read, write = os.pipe()
     assert ended(forked(lambda: save(before, range(1, 4), write))) == 0
@@ -212,7 +212,7 @@ def ranks(folder: str) -> None:
                         saver.wait()
                         if rank == 0:
                             os.write(told, (6).to_bytes(4, "big"))
-                except RuntimeError:  # of gloo: the other is gone
+                except RuntimeError:  # raised by gloo: it has lost the other rank
                     os._exit(3)
 
             pids = [forked(lambda rank=rank: play(rank)) for rank in range(2)]

@@ -28,7 +28,7 @@ from phalanx.train.checkpoint import checkpoints as module
 
 
 class Gloo:
-    """The other ranks, over a group that is there already."""
+    """The other ranks, over an existing group."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -51,7 +51,7 @@ class Gloo:
 
 
 def ranks(world_size: int, play: Callable[[int], None], expected: Sequence[int] = ()) -> None:
-    """Fork so many, and see that they end as expected: well, if nothing is said."""
+    """Fork this many ranks, and check that they end as expected; default: successfully."""
     with tempfile.NamedTemporaryFile(delete=False) as store:
         pass
     children = []
@@ -81,7 +81,7 @@ def ranks(world_size: int, play: Callable[[int], None], expected: Sequence[int] 
 
 
 class Net(nn.Module):
-    """Rows that three ranks cannot share evenly, a bias that is less than they are, a tie, bf16, a buffer."""
+    """Rows that three ranks cannot divide evenly, a bias smaller than their number, a tie, bf16, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def wrapped(strategy: str, world_size: int) -> nn.Module:
 
 
 def resume(folder: str) -> None:
-    """Train two steps each as DDP, FSDP and single, at 2, 3 and 1 ranks, each from what the one before left."""
+    """Train two steps each as DDP, FSDP and single, at 2, 3 and 1 ranks, each from the state of the previous one."""
     stages = [("ddp", 2), ("fsdp", 3), ("single", 1), ("fsdp", 2), ("ddp", 3), ("fsdp", 1)]
     for number, (strategy, world_size) in enumerate(stages):
 
@@ -165,7 +165,7 @@ def resume(folder: str) -> None:
 
 
 def one_fails(folder: str) -> None:
-    """Rank 1 may write no more than a few pages: all ranks get the error, and earlier checkpoints stay."""
+    """Rank 1 can write only a few pages: all ranks get the error, and earlier checkpoints are kept."""
 
     def play(rank: int) -> None:
         torch.manual_seed(3)
@@ -231,7 +231,7 @@ def one_dies(folder: str) -> None:
 
 
 def one_is_bad(folder: str) -> None:
-    """A file of rank 1 is gone, another is flipped: all ranks pass those over, and rank 0 says so."""
+    """A file of rank 1 is missing, another is corrupted: all ranks skip those, and rank 0 reports it."""
 
     def play(rank: int) -> None:
         model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
@@ -263,7 +263,7 @@ def one_is_bad(folder: str) -> None:
 
 
 def no_entry(folder: str) -> None:
-    """What rank 0 cannot read or write is the same error on all ranks, and nobody is left waiting."""
+    """An error of rank 0 when reading or writing is the same on all ranks, and none keeps waiting."""
 
     def play(rank: int) -> None:
         os.seteuid(65534)

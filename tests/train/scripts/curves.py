@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def batches(case: dict[str, Any]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Steps of micro-batches; 12 samples a step, whatever the way."""
+    """Return steps of micro-batches; always 12 samples per step."""
     torch.manual_seed(2)
     x = torch.randn(STEPS * 12, 6)
     y = torch.stack([x.sum(1), x.prod(1)], 1)

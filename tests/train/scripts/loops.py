@@ -1,4 +1,4 @@
-"""Training loops through `Run` on several ranks, one question a function. Every rank writes what it saw as JSON.
+"""Training loops through `Run` on several ranks, one function per question. Every rank writes its observations as JSON.
 
 phalanx run -g 2 loops.py FOLDER
 """
@@ -19,7 +19,7 @@ import phalanx
 from phalanx.errors import UsageError
 
 FOLDER = Path(sys.argv[1])
-HERE = phalanx.init()  # the group; every question makes its own Run in it
+HERE = phalanx.init()  # the group; every question creates its own Run in it
 QUESTIONS: list[Callable[[], Any]] = []
 
 torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def parts(size: int, end: int = len(X)) -> list[slice]:
 
 @question
 def padded() -> Any:
-    """81 samples in steps of 16: the last has 1, so that rank 0 has 7 of padding and another rank nothing else."""
+    """81 samples in steps of 16: the last has 1, so rank 0 has 7 samples of padding and the other rank only padding."""
     found: dict[str, Any] = {"plain": plain([[part] for part in parts(16)] * 2)}
     for name in ("each", "mean"):
         with phalanx.Run(phalanx.init()) as run, warnings.catch_warnings(record=True) as told:
@@ -84,7 +84,7 @@ def padded() -> Any:
 
 @question
 def windows() -> Any:
-    """11 batches an epoch, of which the last is small, in windows of 4; with an evaluation in the middle of one."""
+    """11 batches per epoch, of which the last is small, in windows of 4; with an evaluation in the middle of one."""
     batches = parts(8)
     epoch = [batches[:4], batches[4:8], batches[8:]]
     found: dict[str, Any] = {"plain": plain(epoch * 2, clip=0.5)}
@@ -117,7 +117,7 @@ def windows() -> Any:
 
 @torch.no_grad()
 def evaluated(run: phalanx.Run, net: Any, test: Any) -> int:
-    """Samples, each once; some may have been given to a rank only so that it takes part."""
+    """Return the samples, each once; some may have been given to a rank only so that it takes part."""
     net.eval()
     counted = 0
     for x, _ in run.batches(test):
@@ -128,7 +128,7 @@ def evaluated(run: phalanx.Run, net: Any, test: Any) -> int:
 
 @question
 def foreign() -> Any:
-    """A script that wraps its model itself, and lets `run.backward` weigh."""
+    """A script that wraps its model itself, and lets `run.backward` weight the loss."""
     with phalanx.Run(phalanx.init()) as run:
         ddp = torch.nn.parallel.DistributedDataParallel(mlp())
         opt = sgd(ddp)
@@ -142,7 +142,7 @@ def foreign() -> Any:
 
 @question
 def kept() -> Any:
-    """Whatever the order in which models are wrapped and kept and optimizers are made, stopped and resumed."""
+    """With any order of wrapping, keeping and creating optimizers: stopped and resumed."""
     found = {}
     for how in ("ddp", "fsdp"):
         for order in ("opt keep wrap", "opt wrap keep", "wrap opt keep", "wrapped"):
@@ -184,7 +184,7 @@ def resumable(how: str, order: str, folder: str | None, stop: int | None) -> tup
 
 @question
 def rivals() -> Any:
-    """Two models and two optimizers, of which one accumulates."""
+    """Two models and two optimizers, one of which accumulates."""
     found: dict[str, Any] = {"plain": plain_rivals()}
     for how in ("ddp", "fsdp"):
         with phalanx.Run(phalanx.init()) as run:
@@ -210,7 +210,7 @@ def plain_rivals() -> list[float]:
     first, second, opt_first, opt_second = pair()
     for number, part in enumerate(parts(16, 64)):
         x = X[part]
-        opt_second.zero_grad()  # of what the other's backward has left there
+        opt_second.zero_grad()  # gradients of the other's backward
         (second(x).square().mean() - second(first(x).detach()).square().mean()).backward()
         opt_second.step()
         (second(first(x)).square().mean() / 2).backward()
@@ -233,7 +233,7 @@ class Counting(IterableDataset):
 
 
 class Mine(torch.utils.data.Dataset):
-    """A data set that asks for its rank when it is read."""
+    """A data set that uses its rank when it is read."""
 
     def __len__(self) -> int:
         return len(X) // HERE.world_size
@@ -243,7 +243,7 @@ class Mine(torch.utils.data.Dataset):
 
 
 def looped(data: Any, wrap: str = "run", how: str = "run", *, direct: bool = False) -> list[str]:
-    """What a training with `data` is warned of. `direct`: its loop does without `run.batches`."""
+    """Return the warnings of a training with `data`. `direct`: its loop does not use `run.batches`."""
     with phalanx.Run(phalanx.init()) as run, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         model = mlp()
@@ -270,7 +270,7 @@ def looped(data: Any, wrap: str = "run", how: str = "run", *, direct: bool = Fal
                 opt.zero_grad()
             else:
                 run.step(opt, accumulate=3 if how == "accumulate" else None)
-        run.group.barrier()  # all ranks have told what they have, before rank 0 looks a last time
+        run.group.barrier()  # all ranks have published their values, before rank 0 reads them a last time
         if wrap == "torch":
             net.reducer = net.logger = None
     return [str(warning.message) for warning in told]
@@ -278,7 +278,7 @@ def looped(data: Any, wrap: str = "run", how: str = "run", *, direct: bool = Fal
 
 @question
 def misused() -> Any:
-    """Mistakes, and what looks like one and is none."""
+    """Mistakes, and correct code that looks like one."""
     ours = lambda run: run.loader(DATA, batch_size=4, shuffle=True)  # noqa: E731
     half = X[:80].chunk(2)[HERE.rank]
     return {
@@ -320,7 +320,7 @@ def misused() -> Any:
 
 @question
 def different() -> Any:
-    """What the ranks should have in common, and do not: refused before the first update."""
+    """What ranks should have in common, and do not: rejected before the first update."""
 
     def refusal(*, seed: int = 0, width: int = 6, samples: int = 80, batch: int = 4, keep: bool = False) -> str:
         with phalanx.Run(phalanx.init(seed=seed)) as run:

@@ -1,6 +1,6 @@
-"""many_groups.py FOLDER: the group forms again and again, with what a training has in it; nothing of it stays.
+"""many_groups.py FOLDER: the group forms repeatedly, with the objects of a training; all of them are freed.
 
-Each rank writes how many descriptors and mappings it had after some of them.
+Each rank writes its number of descriptors and mappings after some of the groups.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from phalanx.collectives import registry
 from phalanx.collectives.errors import GroupAborted
 from phalanx.train.run import Run
 
-GROUPS, WIDTH = 50, 600  # so wide that gradients lie in memory which ranks share
+GROUPS, WIDTH = 50, 600  # wide enough that gradients are in memory that ranks share
 
 
 def held() -> list[int]:
-    """Descriptors and mappings that have to do with us, and all descriptors."""
+    """Return the descriptors and mappings of phalanx, and all descriptors."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("memfd:phalanx")
     names = []
@@ -58,7 +58,7 @@ def forked() -> None:
 
 
 def aborted(run: Run, group: object) -> float:
-    """Seconds until rank 0 stops waiting for a missing rank after it was interrupted."""
+    """Return the seconds until rank 0 stops waiting for a missing rank after it was interrupted."""
     if run.rank:
         run.group.store.get("aborted")
         return 0.0

@@ -1,4 +1,4 @@
-"""The least group that a model can be wrapped in, from the variables of a launcher."""
+"""A minimal group for wrapping a model, from the variables of a launcher."""
 
 from __future__ import annotations
 

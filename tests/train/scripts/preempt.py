@@ -40,7 +40,7 @@ class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def once(name: str) -> bool:
-    """Whether nobody has done it before."""
+    """Return whether it is done for the first time."""
     try:
         os.close(os.open(FOLDER / name, os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -1,6 +1,6 @@
-"""regroup.py FOLDER: FSDP, whose group forms again after some steps with nobody lost. Both orders of keep and wrap.
+"""regroup.py FOLDER: FSDP whose group forms again after some steps without a loss. Both orders of keep and wrap.
 
-Each rank writes the parameters that it ends with, and those without a regroup.
+Each rank writes its final parameters, and those without a regroup.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def join(generation: int, offer: StateOffer | None, *, number: int = 0) -> Run:
 
 
 def trained(run: Run, until: int, first: str) -> dict[str, list[float]]:
-    # What a model is made with does not matter where it is handed over.
+    # The initial model does not matter if the state is handed over.
     torch.manual_seed(run._recovery.generation.number)
     model = nn.Sequential(nn.Linear(6, 15), nn.Tanh(), nn.Linear(15, 1))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -68,7 +68,7 @@ def trained(run: Run, until: int, first: str) -> dict[str, list[float]]:
         chance.manual_seed(run.steps * 100 + run.rank)
         run.backward(net(torch.randn(4, 6, generator=chance)).square().mean())
         run.step(opt)
-    if until == 3:  # and in the middle of a step, when the whole model is there
+    if until == 3:  # and in the middle of a step, when the whole model is unsharded
         run.backward(net(torch.randn(4, 6)).sum())
     full: dict[str, Any] = {name: one.full_tensor() for name, one in model.named_parameters()} if until == 6 else {}
     return {name: value.flatten().tolist() for name, value in full.items()}

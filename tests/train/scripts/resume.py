@@ -1,6 +1,7 @@
-"""A training that may be killed on the way: `resume.py FOLDER PLAY`.
+"""A training that may be killed: `resume.py FOLDER PLAY`.
 
-Every rank notes what it is about to train on, each life where it continues; rank 0 exports the parameters at the end.
+Every rank records the samples before it trains on them, and each process where it continues; rank 0 exports the
+parameters at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LENGTH, GLOBAL, EPOCHS = 51, 12, 3
 
 
 class Points:
-    """With a little noise, drawn whenever a sample is taken."""
+    """With some noise, drawn whenever a sample is read."""
 
     def __init__(self) -> None:
         self.x = torch.randn(LENGTH, 6, generator=torch.Generator().manual_seed(5))
@@ -72,14 +73,14 @@ def train(run: phalanx.Run) -> None:
     notes = os.open(FOLDER / f"{PLAY['name']}-{run.rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def note(**what: Any) -> None:
-        os.write(notes, (json.dumps(what) + "\n").encode())  # one write: a note is there, or it is not
+        os.write(notes, (json.dumps(what) + "\n").encode())  # one write: a note is complete, or absent
 
     def die(where: str) -> None:
         if PLAY["kill"] == [run.rank, run.steps, where]:
             try:
                 (FOLDER / f"{PLAY['name']}-killed").touch(exist_ok=False)
             except FileExistsError:
-                return  # a life before this one was
+                return  # an earlier process has done it
             os.kill(os.getpid(), signal.SIGKILL)
 
     note(resumed=run.steps, told=data.state_dict()["workers"] is not None)

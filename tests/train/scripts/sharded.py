@@ -37,7 +37,7 @@ WIDTH = 800  # more than is copied at once
 
 
 def copied(ranks: int) -> bool:
-    """A snapshot is of all ranks, also of those on the node that is lost."""
+    """A snapshot includes all ranks, also those on the lost node."""
     return all((FOLDER / f"copied {rank}").exists() for rank in range(ranks))
 
 

@@ -1,4 +1,4 @@
-"""Two ranks read data sets of which nobody knows the length; what each took, and in how many steps, goes to a file."""
+"""Two ranks read data sets of unknown length; what each read, and in how many steps, is written to a file."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ said = []
 
 
 def go(dataset, tail: str, workers: int, resume_after: int | None = None) -> None:
-    """Every step has a collective, so ranks that do not step alike hang, or fail."""
+    """Every step has a collective, so ranks with different numbers of steps hang, or fail."""
     options = {"drop_last": tail == "drop", "pad_last": tail == "pad"}
     loader = Loader(dataset, here, batch_size=2, num_workers=workers, **options)
     steps, counted, scales = 0, [], []

@@ -36,7 +36,7 @@ def die(run: phalanx.Run) -> None:
             except FileExistsError:
                 continue
             at_once = [other for other, fault in enumerate(FAULTS) if fault[0] == step]
-            while not all((FOLDER / f"fault {other}").exists() for other in at_once):  # nobody goes before the others
+            while not all((FOLDER / f"fault {other}").exists() for other in at_once):  # all die together
                 time.sleep(0.001)
             if not node:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""snapshot_nodes.py: snapshots of ranks on several nodes, each of which has a memory; nodes and ranks go and come.
+"""snapshot_nodes.py: snapshots of ranks on several nodes, each with its own memory; nodes and ranks leave and join.
 
-Prints a line for each act that went as it should.
+Prints a line for each part that succeeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def memories(*rooms: int) -> Iterator[list[str]]:
-    """In their own process, as an agent's are; each with so much room."""
+    """In a separate process, like those of an agent; each with a limited size."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -64,7 +64,7 @@ class Rank:
         placement = roll_call.placement(membership.participants, topology)
         self.run.group.membership = dataclasses.replace(membership, topology=topology, placement=placement)
         self.said: list[str] = []
-        each = len(names) > len(nodes)  # a memory for each rank, and not for each node
+        each = len(names) > len(nodes)  # a memory per rank, not per node
         self.memory = SnapshotMemoryClient(names[self.run.rank if each else self.run.group.node_rank])
         self.snapshots = Snapshots(self.run.group, self.memory, say=self.said.append)
         if each:
@@ -102,7 +102,7 @@ class Rank:
     def close(self) -> None:
         with mock.patch(
             "phalanx.worker.process_group.nccl.abort", side_effect=AssertionError
-        ):  # the training's own groups stay
+        ):  # the groups of the training stay open
             self.snapshots.close()
         self.run.group.close()
 
@@ -124,13 +124,13 @@ def main() -> None:
     with memories(MIB, MIB, MIB) as names:
         before = play(three, names[:2], "fsdp", lambda rank: [rank.step(number) for number in (1, 2, 3)])
         assert before[0] == before[1] == before[2]
-        # Node 1 is lost, and node 0 has a copy of what rank 2 had. Two ranks continue, one of them on a new node.
+        # Node 1 is lost, and node 0 has a copy of rank 2's part. Two ranks continue, one of them on a new node.
         left = [names[0], names[2]]
         after = play(((0,), (1,)), left, "fsdp", Rank.restored)
         assert after == [(3, 3, before[0][2])] * 2, after
         print("a lost node's part is with its neighbour", flush=True)
 
-        # With DDP the same memory will do, for what is sharded is known by where it is in the whole.
+        # The same memory works with DDP, because shards are identified by their position in the whole.
         assert play(((0,),), left[:1], "ddp", Rank.restored) == [(3, 3, before[0][2])]
         print("another number of ranks, and no shards", flush=True)
 

@@ -46,7 +46,7 @@ class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 
 def once(name: str) -> bool:
-    """Whether nobody has done it before."""
+    """Return whether it is done for the first time."""
     try:
         os.close(os.open(FOLDER / name, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -55,7 +55,7 @@ def once(name: str) -> bool:
 
 
 def die_together() -> None:
-    """Kill the ranks whose fault is "then", once all of them are there: none regroups after another's death."""
+    """Kill the ranks whose fault is "then", once all of them have arrived: none regroups after another's death."""
     waiting = [FOLDER / f"then {number}" for number, fault in enumerate(FAULTS) if fault[2] == "then"]
     while not all(path.exists() for path in waiting):
         time.sleep(0.005)
@@ -71,12 +71,12 @@ def die(how: str, number: int) -> None:
         os._exit(7)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if how == "then":  # when the rank that gets stuck is there
+    if how == "then":  # when the rank that gets stuck has arrived
         (FOLDER / f"{number}.new").write_text(str(os.getpid()))
         (FOLDER / f"{number}.new").rename(FOLDER / f"then {number}")
         while True:
             signal.pause()
-    if how == "stuck":  # as a thread of gloo's that nobody wakes
+    if how == "stuck":  # like a thread of gloo that is never woken
         die_together()
         lock = threading.Lock()
         with lock:
@@ -118,11 +118,11 @@ def train(run: phalanx.Run) -> None:
     idle = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in run.epochs(EPOCHS):
         for x, y, places in run.batches(data):
-            with open(FOLDER / f"{run.steps + 1}.{run.rank}", "w") as file:  # a step that is done again writes it again
+            with open(FOLDER / f"{run.steps + 1}.{run.rank}", "w") as file:  # a repeated step writes it again
                 json.dump(places.tolist(), file)
             run.state["begun"][0] += 1
             faulty(run, "step")
-            if pair is not None and run.rank < 2:  # where it waits, nobody of the others is
+            if pair is not None and run.rank < 2:  # no other rank is there while it waits
                 dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait()
             own = torch.rand(1, generator=run.group.generator).item()
             noise = 0.01 * (random.random() + float(numpy.random.random()) + own)
@@ -138,8 +138,8 @@ def train(run: phalanx.Run) -> None:
         rate.step()
         run.state["epochs"] += 1
         faulty(run, "end")
-        run.group.barrier()  # as those do who evaluate together
-    # Whatever was repeated, values have counted it once.
+        run.group.barrier()  # like ranks that evaluate together
+    # Values have counted it once, whatever was repeated.
     kept = {"epochs": EPOCHS, "begun": [run.steps]}
     assert dict(run.state) == kept, (dict(run.state), kept)
     end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}

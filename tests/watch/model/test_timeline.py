@@ -1,4 +1,4 @@
-"""The list of events: each one once, in words."""
+"""The list of events: each one once, as text."""
 
 from __future__ import annotations
 

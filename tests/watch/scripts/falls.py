@@ -1,4 +1,4 @@
-"""falls.py FOLDER: a short training whose rank 1 is killed once, on its way."""
+"""falls.py FOLDER: a short training whose rank 1 is killed once."""
 
 from __future__ import annotations
 

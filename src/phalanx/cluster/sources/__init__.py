@@ -1,1 +1,1 @@
-"""What describes a run: hosts, schedulers, the environment. Only this package reads os.environ."""
+"""Sources that describe a run: hosts, schedulers, the environment. Only this package reads os.environ."""

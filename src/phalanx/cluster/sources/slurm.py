@@ -21,7 +21,7 @@ def task(environ: Mapping[str, str]) -> SchedulerTask | None:
         return None
     said = _variables(environ)
     _refuse_heterogeneous(said)
-    # Of two names, the step's comes first: `srun --preserve-env` and MPI launchers keep the batch script's others.
+    # The step's name comes first: `srun --preserve-env` and MPI launchers keep the other variables of the batch script.
     size = said.size("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     rank = said.index("SLURM_PROCID", below=size)
     nodes = said.size("SLURM_STEP_NUM_NODES", "SLURM_NNODES")

@@ -1,4 +1,4 @@
-"""What a scheduler says about this process: its task, or the allocated nodes."""
+"""What a scheduler reports about this process: its task, or the allocated nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SchedulerTask:
     """This process as a task of a scheduler."""
 
     source: str  # "Slurm", "Open MPI", "MPICH" or "Intel MPI", for messages
-    job: str  # the same in all tasks of the job (and step) and in no other; safe as a file name; "": it has no name
+    job: str  # the same in all tasks of the job (and step) and in no other; safe as a file name; "": no name
     placement: PartialPlacement
     hosts: tuple[str, ...] = ()  # by node rank, if known
     said: Mapping[str, str] = field(default_factory=dict)  # the variables that were read, for messages
@@ -27,10 +27,10 @@ class SchedulerTask:
         """True: each task has its own node. False: each task is one rank. None: unknown."""
         placement = self.placement
         if placement.node_count is not None:
-            return placement.node_count == placement.world_size  # no node is without a task
+            return placement.node_count == placement.world_size  # every node has a task
         if self.local_tasks > 1:
             return False
-        # Alone on this node; whether the others are alone on theirs, this process cannot see.
+        # It is alone on this node. It cannot know whether the others are alone on theirs.
         return True if placement.world_size == 1 else None
 
     @property
@@ -52,7 +52,7 @@ class Allocation:
 
 
 class Variables:
-    """Reads the variables of a source, remembers which, and rejects incomplete ones."""
+    """Reads the variables of a source, records which were read, and rejects incomplete ones."""
 
     def __init__(self, source: str, environ: Mapping[str, str], *, fix: str) -> None:
         self.source = source
@@ -79,7 +79,7 @@ class Variables:
         """Return the first of these variables as a number, at least `least` and less than `below`."""
         value = self.needed(*names)
         name = next(name for name in names if name in self.said)
-        # int() would take "+1", "1_0" and digits of other scripts.
+        # int() would accept "+1", "1_0" and digits of other scripts.
         if not re.fullmatch(r"\d{1,10}", value, re.ASCII):
             raise self.refuse(f"{name}={value!r} is no number", f"expected a whole number from {least} on")
         number = int(value)

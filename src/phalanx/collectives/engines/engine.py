@@ -104,8 +104,8 @@ class Engine(Protocol):
         """Send a message."""
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int, timeout: float) -> PendingCall:
-        """Receive a message. `source` may be ANY_SOURCE. Messages of one rank and tag arrive in the order they were
-        sent.
+        """Receive a message. `source` may be ANY_SOURCE. Messages of one rank and tag arrive in the order in which they
+        were sent.
         """
 
     def abort(self) -> None:

@@ -27,7 +27,7 @@ _DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.d
 
 
 class GlooEngine(Threaded):
-    """`store`: of this group only. `ranks`: the global ranks, for messages."""
+    """`store`: used by this group only. `ranks`: the global ranks, for messages."""
 
     def __init__(self, store: SignedStore, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()) -> None:
         super().__init__(rank, size)
@@ -97,7 +97,7 @@ class GlooEngine(Threaded):
                     pass  # the comparison of calls was the barrier
 
     def _parts(self, call: EngineCall) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Return what goes to each rank, and what comes from each."""
+        """Return the parts that go to each rank, and those that come from each."""
         size, nothing = self.size, torch.empty(0, dtype=torch.uint8)
         ins, outs = call.ins or [nothing] * size, call.outs or [nothing] * size
         match call.kind:
@@ -114,7 +114,7 @@ class GlooEngine(Threaded):
         return [nothing] * size, [outs[0]] * size
 
     def _compare_calls(self, call: EngineCall, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        """Exchange what all ranks have called, and compare it, before any data is moved."""
+        """Exchange and compare the calls of all ranks, before any data is moved."""
         counts = [tensor.nbytes for tensor in (*ins, *outs)]
         reduction = call.reduction or Reduction()
         of = _DTYPES.index((call.ins or call.outs or ins)[0].dtype)

@@ -21,14 +21,15 @@ from .engine import ANY_SOURCE, as_bytes
 from .gloo import GlooMessage
 from .threaded import ENDED
 
-LAZY_SIZE = 64  # ranks from which connections are made on first use: then a rank that has exited is waited for
+LAZY_SIZE = 64  # ranks from which connections are made on first use: then a call waits for a rank that has exited
 NO_TIMEOUT = timedelta(days=365)
 _POLL = 0.02  # seconds
 _creating = threading.Lock()
 
 
 class GlooTransport:
-    """transport.send(tensor, to, tag).wait(); transport.cut() from any thread makes waiting calls raise.
+    """Point-to-point transfers: transport.send(tensor, to, tag).wait(). transport.cut() from any thread makes waiting
+    calls raise.
 
     gloo cannot cancel an operation that waits for a peer, but it gives up when a connection is closed. So `cut` closes
     the connections. It finds them by the ports on which the ranks listen.
@@ -76,7 +77,7 @@ class GlooTransport:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and (
                 _address(sock.getpeername()) in self._addresses or _address(sock.getsockname()) in self._addresses
             ):
-                # Not for writing: gloo forgets an operation whose write fails, and its caller would wait until the
+                # Not for writing: gloo drops an operation whose write fails, and its caller would wait until the
                 # timeout.
                 sock.shutdown(socket.SHUT_RD)
         finally:
@@ -114,7 +115,7 @@ def within(timeout: float) -> timedelta:
 
 
 def _device(lazy: bool) -> Any:
-    # torch's own variable. torch does not read it when it is given a device.
+    # torch's own variable. torch does not read it if a device is passed.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=lazy)

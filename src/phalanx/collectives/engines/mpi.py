@@ -1,8 +1,8 @@
 """The engine on MPI, through mpi4py. Tensors are passed without a copy.
 
-MPI chooses the order of reductions: whether all ranks get the same bits is up to it. 16-bit floats are reduced as
-32-bit ones and rounded once. MPI cannot tell which rank is missing, so a timeout names none. It cannot cancel
-operations either, so a process that timed out or failed aborts the whole job when it exits.
+MPI chooses the order of reductions and decides whether all ranks get the same bits. 16-bit floats are reduced as 32-bit
+ones and rounded once. MPI cannot tell which rank is missing, so a timeout names none. It cannot cancel operations
+either, so a process that timed out or failed aborts the whole job when it exits.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def create(ranks: Sequence[int] = ()) -> MpiEngine | None:
     """
     mpi = import_mpi()
     world = mpi.COMM_WORLD
-    launched = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - what torchrun says, and torch does not read for mpi
+    launched = os.environ.get("WORLD_SIZE", "1")  # noqa: TID251 - set by torchrun; torch does not read it for mpi
     if world.size == 1 and launched != "1":
         raise CallRefused(
             f"the backend mpi: MPI has started a single process, but WORLD_SIZE is {launched}",

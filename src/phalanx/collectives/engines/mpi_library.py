@@ -1,5 +1,4 @@
-"""mpi4py's MPI in this process: it is imported and its errors are translated here, and it is aborted at exit after a
-failure."""
+"""mpi4py's MPI in this process: imports it, translates its errors, and aborts it at exit after a failure."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ def _abort_at_exit(mpi: Any) -> None:
 
 
 def mark_failed(*in_use: Any) -> None:
-    """Abort the job when this process exits. `in_use`: what MPI may still read or write until then."""
+    """Abort the job when this process exits. `in_use`: memory that MPI may still read or write until then."""
     global _failed
     _failed = True
     _leaked.append(in_use)

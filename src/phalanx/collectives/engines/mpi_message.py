@@ -1,4 +1,4 @@
-"""Messages in progress through MPI, and how often MPI is polled for them."""
+"""Messages in progress through MPI, and the intervals of polling MPI for them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from .mpi_library import ErrorTranslation, mark_failed
 from .threaded import ENDED
 
 _EAGER = 0.0005  # seconds of polling without sleeping
-_BYTES_PER_SECOND = 2e8  # bytes per second: polls that much longer, because MPI transfers data only when polled
+_BYTES_PER_SECOND = 2e8  # polls longer for large data, at this rate, because MPI transfers data only when polled
 _SHORT, _LONG = 0.00002, 0.001  # seconds between later polls
 
 
 class MpiPolling:
-    """Poll intervals. MPI makes progress only when polled: often at first, then rarely, to leave the core to others.
+    """Poll intervals. MPI makes progress only when polled: poll often at first, then rarely, to leave the core to
+    others.
 
     With more ranks than cores MPI itself yields on each poll.
     """

@@ -1,7 +1,7 @@
 """Regions: memory that all ranks of a group have mapped. A tensor in one is reduced in place, in one pass.
 
-Each rank creates its own and later all ranks share them together. A region has no name and no file: the others open it
-through /proc of the process that made it, as they do with the memory of the group.
+Each rank creates its own, and later all ranks share them together. A region has no name and no file: the others open it
+through /proc of the process that created it, like the memory of the group.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import torch
 from phalanx.collectives.engines.engine import CallKind, EngineCall, Op, Reduction
 from phalanx.contract import shared_memory
 
-MIN_BYTES = 1 << 20  # bytes: smaller tensors are as fast through the group's slots. The same number as in native/phx.h
+# bytes: smaller tensors are as fast through the group's slots. Must equal the value in native/phx.h
+MIN_BYTES = 1 << 20
 _NAME = "phalanx-region"  # as the kernel shows it
 _FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 
 class Region(mmap.mmap):
-    """A memory map. Tensors on it (`torch.frombuffer`) keep it alive; with the last one it ends, with the maps of the
-    others'.
+    """A memory map. Tensors on it (`torch.frombuffer`) keep it alive. It is unmapped with the last one, together with
+    the maps of the others' regions.
     """
 
     descriptor: int = -1  # closed once it is shared

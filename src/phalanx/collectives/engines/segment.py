@@ -12,8 +12,8 @@ from phalanx.contract import shared_memory
 from phalanx.forkserver.signed_store import SignedStore
 
 SLOT = 1 << 20  # bytes; two per rank
-MAX_RANKS = 256  # ranks; the same number as in native/phx.h
-_NAME = "phalanx"  # of the memory, as the kernel shows it
+MAX_RANKS = 256  # ranks; must equal the value in native/phx.h
+_NAME = "phalanx"  # name of the memory, as the kernel shows it
 
 
 def problem() -> str:
@@ -56,13 +56,13 @@ def _pids(store: SignedStore, ranks: Sequence[int], timeout: float) -> list[int]
 
 
 def _open(where: str, leader: int, size: int) -> int:
-    """Open the memory, and nothing else, whatever the store says."""
+    """Open the memory. Reject anything else that the store may contain."""
     pid, number, inode = (int(part) for part in where.split(":"))
     try:
         return shared_memory.open_of(pid, number, _NAME, size=size, inode=inode)
     except FileNotFoundError:
         raise PeerLost(f"joining: peer lost, rank {leader} has ended") from None
-    except shared_memory.ForeignMemoryError as error:  # or the leader has closed it, and reused its number
+    except shared_memory.ForeignMemoryError as error:  # or the leader has closed it, and its number was reused
         raise PeerLost(f"joining: what rank {leader} shares is not the memory of this group: {error}") from None
 
 

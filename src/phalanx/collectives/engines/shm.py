@@ -160,7 +160,7 @@ class ShmEngine:
 
     def close(self) -> None:
         """Leave the group."""
-        if self._leave():  # else the group's thread may still write: the tensors are freed with this object
+        if self._leave():  # otherwise the group's thread may still write: the tensors are freed with this object
             self._running.clear()
 
     # -- regions (regions.py)

@@ -25,7 +25,7 @@ class ThreadedTask:
 
     def run(self) -> None:
         """Run the job and store its outcome."""
-        job, self._job = self._job, None  # releases what it holds once it is done
+        job, self._job = self._job, None  # release what it holds once it is done
         try:
             if job is not None:
                 job()
@@ -83,7 +83,7 @@ class Threaded:
         """Make threads that are in `_do`, or wait for a message, give up soon. Thread-safe."""
 
     def run(self, call: EngineCall) -> None:
-        """Run a call after those before it, and wait for it."""
+        """Run a call after the earlier ones, and wait for it."""
         self._run_in_order(lambda: self._without_grad(call))
 
     def start(self, call: EngineCall) -> ThreadedTask:

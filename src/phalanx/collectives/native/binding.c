@@ -49,9 +49,9 @@ static void destroy_capsule(PyObject *capsule) {
     free(h);
 }
 
-/* A thread that waits in `join` has no group yet to abort: it gives up when this counter changes. */
+/* A thread that waits in `join` has no group to abort yet: it gives up when this counter changes. */
 static _Atomic uint64_t join_aborts;
-static _Thread_local uint64_t joining; /* 1 + the counter when this thread began to wait; 0: it does not wait */
+static _Thread_local uint64_t joining; /* 1 + the counter when this thread began to wait; 0: it is not waiting */
 
 static PyObject *py_abort_joining(PyObject *self, PyObject *none) {
     (void)self, (void)none;
@@ -203,7 +203,7 @@ static PyObject *py_leave(PyObject *self, PyObject *capsule) { /* returns whethe
     if (!h->left) {
         h->left = 1;
         h->calls++;
-        if (phx_is_owner(h->group)) phx_announce_leave(h->group); /* calls in progress return, and the last of them frees the group */
+        if (phx_is_owner(h->group)) phx_announce_leave(h->group); /* calls in progress return; the last of them frees the group */
         release(h);
     }
     return PyBool_FromLong(!h->group);

@@ -1,4 +1,4 @@
-/* The start of a call: each rank publishes what it has called, and after a barrier each checks whether the calls match. */
+/* The start of a call: each rank publishes its call, and after a barrier each checks whether the calls match. */
 #include "call.h"
 
 #include <string.h>
@@ -71,12 +71,12 @@ static int same(const struct call_info *a, const struct call_info *b) {
            !memcmp(&x->scale, &y->scale, sizeof x->scale) && (x->bytes == y->bytes || !(in_place(x->kind) || x->kind == PHX_BROADCAST));
 }
 
-/* Whether two ranks agree on what they send to each other. */
+/* Whether two ranks agree on the data that they exchange. */
 static int sizes_match(const phx_group *g, int a, int b, uint32_t turn) {
     return transfer_of(g, a, b, turn)->send_bytes == transfer_of(g, b, a, turn)->recv_bytes && transfer_of(g, b, a, turn)->send_bytes == transfer_of(g, a, b, turn)->recv_bytes;
 }
 
-/* Whether all calls match. Each rank checks enough that either all ranks see a mismatch or none does. */
+/* Whether all calls match. Each rank checks enough that either all ranks detect a mismatch or none does. */
 static int calls_match(const phx_group *g, const struct phx_call *c, uint32_t turn) {
     const struct call_info *own = call_info_of(g, g->rank, turn);
     for (int r = 0; r < g->ranks; r++)

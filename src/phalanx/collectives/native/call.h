@@ -1,4 +1,4 @@
-/* What all collectives share: slots, and the start of a call, in which ranks publish and compare what they have called. */
+/* Common parts of all collectives: slots, and the start of a call, in which ranks publish and compare their calls. */
 #ifndef PHX_CALL_H
 #define PHX_CALL_H
 
@@ -21,8 +21,8 @@ struct phx_part phx_recv_part(const phx_group *, const struct phx_call *, int fr
 /* Whether a rank sends the same part to all others. */
 int phx_same_for_all(int kind);
 
-/* Publish this rank's call, wait for the others, and fail the group if the calls do not match. `in_slot`: the slot contains
-   the data already. Call infos and transfers stay valid until the barrier after the next. */
+/* Publish this rank's call, wait for the others, and fail the group if the calls do not match. `in_slot`: the slot
+   already contains the data. Call infos and transfers stay valid until the barrier after the next. */
 int phx_open_call(phx_group *, const struct phx_call *, uint32_t turn, int in_slot);
 
 /* Copy the parts that this rank sends into its slot, one after the other, if they are small enough. Return whether they were. */

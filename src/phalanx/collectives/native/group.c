@@ -79,7 +79,7 @@ static int is_missing(const phx_group *g, int rank) {
     return !reached(atomic_load_explicit(&g->members[rank].round, memory_order_acquire), g->round);
 }
 
-/* Fail the group and blame the marked ranks. A rank that leaves because the group has failed already is not blamed. */
+/* Fail the group and blame the marked ranks. A rank that leaves because the group has already failed is not blamed. */
 static int fail_blaming(phx_group *g, const uint8_t *marked, int how) {
     int result = phx_error(g);
     if (result != PHX_OK) return result;
@@ -96,8 +96,8 @@ int phx_fail_lost(phx_group *g, int rank) {
 
 static int completed(const phx_group *g) { return reached(atomic_load(&g->head->completed), g->round); }
 
-/* Fail the group if a rank has exited or left before this barrier completed, or if the time is up. A rank that has entered
-   the barrier and exited then counts too: nobody should have to wait for a third rank to learn that. */
+/* Fail the group if a rank has exited or left before this barrier completed, or after the timeout. A rank that has
+   entered the barrier and then exited counts too: no rank should have to wait for a third one to learn that. */
 static int check_peers(phx_group *g) {
     uint8_t missing[PHX_MAX_RANKS] = {0}, gone[PHX_MAX_RANKS] = {0};
     int any = 0;
@@ -126,8 +126,8 @@ static int sleep_until_complete(phx_group *g) {
     return result;
 }
 
-/* Spin for as long as it pays. A rank that shares this core can only arrive once we yield. The full budget is tried again
-   from time to time. */
+/* Spin for as long as it pays. A rank that shares this core can only arrive once we yield. Retry the full budget
+   occasionally. */
 static int spin_until_complete(phx_group *g) {
     atomic_u32 *completed = &g->head->completed;
     int most = g->interruptible ? g->spins : g->spins_background, tries = ++g->waits % 64 && g->tries < most ? g->tries : most;
@@ -154,8 +154,8 @@ int phx_barrier(phx_group *g) {
     phx_fault(g);
     if (last) atomic_store(&h->completed, round);
     phx_fault(g);
-    atomic_store_explicit(&g->members[g->rank].round, round, memory_order_release); /* last: other ranks take this as the arrival */
-    if (last) { /* `completed` is written before `sleepers` is read, and sleepers do it in the reverse order: no wakeup is lost */
+    atomic_store_explicit(&g->members[g->rank].round, round, memory_order_release); /* last: other ranks treat this as the arrival */
+    if (last) { /* `completed` is written before `sleepers` is read, and sleepers do the reverse: no wakeup is lost */
         if (atomic_load(&h->sleepers)) phx_futex(&h->completed, FUTEX_WAKE, INT_MAX, NULL);
         return PHX_OK;
     }
@@ -181,7 +181,7 @@ int phx_read_peer(const phx_group *g, int rank, void *to, uint64_t from, size_t 
 int phx_read_or_fail(phx_group *g, int rank, void *to, uint64_t from, size_t bytes) {
     phx_fault(g);
     if (!phx_read_peer(g, rank, to, from, bytes)) return PHX_OK;
-    /* A process loses its memory slightly before its exit is visible; and a rank that has failed may have freed it. */
+    /* A process loses its memory slightly before its exit is visible. A rank that has failed may have freed its memory. */
     int gone = errno == ESRCH;
     for (int i = 0; !gone && i < 2 * POLL_MS && phx_error(g) == PHX_OK; i++, poll(NULL, 0, 1)) gone = phx_is_gone(g, rank);
     return gone ? phx_fail_lost(g, rank) : phx_fail(g, PHX_FAILED);
@@ -189,7 +189,7 @@ int phx_read_or_fail(phx_group *g, int rank, void *to, uint64_t from, size_t byt
 
 /* -- forks */
 
-static unsigned forks; /* of this process and its ancestors since the first group was joined */
+static unsigned forks; /* number of forks of this process and its ancestors since the first group was joined */
 
 static void count_fork(void) { forks++; }
 

@@ -1,5 +1,5 @@
-/* The core of a group, on which everything else builds: its shared memory, barriers, failure and peer memory.
-   It calls nothing above it; see `wake_queue` and `wake_mailbox`. */
+/* The core of a group, on which everything else builds: its shared memory, barriers, failure and peer memory. It calls
+   no layer above it; see `wake_queue` and `wake_mailbox`. */
 #ifndef PHX_GROUP_H
 #define PHX_GROUP_H
 
@@ -14,19 +14,19 @@
 
 #define CACHE_LINE 64
 #define MAX_CORES 1024
-#define POLL_MS 20 /* how often a waiting thread checks whether its peers are alive */
+#define POLL_MS 20 /* interval in which a waiting thread checks whether its peers are alive */
 
 typedef _Atomic uint32_t atomic_u32;
 
-/* What a rank publishes about the call that it starts. */
+/* The data that a rank publishes about the call that it starts. */
 struct call_info {
     uint64_t address; /* of its tensor, in its own address space */
     struct phx_signature signature;
-    uint32_t in_slot; /* whether its data is in its slot already */
+    uint32_t in_slot; /* whether its data is already in its slot */
     uint32_t region;  /* number of the region that contains its tensor; 0: none */
 };
 
-/* What a rank publishes about the data that it exchanges with one other rank. */
+/* The data that a rank publishes about its exchange with one other rank. */
 struct transfer {
     uint64_t address; /* of the data that it sends */
     uint64_t send_bytes, recv_bytes;
@@ -34,7 +34,7 @@ struct transfer {
 
 /* The state of one rank, in shared memory. */
 struct member {
-    _Alignas(2 * CACHE_LINE) atomic_u32 round; /* the last barrier that it has entered: shows who is missing */
+    _Alignas(2 * CACHE_LINE) atomic_u32 round; /* the last barrier that it has entered: shows which ranks are missing */
     atomic_u32 left;
     int32_t pid;
     uint64_t token; /* address of a known value: peers read it to test whether they may read our memory */
@@ -106,7 +106,7 @@ int phx_error(const phx_group *);
 /* Fail the group for all ranks and wake all waiting threads. Return the error, which may be an earlier one. */
 int phx_fail(phx_group *, int error);
 
-/* Fail the group because this rank needs one that is gone. */
+/* Fail the group because this rank needs one that has exited or left. */
 int phx_fail_lost(phx_group *, int rank);
 
 /* Whether a rank has exited or left. */
@@ -121,7 +121,7 @@ int phx_read_peer(const phx_group *, int rank, void *to, uint64_t from, size_t b
 /* Read another rank's memory; fail the group if that is not possible. */
 int phx_read_or_fail(phx_group *, int rank, void *to, uint64_t from, size_t bytes);
 
-/* How often this process and its ancestors have forked since the first group was joined. */
+/* Number of forks of this process and its ancestors since the first group was joined. */
 unsigned phx_fork_count(void);
 
 /* Fault injection, for tests: a point at which a rank may be made to exit. */

@@ -1,4 +1,4 @@
-/* Joining and leaving a group: opens and closes everything that a group consists of. */
+/* Joins and leaves a group: opens and closes everything that a group consists of. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sched.h>
@@ -15,7 +15,7 @@
 #include "regions.h"
 
 #define SPIN_NS 100000 /* how long a waiting thread spins before it sleeps */
-#define SCRATCH_BYTES (1u << 20) /* read from peers at a time: few system calls, and it stays in the L2 cache */
+#define SCRATCH_BYTES (1u << 20) /* bytes read from peers at a time: few system calls, and they stay in the L2 cache */
 
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
@@ -48,8 +48,8 @@ static int try_direct(phx_group *g, int direct, int attempt) {
 static int choose_direct(phx_group *g, int direct) {
     int result = try_direct(g, direct, 0);
     if (result != PHX_OK || g->direct) return result;
-    /* Yama (ptrace_scope 1) allows only ancestors to read a process, plus one process that it names, with that one's
-       descendants. Ranks usually have the same parent, so naming it allows them to read each other. */
+    /* Yama (ptrace_scope 1) allows only ancestors to read a process, plus one process that it names, with the
+       descendants of that process. Ranks usually have the same parent, so naming it allows them to read each other. */
     if (direct) prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);
     return try_direct(g, direct, 1);
 }
@@ -93,7 +93,7 @@ static long cores(const phx_group *g) {
     return quota > 0 && period > 0 && quota / period < all ? quota / period : all;
 }
 
-/* How many polls take this many nanoseconds: a pause instruction takes ten times longer on some processors. */
+/* Number of polls that take this many nanoseconds: a pause instruction takes ten times longer on some processors. */
 static int spins(long nanoseconds) {
     struct timespec from, to;
     clock_gettime(CLOCK_MONOTONIC, &from);
@@ -115,7 +115,7 @@ phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pid
     g->scratch = aligned_alloc(4096, g->piece * (size_t)ranks);
     if (g->memory == MAP_FAILED) g->memory = NULL;
     int result = g->memory && g->peers && g->scratch && !phx_queue_open(g) ? PHX_OK : PHX_FAILED;
-    if (result == PHX_OK) { /* from here on, the other ranks see it if this one fails */
+    if (result == PHX_OK) { /* from here on, the other ranks notice if this one fails */
         for (int r = 0; r < ranks; r++) g->peers[r] = (struct pollfd){-1, POLLIN, 0};
         g->head = g->memory;
         g->members = (struct member *)(g->head + 1);
@@ -129,7 +129,7 @@ phx_group *phx_join(int fd, int rank, int ranks, size_t slot, const int32_t *pid
         g->spins = g->spins_background = g->spins_min = spins(SPIN_NS / 50);
         publish_cores(g);
         result = phx_p2p_open(g, (uint8_t *)g->memory + p2p_offset(ranks, slot)) ? PHX_FAILED : choose_direct(g, direct);
-        long all = cores(g); /* with more threads than cores, a spinning thread keeps the others from arriving */
+        long all = cores(g); /* with more threads than cores, a spinning thread prevents the others from arriving */
         if (ranks <= all) g->spins = spins(SPIN_NS);
         if (2 * ranks <= all) g->spins_background = g->spins; /* enough cores for our own threads while the callers compute */
         why = result == PHX_FAILED ? ENOMEM : result == PHX_DEAD ? ESRCH : result == PHX_TIMEOUT ? ETIMEDOUT : ECONNABORTED;

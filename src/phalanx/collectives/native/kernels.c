@@ -75,8 +75,9 @@ static int64_t whole(double x) { return x > -0x1p63 && x < 0x1p63 ? (int64_t)x :
 /* `out` may be an input, but elements do not depend on each other. */
 #define EACH(some) _Pragma("GCC ivdep") for (size_t i = 0; i < (some); i++)
 
-/* Reduces one cache-sized block at a time: one loop for the first input, one for each other input, one for the result. Two
-   inputs without scale or average, the most common case, take a single loop, unless that had to widen and narrow. */
+/* Reduces one cache-sized block at a time: one loop for the first input, one for each other input, one for the result.
+   Two inputs without scale or average, the most common case, take a single loop, unless they must be widened and
+   narrowed. */
 #define REDUCTION(how, name, type, acc_type, load, store, combine, factor)                                     \
     how static void name(void *out_, const void *const *in, int n, size_t count, double scale_, int average) { \
         acc_type scale = factor(acc_type, scale_), acc[BLOCK];                                                 \

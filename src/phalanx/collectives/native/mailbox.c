@@ -61,14 +61,15 @@ void mailbox_free_request(struct mailbox *q, struct request *p) {
 
 /* -- doorbells */
 
-/* Notify a rank of what was written for it. A thread announces that it sleeps and then checks `pending`: no wakeup is lost. */
+/* Notify a rank of data that was written for it. A thread announces that it sleeps and then checks `pending`: no wakeup
+   is lost. */
 void mailbox_ring(struct mailbox *q, int rank, uint32_t which) {
     struct doorbell *b = &q->doorbells[rank];
     int own = q->group->rank;
     phx_fault(q->group);
     atomic_fetch_or(&b->pending[own / 32], 1u << own % 32);
     if (!(atomic_load(&b->wake) & which)) return;
-    uint32_t wake = atomic_fetch_and(&b->wake, ~which) & which; /* wake it once only */
+    uint32_t wake = atomic_fetch_and(&b->wake, ~which) & which; /* wake it only once */
     atomic_fetch_add(&b->rung, 1);
     syscall(SYS_futex, &b->rung, FUTEX_WAKE_BITSET, INT_MAX, NULL, NULL, wake);
 }
@@ -89,8 +90,9 @@ void mailbox_finish(struct mailbox *q, struct request *p, int result, int source
     atomic_store_explicit(&p->done, 1, memory_order_release);
 }
 
-/* Whether the progress thread must be woken. A whole message, or the end of one, can wait until it is asked for. So can a
-   small one that must be read, until the thread polls: waking it is slow while a waiting thread is about to do it. */
+/* Whether the progress thread must be woken. A whole message, or the end of one, can wait until it is requested. So can
+   a small message that must be read, until the thread polls: waking it is slow while a waiting thread is about to do the
+   same. */
 static int is_urgent(const struct record *r) {
     return r->kind == OFFER ? r->bytes > READ_AT_ONCE : r->kind != EAGER && r->kind != ACK;
 }
@@ -132,7 +134,7 @@ void mailbox_cancel(struct mailbox *q, struct request *p, int result, int source
 
 /* -- receive */
 
-/* Ask the sender to send in pieces. */
+/* Request the message in pieces. */
 static void request_pieces(struct mailbox *q, struct request *p) {
     p->state = RECEIVING, p->transferred = 0;
     q->peers[p->peer].filling++;
@@ -210,7 +212,7 @@ static void read_messages(struct mailbox *q, int rank) {
     }
 }
 
-/* All of it was read, or an attempt failed. */
+/* The whole message was read, or an attempt failed. */
 static void finish_read(struct mailbox *q, struct request *p) {
     struct peer *from = &q->peers[p->peer];
     int rank = p->peer, error = phx_error(q->group), left = (int)atomic_load(&q->group->members[rank].left);
@@ -223,9 +225,9 @@ static void finish_read(struct mailbox *q, struct request *p) {
         mailbox_finish(q, p, PHX_DEAD, rank);
     } else if (p->read_error || atomic_load(&from->in.ring->cancelled)) {
         p->read_error = 0;
-        request_pieces(q, p); /* cannot be read, or may have been cancelled while we read: then the sender answers that */
+        request_pieces(q, p); /* cannot be read, or may have been cancelled during the read: then the sender answers that */
     } else {
-        /* Done when the sender can see it, whatever happens to this process: a received message is also sent. */
+        /* Done when the sender can see it, even if this process exits: a received message is also sent. */
         p->state = ACKING;
         struct record done = {.kind = ACK, .result = PHX_OK, .bytes = p->bytes, .to = p->peer_ticket};
         if (send_control_then(q, rank, &done, request_ticket(p))) mailbox_finish(q, p, PHX_OK, rank);
@@ -297,7 +299,7 @@ static int send_piece(struct mailbox *q, struct request *p) {
     return 1;
 }
 
-/* Write whatever the rings to that rank have space for. */
+/* Write as much as the rings to that rank have space for. */
 static void flush_sends(struct mailbox *q, int rank) {
     struct peer *to = &q->peers[rank];
     while (!list_empty(&to->control_queue)) {
@@ -350,7 +352,7 @@ static int all_gone(const struct mailbox *q) {
     return 1;
 }
 
-/* A rank has exited or left. What it had written before is still valid. */
+/* Handle a rank that has exited or left. Data that it wrote before is still valid. */
 static void peer_left(struct mailbox *q, int rank) {
     struct peer *from = &q->peers[rank];
     if (from->gone || phx_error(q->group)) return; /* a rank that failed the group before it left has set the reason */

@@ -1,10 +1,11 @@
 /* A rank's side of point-to-point messages: its sends, its receives, and messages that arrived before their receive.
 
-   Small messages are copied into the ring: they are sent immediately (eager). Larger ones are offered with their address;
-   the receiver reads them from there and answers ACK. If it cannot, it answers SEND_PIECES, and they come through the
-   ring in pieces. A ring is read only while a receive from that rank is posted: a sender of more than fits has to wait.
+   Small messages are copied into the ring and sent immediately (eager). Larger ones are offered with their address; the
+   receiver reads them from there and answers ACK. If it cannot, it answers SEND_PIECES, and they are sent through the
+   ring in pieces. A ring is read only while a receive from that rank is posted: a sender of more than fits must wait.
 
-   The thread that holds the lock makes progress for all requests. Functions that begin with mailbox_ are called with it. */
+   The thread that holds the lock makes progress for all requests. Functions that begin with mailbox_ are called with the
+   lock held. */
 #ifndef PHX_MAILBOX_H
 #define PHX_MAILBOX_H
 
@@ -41,7 +42,7 @@ struct request {
     uint64_t address;     /* READING */
     uint64_t transferred; /* STREAMING, RECEIVING: bytes; READING: bytes that a thread has started to read */
     int readers;          /* threads that read now */
-    int read_error;       /* 1 + result, to be set when the readers are done; 1: the memory cannot be read; 0: no error */
+    int read_error;       /* 1 + result, set when the readers are done; 1: the memory cannot be read; 0: no error */
     int waiters;
     atomic_u32 done; /* then these are valid: */
     int result, source;
@@ -50,7 +51,7 @@ struct request {
 
 struct peer {
     struct ring_end out, in;                 /* messages */
-    struct ring_end control_out, control_in; /* ACK, SEND_PIECES, CANCELLED: always read, so that they pass messages that wait */
+    struct ring_end control_out, control_in; /* ACK, SEND_PIECES, CANCELLED: always read, so that they overtake waiting messages */
     struct link control_queue;               /* records that wait for space in control_out */
     struct link queue, streams, receives;
     struct link unexpected; /* messages that arrived before their receive */
@@ -118,7 +119,7 @@ void mailbox_progress(struct mailbox *);
 /* Read a chunk of a large message; releases the lock meanwhile. Return 0 if there is nothing to read. */
 int mailbox_read(struct mailbox *, struct link *);
 
-/* Look for peers that have exited. */
+/* Check for peers that have exited. */
 void mailbox_check_peers(struct mailbox *);
 
 void mailbox_ring(struct mailbox *, int rank, uint32_t which);

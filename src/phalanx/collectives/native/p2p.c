@@ -53,7 +53,7 @@ static void set_wake(struct mailbox *q) {
 }
 
 static void release(struct mailbox *q) {
-    for (set_wake(q); q->open_requests && !q->waiters && has_pending(q); set_wake(q)) mailbox_progress(q); /* arrived before we set it */
+    for (set_wake(q); q->open_requests && !q->waiters && has_pending(q); set_wake(q)) mailbox_progress(q); /* arrived before the flag was set */
     int called = !q->waiters && (!list_empty(&q->reads) || (q->open_requests && q->thread_idle));
     uint32_t which = (q->wake_waiters && q->sleeping ? WAITER : 0) | (called ? PROGRESS_THREAD : 0);
     q->wake_waiters = 0;
@@ -148,7 +148,7 @@ uint64_t phx_recv(phx_group *g, void *data, size_t bytes, int from, int64_t tag,
     return ticket;
 }
 
-/* Check from time to time for what rings no doorbell: exits and timeouts. */
+/* Check at intervals for events that ring no doorbell: exits and timeouts. */
 static void check_request(struct mailbox *q, struct request *p) {
     int64_t now = phx_now_ms();
     if (now - q->last_check >= POLL_MS) mailbox_check_peers(q);
@@ -179,7 +179,7 @@ int phx_p2p_done(phx_group *g, uint64_t ticket) {
     return done;
 }
 
-/* Spin; return whether there is something to do. Do not spin on the core that the peer runs on. */
+/* Spin; return whether there is something to do. Do not spin on the core on which the peer runs. */
 static int spin(const struct mailbox *q, const struct request *p, int peer) {
     int spins = q->group->spins;
     uint32_t core = (uint32_t)sched_getcpu() + 1;
@@ -229,7 +229,7 @@ int phx_p2p_wait(phx_group *g, uint64_t ticket, int64_t milliseconds, int *from,
         pthread_mutex_unlock(&q->lock);
         int news = spin(q, p, peer);
         pthread_mutex_lock(&q->lock);
-        if (news && phx_now_ms() - q->last_check < POLL_MS) continue; /* checked also while messages arrive all the time */
+        if (news && phx_now_ms() - q->last_check < POLL_MS) continue; /* also check while messages arrive continuously */
         check_waiting(q, p);
         if (is_done(p) || (deadline && phx_now_ms() >= deadline)) break;
         if (!news) sleep_for(q, p, deadline);

@@ -1,4 +1,4 @@
-/* Point-to-point messages: what joining and leaving a group need of them. */
+/* Point-to-point messages: the functions for joining and leaving a group. */
 #ifndef PHX_P2P_H
 #define PHX_P2P_H
 

@@ -93,7 +93,7 @@ int phx_direct(const phx_group *);
 /* After PHX_DEAD or PHX_TIMEOUT: which ranks caused it, one byte per rank. */
 void phx_failed_ranks(phx_group *, uint8_t *ranks);
 
-/* After PHX_MISMATCH: what a rank has called. */
+/* After PHX_MISMATCH: the call of a rank. */
 struct phx_signature {
     int32_t kind, dtype, op, root, average;
     uint64_t bytes;
@@ -101,7 +101,7 @@ struct phx_signature {
 };
 void phx_signature(phx_group *, int rank, struct phx_signature *);
 
-/* Return what is wrong with a call, or NULL. The functions below expect a valid call. */
+/* Return the error in a call, or NULL. The functions below expect a valid call. */
 const char *phx_validate(const phx_group *, const struct phx_call *);
 
 /* -- collectives: executed in the order of the calls, from any thread */

@@ -38,7 +38,7 @@ static int reduce_from_memory(phx_group *g, const struct phx_call *c, uint8_t *o
     return PHX_OK;
 }
 
-/* -- all_reduce and reduce, which differ only in who needs the result */
+/* -- all_reduce and reduce, which differ only in which ranks need the result */
 
 /* Copy the reduced parts, which are at the beginning of each slot. */
 static void gather_results(phx_group *g, const struct phx_call *c, size_t at, size_t count, uint32_t turn) {
@@ -51,8 +51,8 @@ static void gather_results(phx_group *g, const struct phx_call *c, size_t at, si
     }
 }
 
-/* For two ranks and tensors larger than slots: each leaves its result in place and the other reads it there, which saves a
-   copy. It does not pay for more ranks. */
+/* For two ranks and tensors larger than slots: each leaves its result in place and the other reads it there, which saves
+   a copy. Not faster for more ranks. */
 static int all_reduce_in_place(phx_group *g, const struct phx_call *c, uint32_t opened) {
     size_t item = phx_itemsize(c->dtype), count = c->out[0].bytes / item;
     size_t from = part_begin(g, count, g->rank), to = part_begin(g, count, g->rank + 1);
@@ -88,7 +88,7 @@ static int reduce_staged(phx_group *g, const struct phx_call *c, int wants_resul
     return PHX_OK;
 }
 
-/* The number of the region that contains the tensors of all ranks; 0: none. All ranks come to the same answer. */
+/* The number of the region that contains the tensors of all ranks; 0: none. All ranks get the same answer. */
 static uint32_t common_region(const phx_group *g, uint32_t turn) {
     uint32_t number = call_info_of(g, 0, turn)->region;
     for (int r = 1; r < g->ranks; r++)

@@ -6,8 +6,8 @@
 #include <stdlib.h>
 
 struct place {
-    uint8_t *local;  /* where the region of a rank is mapped in this process */
-    uint64_t remote; /* and in the rank's own process */
+    uint8_t *local;  /* address of a rank's region in this process */
+    uint64_t remote; /* address in the rank's own process */
 };
 
 struct region {

@@ -15,7 +15,7 @@ enum { WAITER = 1, PROGRESS_THREAD = 2, BOTH = 3 };
 struct doorbell {
     _Alignas(2 * CACHE_LINE) atomic_u32 rung; /* threads sleep on it */
     atomic_u32 wake;                          /* which of them sleep and must be woken */
-    atomic_u32 core;                          /* core that it last ran on, plus 1 */
+    atomic_u32 core;                          /* core on which it last ran, plus 1 */
     atomic_u32 pending[PHX_MAX_RANKS / 32];   /* ranks that have written something, one bit each */
 };
 
@@ -26,7 +26,7 @@ struct record {
     int32_t result;   /* ACK */
     int64_t tag;      /* EAGER, OFFER */
     uint64_t bytes;   /* of the message; PIECE: of this piece; ACK: what the receiver expected */
-    uint64_t to;      /* the reader's ticket that this is about */
+    uint64_t to;      /* the reader's ticket that this refers to */
     uint64_t from;    /* the writer's ticket */
     uint64_t address; /* OFFER: where the message is, in the writer's memory */
 };
@@ -39,7 +39,7 @@ struct ring {
     _Alignas(2 * CACHE_LINE) uint8_t bytes[];
 };
 
-/* One end of a ring, as its process sees it. */
+/* One end of a ring, from the perspective of its process. */
 struct ring_end {
     struct ring *ring;
     uint32_t size;
@@ -57,7 +57,8 @@ static inline void ring_copy_in(struct ring_end *e, uint32_t at, const void *dat
 
 static inline int has_room(const struct ring_end *e, uint32_t bytes) { return e->size - (e->position - e->peer_position) >= bytes; }
 
-/* Write a record. Return 1, or: no space, and the reader must be notified that we wait for it (0), or knows already (-1). */
+/* Write a record. Return 1, or: no space, and the reader must be notified that we wait for it (0), or already knows
+   (-1). */
 static inline int ring_write(struct ring_end *e, const struct record *record, const void *data, size_t bytes) {
     uint32_t all = padded(bytes);
     if (!has_room(e, all)) {

@@ -46,7 +46,7 @@ def view_real(tensors: Sequence[Tensor], op: Any) -> Sequence[Tensor]:
 
 
 def copy_results(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy results to where they belong, without autograd."""
+    """Copy results to their destinations, without autograd."""
     if pairs:
         with torch.inference_mode():
             for target, source in pairs:

@@ -27,7 +27,7 @@ _strided = torch.strided
 
 
 class EngineCalls:
-    """The calls of one group. `timeout`: seconds for calls that are given none."""
+    """The calls of one group. `timeout`: seconds, for calls without their own."""
 
     def __init__(self, engine: Engine, recorder: FlightRecorder, timeout: float) -> None:
         self._engine = engine
@@ -43,13 +43,13 @@ class EngineCalls:
 
     @property
     def enqueued(self) -> int:
-        """How many collectives were called."""
+        """The number of collectives called."""
         return self._recorder.enqueued
 
     def run(self, name: str, kind: CallKind, calls: Sequence[TensorPair], opts: Any) -> dist.Work:
         """Make one engine call per item and return one Work for all of them.
 
-        Only methods of the group call this: the flight recorder takes the frames above them for the caller's.
+        Only methods of the group call this: the flight recorder treats the frames above them as the caller's.
         """
         timeout = self.seconds(opts.timeout)
         root = opts.rootRank if kind in _ROOTED else 0

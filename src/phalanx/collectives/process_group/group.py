@@ -36,10 +36,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class EngineProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """EngineProcessGroup(name, engine, store, timeout, ranks): a process group for CPU tensors on top of an engine.
+    """A process group for CPU tensors on top of an engine: EngineProcessGroup(name, engine, store, timeout, ranks).
     Synchronous calls run in the calling thread. `ranks` are the global ranks of the group.
 
-    torch decides which methods it has: one per collective and per form of it.
+    The methods are those that torch requires: one per collective and variant.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class MonitoredBarrier:
 
 
 def _wait(store: SignedStore, rank: int, names: Sequence[int], timeout: float, wait_all_ranks: bool) -> None:
-    """Wait for all ranks. Rank 0 waits for the others and tells them the outcome. `names`: the global ranks."""
+    """Wait for all ranks. Rank 0 waits for the others and sends them the outcome. `names`: the global ranks."""
     if rank:
         store.set(str(rank), "here")
         if not _arrived(store, "end", timeout) or store.get("end") != b"done":

@@ -1,4 +1,4 @@
-"""The calls of a group that have started: they are kept until they have finished, and waited for when it closes."""
+"""The calls of a group that have started: kept until they have finished, and awaited when the group closes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OpenWorks:
         self.batch: list[StartedWork] | None = None  # calls since `start_batch`
 
     def add(self, work: StartedWork) -> None:
-        """Add collectives that have started; drop those before them that have finished."""
+        """Add collectives that have started; drop earlier ones that have finished."""
         if self.batch is not None:
             self.batch.append(work)
         started = self._started
@@ -45,7 +45,7 @@ class OpenWorks:
         self._messages.append(work)
 
     def start_batch(self) -> None:
-        """Collect the calls that follow in a batch."""
+        """Collect the following calls in a batch."""
         self.batch = []
 
     def end_batch(self) -> StartedWork:
@@ -66,13 +66,14 @@ class OpenWorks:
             work.wait()
 
     def close(self) -> None:
-        """Store the outcome of all calls, before the engine is closed. Collectives that have not finished get a short
-        time to do so: else other ranks would see a lost peer."""
+        """Store the outcome of all calls, before the engine is closed. Unfinished collectives get a short time to
+        finish: otherwise other ranks would report a lost peer.
+        """
         deadline = time.monotonic() + _SHUTDOWN_WAIT
         try:
             for work in [*self._started]:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        except Exception:  # the calls after one that fails or times out do so, too
+        except Exception:  # the calls after one that fails or times out fail, too
             logger.debug("a call failed while the group was closed", exc_info=True)
         for work in [*self._started, *self._messages]:
             work.detach()

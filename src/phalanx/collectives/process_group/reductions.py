@@ -44,7 +44,7 @@ def name(op: Any) -> str:
 
 
 def find(dtype: torch.dtype, op: Any) -> Reduction:
-    """Return the reduction for real numbers; complex ones are viewed as pairs before."""
+    """Return the reduction for real numbers. Complex tensors must be viewed as pairs first."""
     known = KNOWN.get((dtype, hash(op)))
     if known is not None:
         return known

@@ -24,7 +24,8 @@ _NO_TIMEOUT = timedelta(0)  # torch's C++ code passes this for "no timeout"
 class StartedWork(dist.Work):  # type: ignore[misc]
     """A call that has started. It keeps its tensors alive until it has finished.
 
-    `after` runs once, when the call has finished and before a caller sees that: it copies results to where they belong.
+    `after` runs once, when the call has finished and before a caller sees that: it copies results to their
+    destinations.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class StartedWork(dist.Work):  # type: ignore[misc]
         self._keep = keep
         self._future: Any = None
         self._public_future: Any = None  # the future that was handed out
-        self._done = False  # then the engine, which may be closed, is not asked
+        self._done = False  # if True, the engine, which may be closed, is not queried
         self._error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -67,7 +68,7 @@ class StartedWork(dist.Work):  # type: ignore[misc]
             aborted = GroupAborted(f"{self._name}: the group was closed during the call")
             self._error = self.exception() if self.is_completed() else aborted
             self._done = True
-            self._complete_future()  # without waiting for what the engine still does
+            self._complete_future()  # without waiting for work that the engine still does
 
     def _finish(self) -> None:
         self._keep = None
@@ -75,7 +76,7 @@ class StartedWork(dist.Work):  # type: ignore[misc]
             with self._once:
                 if self._after is not None:
                     self._after()
-                self._after = None  # last: other threads take this as finished
+                self._after = None  # last: other threads treat this as finished
 
     def is_completed(self) -> bool:
         """Return whether the call has finished."""
@@ -120,7 +121,7 @@ class StartedWork(dist.Work):  # type: ignore[misc]
     source_rank = _source_rank
 
     def get_future(self) -> torch.futures.Future[Sequence[torch.Tensor]]:
-        """Return a future, completed by a thread of the group: C++ code waits for it where no Python can run."""
+        """Return a future that a thread of the group completes: C++ code waits for it where no Python code can run."""
         if self._public_future is None:
             future: torch.futures.Future[None] = torch.futures.Future()
             # An exception set from Python is not visible to C++; one that is raised in a callback is.
@@ -207,7 +208,7 @@ class FutureCompleter:
         self._start = threading.Lock()
 
     def watch(self, work: StartedWork) -> None:
-        """Complete the future of `work` in the group's thread, after those before it."""
+        """Complete the future of `work` in the group's thread, after the earlier ones."""
         with self._start:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="phalanx-futures", daemon=True)
@@ -215,7 +216,7 @@ class FutureCompleter:
         self._works.put(work)
 
     def close(self) -> None:
-        """Stop the thread. Call this after the engine was closed: all calls have finished then."""
+        """Stop the thread. Call this after the engine was closed, when all calls have finished."""
         with self._start:
             thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():

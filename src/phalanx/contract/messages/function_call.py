@@ -3,7 +3,7 @@
     data = pack(function, args, kwargs)     in the caller
     function, args, kwargs = unpack(data)   in the rank
 
-This is pickle, so it may only travel between processes of one user: through an inherited descriptor, or a file in a
+This is pickle, so it is passed only between processes of one user: through an inherited descriptor, or a file in a
 private folder whose owner is checked. Never through a network.
 """
 
@@ -22,7 +22,7 @@ from phalanx.errors import UsageError
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
-STACK_SIGNAL = signal.SIGRTMAX - 3  # has a rank of `spawn` write its stack; programs use none of these
+STACK_SIGNAL = signal.SIGRTMAX - 3  # makes a rank of `spawn` write its stack; programs do not use these signals
 
 _TRAINING = "phalanx.train.main"
 _MAIN = ("init_main_from_name", "init_main_from_path")  # of multiprocessing's preparation data
@@ -31,7 +31,7 @@ _importing_main = False  # `unpack` is importing the caller's script
 
 
 class WithRun:
-    """A function whose first argument is a `phalanx.Run`: called without one, it gets that of its rank."""
+    """A function whose first argument is a `phalanx.Run`: if called without one, it gets the run of its rank."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -43,9 +43,9 @@ class WithRun:
 
 
 def with_run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return what to call with these arguments: `function`, or `WithRun` if its first argument is a run.
+    """Return the callable for these arguments: `function`, or `WithRun` if its first argument is a run.
 
-    That is one whose type is `Run`, or that has no type and is called `run`.
+    The first argument is a run if its type is `Run`, or if it has no type and is named `run`.
     """
     try:
         signature = inspect.signature(function)
@@ -119,7 +119,7 @@ def check_caller(name: str) -> None:
 
 
 def _main_module() -> dict[str, Any]:
-    """Return how a rank imports the __main__ of this process, as multiprocessing does."""
+    """Return how a rank imports the __main__ of this process, like multiprocessing."""
     from multiprocessing import spawn
 
     found: dict[str, Any] = spawn.get_preparation_data("phalanx")
@@ -127,6 +127,8 @@ def _main_module() -> dict[str, Any]:
 
 
 def _is_importable(main: Mapping[str, Any]) -> bool:
-    """Return whether __main__ is a module or a file: not in a notebook, nor if the program is standard input."""
+    """Return whether __main__ is a module or a file. It is not in a notebook, or if the program is read from standard
+    input.
+    """
     name, path = (main.get(key, "") for key in _MAIN)
     return bool(name) or os.path.isfile(path)

@@ -1,4 +1,4 @@
-"""What a worker asks the agent about snapshot memory: one packet each way, perhaps with a descriptor.
+"""Requests of a worker to the agent about snapshot memory: one packet each way, which may carry a descriptor.
 
 The memory has no name in the file system. It is freed when the last process that holds it ends.
 """
@@ -30,14 +30,14 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 class Count(msgspec.Struct, frozen=True, tag="count"):
-    """Ask for the names of all memory."""
+    """Request the names of all memory."""
 
 
 class Answer(msgspec.Struct, frozen=True):
     """The answer to any request."""
 
     names: list[str] = []
-    refused: str = ""  # why no memory comes with this
+    refused: str = ""  # why no memory is returned
 
 
 Question = Lend | Show | Drop | Count

@@ -1,7 +1,7 @@
 """The messages between a worker that can regroup and its agent, one per packet.
 
-A plain script never connects. `phalanx.main` connects at its start, receives its assignment, and later learns when a
-worker has failed and the group forms again.
+A plain script never connects. `phalanx.main` connects at its start and receives its assignment. Later it is notified
+when a worker has failed and the group forms again.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from phalanx.contract.ranks.placement import RankPlacement
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A worker connects. The kernel says which process it is."""
+    """A worker connects. The kernel identifies the process."""
 
-    cuda: int = -1  # the CUDA device that it will use; -1: none
+    cuda: int = -1  # the CUDA device that it is going to use; -1: none
     variables: dict[str, str] = {}  # environment variables that CUDA reads
     outlives: bool = False  # the end of the fork server does not end it
 
@@ -93,14 +93,14 @@ class HaltedAt(msgspec.Struct, frozen=True, tag="halted"):
 
 
 class Rescued(msgspec.Struct, frozen=True, tag="rescued"):
-    """Answer to Rescue: all state up to this step is in memory. None: it is not, and why."""
+    """Answer to Rescue: all state up to this step is in memory. None: it is not, with the reason."""
 
     step: int | None = None
     why: str = ""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
-    """The placement of a worker. A generation higher than its own: leave the group and join this one."""
+    """The placement of a worker. If its generation is higher than the worker's: leave the group and join this one."""
 
     generation: int
     placement: RankPlacement
@@ -126,17 +126,19 @@ class NoRegroup(msgspec.Struct, frozen=True, tag="no-regroup"):
 
 
 class Halt(msgspec.Struct, frozen=True, tag="halt"):
-    """Report the current step, then wait after the next step until `step` is known: how far to go."""
+    """Report the current step, then wait after the next step until `step` is known: the last step to run."""
 
     step: int | None = None
 
 
 class Rescue(msgspec.Struct, frozen=True, tag="rescue"):
-    """Copy the state to memory that outlives the worker: it cannot leave the group, and no other has the state."""
+    """Copy the state to memory that outlives the worker: it cannot leave the group, and no other worker has the
+    state.
+    """
 
 
 class EndWorker(msgspec.Struct, frozen=True, tag="end"):
-    """Die by this signal."""
+    """Exit by this signal."""
 
     signal: int
 

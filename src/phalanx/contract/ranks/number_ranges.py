@@ -1,4 +1,4 @@
-"""Numbers as ranges of their first and last: short if they are dense, however many they are."""
+"""Numbers as ranges of first and last: short if the numbers are dense, however many there are."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def encode(numbers: Iterable[int]) -> Ranges:
 
 
 def decode(ranges: Ranges, most: int) -> frozenset[int]:
-    """Return the numbers of ranges, at most `most`: the ranges may be from another node."""
+    """Return the numbers of ranges, at most `most`: the ranges may come from another node."""
     return frozenset(islice((number for first, last in ranges for number in range(first, last + 1)), most))

@@ -1,4 +1,4 @@
-"""Where a rank runs: its number among all ranks, among those of its node, and the number of its node.
+"""The placement of a rank: its number among all ranks and among those of its node, and the number of its node.
 
 Messages contain these types. They are dataclasses, not msgspec structs: `phalanx run` places its ranks before it starts
 the fork server, and importing msgspec would delay that.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_RANKS = 1 << 20  # of a run: a message with a larger number is refused
-MAX_WORKERS = 1 << 10  # of a node: more is a typing error, and would bring the host down
+MAX_RANKS = 1 << 20  # per run: a message with a larger number is rejected
+MAX_WORKERS = 1 << 10  # per node: more is a typing error, and would bring the host down
 MAX_NODES = 1 << 14
 
 
 class _Checked:
-    """Checks the numbers of a placement. msgspec calls this when it has decoded one, and raises ValidationError."""
+    """Checks the numbers of a placement. msgspec calls this after decoding, and raises ValidationError."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -36,7 +36,7 @@ class RankPlacement(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialPlacement(_Checked):
-    """The placement of a rank as far as a launcher or scheduler gives it. None: not given."""
+    """The placement of a rank as far as a launcher or scheduler provides it. None: not provided."""
 
     rank: int
     world_size: int

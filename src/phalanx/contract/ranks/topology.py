@@ -1,7 +1,7 @@
-"""Which ranks share a node, in one short text that every worker has: PHALANX_TOPOLOGY.
+"""Which ranks share a node, as a short text that every worker has: PHALANX_TOPOLOGY.
 
-8*2,2       two nodes of 8 ranks, then one of 2, counted through
-0.2/1.3     where a scheduler has dealt ranks out otherwise: the ranks of each node
+8*2,2       two nodes of 8 ranks, then one of 2, numbered consecutively
+0.2/1.3     another order, assigned by a scheduler: the ranks of each node
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def encode(nodes: Sequence[Sequence[int]]) -> str:
 
 
 def decode(text: str) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node. Raises ValueError for what `encode` never writes."""
+    """Return the ranks of each node. Raises ValueError for text that `encode` never writes."""
     if not text:
         raise ValueError("it is empty")
     if "/" in text or "." in text:

@@ -1,1 +1,1 @@
-"""The leader of the control plane: who may join, who has joined, and which ranks each member gets."""
+"""The leader of the control plane: admits members, keeps track of them, and assigns ranks."""

@@ -1,4 +1,4 @@
-"""Who may join: reads the request of a caller and compares its node with the others."""
+"""Admission of members: reads the request of a caller and compares its node with the others."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ _REMEDY = "copy our token file there, or set PHALANX_TOKEN to the same value on 
 
 @dataclass(frozen=True)
 class Applicant:
-    """A caller that has the token, as TLS has proved, and asks to join, or to continue after a broken connection."""
+    """A caller that has the token, as TLS has proved, and requests to join, or to continue after a broken
+    connection.
+    """
 
     peer: str  # its address
-    own: str  # the address of ours that it used
+    own: str  # the local address that it used
     request: JoinRequest | ResumeRequest
     transport: asyncio.BaseTransport
 
 
 class Admission:
-    """Decides who may join.
+    """Decides which callers may join.
 
-    `note`: prints a line for the user. `rejected`: callers that were turned away, and why.
+    `note`: prints a line for the user. `rejected`: rejected callers, with the reason.
     """
 
     def __init__(self, token: Token, roster: Roster, note: Callable[[str], None], *, timeout: float) -> None:
@@ -45,7 +47,7 @@ class Admission:
         self._timeout = timeout
 
     async def request(self, request: web.BaseRequest, ws: web.WebSocketResponse) -> Applicant | None:
-        """Return what a caller asks for. None: it says something else."""
+        """Return the request of a caller. None: it is not a valid request."""
         frame = await ws.receive(self._timeout)
         if frame.type != WSMsgType.BINARY or len(frame.data) > messages.JOIN_REQUEST_LIMIT:
             return None
@@ -56,15 +58,16 @@ class Admission:
         return Applicant(host(transport, "peername"), host(transport, "sockname"), asked, transport)
 
     def other_token(self, peer: str) -> None:
-        """Remember a caller that has another token."""
+        """Record a caller that has another token."""
         self.reject(peer, Rejection(f"a different token than ours, which is from {self._token}: {_REMEDY}", _REMEDY))
 
     def admit(
         self, applicant: Applicant, join: JoinRequest, *, fatal: bool
     ) -> tuple[int, NodeInfo, list[str]] | Refusal:
-        """Give the applicant a number in the roster. Returns it with warnings, or why the applicant cannot take part.
+        """Give the applicant a number in the roster. Return the number with warnings, or the reason why it cannot take
+        part.
 
-        `fatal`: a refusal ends the run, so it is not printed here.
+        `fatal`: a rejection ends the run, so it is not printed here.
         """
         if join.protocol != messages.PROTOCOL:
             mine, theirs = f"protocol {messages.PROTOCOL}", f"protocol {join.protocol}"
@@ -86,7 +89,7 @@ class Admission:
         return given, info, warnings
 
     def reject(self, who: str, rejection: Rejection, *, quiet: bool = False) -> None:
-        """Remember a rejected attempt, and print it the first time."""
+        """Record a rejected attempt, and print it the first time."""
         if self.rejected.get(who) != rejection and len(self.rejected) < _MOST_REJECTED:
             if not quiet:
                 self._note(f"{who} was rejected: {rejection.why}")
@@ -98,13 +101,13 @@ def _rejection(refusal: Refusal) -> Rejection:
 
 
 def _without_controls(info: NodeInfo) -> NodeInfo:
-    """Return the same without control characters: its names are printed and recorded in many places."""
+    """Return the same without control characters: the names are printed and recorded in many places."""
     versions = {visible_line(name): visible_line(version) for name, version in info.versions.items()}
     return msgspec.structs.replace(info, host=visible_line(info.host), run=visible_line(info.run), versions=versions)
 
 
 def describe(refusal: Refusal) -> str:
-    """Return why a node was refused, for the terminal of the leader."""
+    """Return why a node was rejected, for the terminal of the leader."""
     match refusal.kind:
         case "trouble":
             return refusal.member

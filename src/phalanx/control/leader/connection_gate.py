@@ -72,7 +72,7 @@ class UntrustedConnections:
             self._sweeper = self._later()
 
     def forget(self, key: object) -> None:
-        """Forget a connection: it is authenticated, or closed."""
+        """Remove a connection: it is authenticated, or closed."""
         known = self._since.pop(key, None)
         if known is not None:
             same = self._by_address[known[1]]
@@ -105,7 +105,7 @@ class UntrustedConnections:
 
 
 class ConnectionGate(web.Server):
-    """The server of aiohttp with limits for unauthenticated connections."""
+    """The server of aiohttp, with limits for unauthenticated connections."""
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], limits: GateLimits) -> None:
         super().__init__(
@@ -115,7 +115,7 @@ class ConnectionGate(web.Server):
             keepalive_timeout=5.0,
             max_line_size=4096,
             max_field_size=limits.field,
-            auto_decompress=False,  # few bytes could become many
+            auto_decompress=False,  # few bytes could expand to many
         )
         self._limits = limits
         self.untrusted = UntrustedConnections(limits)
@@ -133,12 +133,12 @@ class ConnectionGate(web.Server):
         self.untrusted.add(handler, str(peer[0]) if peer else "", lambda: turn_away(handler))
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        """Forget a connection."""
+        """Remove a connection."""
         self.untrusted.forget(handler)
         super().connection_lost(handler, exc)
 
     def trust(self, request: web.BaseRequest) -> None:
-        """Lift the limits of an authenticated connection."""
+        """Remove the limits of an authenticated connection."""
         connection = request.protocol
         self.untrusted.forget(connection)
         if isinstance(connection, Connection):

@@ -48,7 +48,7 @@ from phalanx.errors import JoinError
 logger = logging.getLogger(__name__)
 
 _INVALID = "it sent an invalid message"
-_RESUME_CHECK = 0.05  # seconds between two looks whether a member has connected again
+_RESUME_CHECK = 0.05  # seconds between two checks whether a member has connected again
 _MOST_INFORMED = 256  # members to which the progress of the rendezvous is sent
 
 
@@ -121,7 +121,9 @@ class Leader:
         self._monitor.start()
 
     async def wait_for_members(self, timeout: float) -> None:
-        """Wait until all members, or enough of them, have joined. Raises JoinError: who is missing, and why."""
+        """Wait until all members, or enough of them, have joined. Raises JoinError, which names the missing ones with
+        the reason.
+        """
         sent = 0.0
 
         def progress(text: str, waited: float) -> None:
@@ -163,7 +165,7 @@ class Leader:
         answer, member = self._answer(applicant)
         try:
             await ws.send_bytes(messages.encode(answer))
-        except BaseException:  # cancelled, too: the member is registered already
+        except BaseException:  # also when cancelled: the member is already registered
             if member is not None:
                 self._broken(member, applicant.transport, "its connection broke during the handshake")
             raise
@@ -252,7 +254,7 @@ class Leader:
                 self._broken(member, transport, broken)
 
     def _broken(self, member: JoinedMember, transport: asyncio.BaseTransport, why: str) -> None:
-        """Handle a connection that has ended. The member may come with another one, if it has not left."""
+        """Handle a connection that has ended. The member may connect again, if it has not left."""
         if member.transport is not transport or member.broken or not self.members.is_current(member):
             return
         if member.left or member.closing or self._closing or not self._rendezvous.begun:
@@ -278,7 +280,7 @@ class Leader:
         if isinstance(message, messages.Pong):
             member.record_pong(message)
             return
-        if not self.members.is_current(member):  # another member has its number by now
+        if not self.members.is_current(member):  # another member now has its number
             return
         if isinstance(message, messages.Leaving):
             if message.text and self.members.names.managed and not self._rendezvous.begun:
@@ -292,7 +294,7 @@ class Leader:
         self._disconnected(member, why, silent=True)
 
     def _disconnected(self, member: JoinedMember, why: str, *, silent: bool = False) -> None:
-        """Remove a member. Does nothing if it is removed already."""
+        """Remove a member. Does nothing if it is already removed."""
         if not self.members.disconnect(member):
             return
         if not self._rendezvous.begun:  # it may join again
@@ -317,15 +319,15 @@ class Leader:
         for member in [member for member in connected.values() if member.broken]:
             self._disconnected(member, "its connection broke")
         if connected and self.members.end_sent:
-            # Members disconnect when they have received the end. Do not close first: that would drop what the kernel
-            # has not sent yet.
+            # Members disconnect when they have received the end. Do not close first: that would drop data that the
+            # kernel has not sent yet.
             unresponsive = any(member.unresponsive for member in connected.values())
             await self._wait_until_disconnected(self._timing.node_timeout if unresponsive else CLOSE_TIMEOUT)
         for member in connected.values():
             member.outbox.end()
         if connected:
             await self._wait_until_disconnected(CLOSE_TIMEOUT)
-        for member in list(connected.values()):  # those that do not read what is left
+        for member in list(connected.values()):  # those that do not read the remaining messages
             member.abort()
         self._monitor.close()
         await self._server.close()

@@ -1,4 +1,4 @@
-"""Accepts connections on the control port: TLS, or plain HTTP, which only learns that phalanx listens here."""
+"""Accepts connections on the control port: TLS, or plain HTTP, which only gets the answer that phalanx listens here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ACCEPT_RETRY = 1.0  # seconds after an error, for example when no file descript
 class Listener:
     """Accepts connections on `sockets`, and passes them to the gate once TLS has authenticated the caller.
 
-    During the TLS handshake, too, the limits of the gate hold.
+    The limits of the gate also apply during the TLS handshake.
     """
 
     def __init__(self, gate: ConnectionGate, context: ssl.SSLContext, *, patience: float) -> None:
@@ -69,7 +69,8 @@ class Listener:
             task.add_done_callback(self._opening.discard)
             self._gate.untrusted.add(task, str(peer[0]), task.cancel)
             task.add_done_callback(self._gate.untrusted.forget)
-            await asyncio.sleep(0)  # sock_accept does not wait while others call, and those that are closed need a turn
+            # sock_accept does not wait while there are more callers, and connections being closed need a turn
+            await asyncio.sleep(0)
 
     async def _open(self, connection: socket.socket) -> None:
         """Authenticate a caller, and pass its connection to the gate."""
@@ -95,7 +96,7 @@ class Listener:
 
 
 async def _first_byte(connection: socket.socket) -> int | None:
-    """Return the first byte without taking it. None: the caller has hung up."""
+    """Return the first byte without consuming it. None: the caller has disconnected."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(connection, readable.set)

@@ -1,4 +1,4 @@
-"""Pings all members, and notices those that do not answer."""
+"""Pings all members, and detects those that do not answer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Timing:
 
     ping: float = 1.0
     node_timeout: float = 15.0
-    patience: float = PATIENCE  # for a caller to prove itself
-    last_call: float = 0.0  # for others to join once there are enough
+    patience: float = PATIENCE  # for a caller to authenticate
+    last_call: float = 0.0  # for others to join once enough have joined
 
     def rest(self, members: int) -> float:
         """Return the seconds between two pings: more for thousands of members."""
@@ -54,11 +54,11 @@ class LivenessMonitor:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start to ping."""
+        """Start pinging."""
         self._task = asyncio.get_running_loop().create_task(self._ping_members())
 
     def close(self) -> None:
-        """Stop to ping."""
+        """Stop pinging."""
         if self._task is not None:
             self._task.cancel()
 

@@ -1,4 +1,6 @@
-"""The members of a run, as the leader sees them: who has joined, who is connected, and how to send to them."""
+"""The members of a run, from the leader's perspective: which have joined, which are connected, and how to send to
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ from phalanx.control.leader.roster import Roster
 from phalanx.control.messages import Message, NodeInfo
 from phalanx.control.outbox import LimitExceededError, Outbox
 
-SUCCESSORS = 64  # members that could lead: if all of them are lost with the leader, the run ends
+SUCCESSORS = 64  # members that could become leader: if all of them are lost with the leader, the run ends
 
 
 @dataclass(frozen=True)
 class MemberNames:
-    """How members are called in messages."""
+    """The names of members in messages."""
 
     noun: str = "node"  # or "task": a task of a scheduler, which is one rank
-    hosts: tuple[str, ...] = ()  # by number, if they are known beforehand
-    managed: bool = False  # all members were started together: one that cannot take part will not come again
+    hosts: tuple[str, ...] = ()  # by number, if known in advance
+    managed: bool = False  # all members were started together: one that cannot take part does not try again
 
     def name(self, member: int, host: str = "") -> str:
         """Return the name of a member, with its host if that is known."""
@@ -47,10 +49,10 @@ class MemberClock:
     """The clock of a member, compared with ours by pings."""
 
     skew: float = 0.0  # its clock minus ours
-    round_trip: float = float("inf")  # the shortest of all pings: it measures the skew best
+    round_trip: float = float("inf")  # of the fastest ping, which measures the skew best
 
     def compare(self, pong: messages.Pong) -> None:
-        """Measure the skew by an answered ping."""
+        """Measure the skew from an answered ping."""
         now = time.time()
         round_trip = now - pong.ping
         if 0 <= round_trip < self.round_trip:
@@ -64,17 +66,17 @@ class JoinedMember:
     id: int
     info: NodeInfo
     address: str  # of the member, as seen from the leader
-    leader_address: str  # that the member used
+    leader_address: str  # the address that the member used
     transport: asyncio.BaseTransport  # of the current connection
     session: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)  # see messages.Welcome
     outbox: Outbox = field(default_factory=Outbox)
-    writer: asyncio.Task[None] | None = None  # sends what is queued, by the current connection
+    writer: asyncio.Task[None] | None = None  # sends queued messages, through the current connection
     last_message: float = 0.0  # monotonic time
     unresponsive: bool = False  # it has not answered for a while
-    left: bool = False  # it has said that it leaves
+    left: bool = False  # it has announced that it leaves
     closing: bool = False  # the leader has closed the connection
     dropped: str = ""  # why the leader has dropped it
-    broken: bool = False  # its connection is lost, and it may come with another one
+    broken: bool = False  # its connection is lost, and it may connect again
     clock: MemberClock = field(default_factory=MemberClock)
 
     async def write(self, ws: web.WebSocketResponse) -> None:
@@ -103,13 +105,13 @@ class JoinedMember:
         if not self.outbox.rewind(received):
             return False
         if self.writer is not None:
-            self.writer.cancel()  # else it could take a message for the old connection
-        self.abort()  # of the old connection, which may not have noticed yet
+            self.writer.cancel()  # otherwise it could send a message through the old connection
+        self.abort()  # the old connection, which may not have noticed yet
         self.transport, self.broken, self.last_message = transport, False, time.monotonic()
         return True
 
     def record_pong(self, pong: messages.Pong) -> None:
-        """Measure the clock skew by an answered ping, and forget what the member has received."""
+        """Measure the clock skew from an answered ping, and drop the messages that the member has received."""
         self.outbox.acknowledge(pong.received)
         self.clock.compare(pong)
 
@@ -127,12 +129,12 @@ class Members:
         self.names = names or MemberNames()
         self.connected: dict[int, JoinedMember] = {}
         self.end_sent = False  # all members know that the run is over
-        # Of all members that ever joined: where each would listen if it had to lead.
+        # Per member that ever joined: the address at which it would listen if it became leader.
         self.failover_endpoints: dict[int, tuple[str, int]] = {}
-        self._hosts: dict[int, str] = {}  # of the same
+        self._hosts: dict[int, str] = {}  # of the same members
 
     def admit_leader(self, info: NodeInfo) -> int | messages.Refusal:
-        """Add this node. Return its number, or why it cannot take part."""
+        """Add this node. Return its number, or the reason why it cannot take part."""
         number = self.roster.admit(info)
         if isinstance(number, int):
             self._hosts[number] = info.host
@@ -145,7 +147,7 @@ class Members:
         self.failover_endpoints[member.id] = (member.address, member.info.failover_port)
 
     def disconnect(self, member: JoinedMember) -> bool:
-        """Remove a connection. Return False if it is removed already: another one may have its number."""
+        """Remove a connection. Return False if it is already removed: another one may have its number."""
         if not self.is_current(member):
             return False
         del self.connected[member.id]
@@ -157,7 +159,7 @@ class Members:
         return member if member is not None and hmac.compare_digest(member.session, session) else None
 
     def is_current(self, member: JoinedMember) -> bool:
-        """Return whether this connection is the one that has the member's number."""
+        """Return whether this connection currently has the member's number."""
         return self.connected.get(member.id) is member
 
     def name(self, member: int) -> str:
@@ -174,7 +176,7 @@ class Members:
 
     @property
     def responsive(self) -> int:
-        """The number of members that have answered lately, this one included."""
+        """The number of members that have answered recently, including this one."""
         return 1 + sum(not member.unresponsive for member in self.connected.values())
 
     def send(self, member: int, message: Message) -> None:
@@ -196,7 +198,7 @@ class Members:
             member.send(messages.encode(messages.Ping(time=now, received=member.outbox.received)))
 
     def peer_list(self, leader: int, working: Collection[int]) -> messages.PeerList:
-        """Return all members, and where the first ones could be reached if they had to lead."""
+        """Return all members, and the addresses at which the first of them could be reached as leader."""
         peers = sorted(id_ for id_ in self.connected if id_ in self.roster.members)  # the others are leaving
         return messages.PeerList(
             leader=leader,

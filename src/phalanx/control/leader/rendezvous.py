@@ -1,4 +1,4 @@
-"""The rendezvous: waits until the members have joined, and says who is missing."""
+"""The rendezvous: waits until the members have joined, and reports which are missing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Rendezvous:
         self.status = RendezvousStatus(members.roster, members.names)
         self.begun = members.roster.complete
         self._members = members
-        self._last_call = last_call  # seconds for others to join once there are enough
+        self._last_call = last_call  # seconds for others to join once enough have joined
         self._latest = time.monotonic()  # when the latest member joined
         self._survivors = False  # members of a lost leader are expected
         self._failure: JoinError | None = None
@@ -87,9 +87,10 @@ class Rendezvous:
     async def wait(
         self, timeout: float, rejected: Mapping[str, Rejection], progress: Callable[[str, float], None]
     ) -> None:
-        """Wait until all members, or enough of them, have joined. Raises JoinError: who is missing, and why.
+        """Wait until all members, or enough of them, have joined. Raises JoinError, which names the missing ones with
+        the reason.
 
-        `rejected`: callers that were turned away. `progress` is called repeatedly with a line and the seconds waited.
+        `rejected`: rejected callers. `progress` is called repeatedly with a line and the seconds waited.
         """
         start, roster = time.monotonic(), self._members.roster
         while not self.begun:

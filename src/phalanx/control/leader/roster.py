@@ -10,17 +10,17 @@ from phalanx.contract.ranks import topology
 from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.control.messages import NodeInfo, Refusal
 
-# Compared by their first number: another one is another program.
+# Compared by their first number: a different one is a different program.
 _VERSIONS = ("phalanx", "python", "torch", "nccl")
 
 
 @dataclass(frozen=True)
 class RankTable:
-    """The placements of the ranks of one member. Empty: they are not known."""
+    """The placements of the ranks of one member. Empty: not known."""
 
     placements: tuple[RankPlacement, ...] = ()
 
-    @cached_property  # read for every line of output and every sample
+    @cached_property  # used for every line of output and every sample
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the member."""
         return tuple(placement.rank for placement in self.placements)
@@ -31,7 +31,7 @@ class Roster:
     """The members that have joined. The leader is the first."""
 
     expected: int  # members that get ranks
-    promised: tuple[int, ...] = ()  # slots per node, if the user gave them
+    promised: tuple[int, ...] = ()  # slots per node, if given by the user
     least: int = 0  # the fewest members with which the run can start and continue; 0: all
     spares: int = 0  # members that wait to replace a lost one
     members: dict[int, NodeInfo] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Roster:
 
     @property
     def room(self) -> int:
-        """The number of members with spares."""
+        """The number of members, including spares."""
         return self.expected + self.spares
 
     @property
@@ -58,7 +58,7 @@ class Roster:
         return len(self.members) >= (self.least or self.expected)
 
     def admit(self, info: NodeInfo) -> int | Refusal:
-        """Add a member. Returns its number, or why it cannot take part."""
+        """Add a member. Return its number, or the reason why it cannot take part."""
         refusal = self._against(info)
         if refusal is not None:
             return refusal
@@ -136,14 +136,14 @@ def one_a_rank(members: Mapping[int, NodeInfo]) -> bool:
 
 
 def working(members: Mapping[int, NodeInfo], before: Collection[int], most: int) -> dict[int, NodeInfo]:
-    """Return the members that get ranks: those that had some before, and others for those that are gone."""
+    """Return the members that get ranks: those that had some before, and replacements for lost ones."""
     kept = [id_ for id_ in sorted(members) if id_ in before]
     others = [id_ for id_ in sorted(members) if id_ not in before]
     return {id_: members[id_] for id_ in sorted([*kept, *others][:most])}
 
 
 def seat(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
-    """Assign ranks to members in order, or as a scheduler has assigned them."""
+    """Assign ranks to members in order, or as assigned by a scheduler."""
     if one_a_rank(members):
         return _as_claimed(members)
     tables: dict[int, RankTable] = {}
@@ -190,7 +190,7 @@ def spare_table(slots: int, tables: Mapping[int, RankTable]) -> RankTable:
 def _as_claimed(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
     claimed = [(info.claim, info.host, id_) for id_, info in members.items() if info.claim is not None]
     claimed.sort(key=lambda one: one[0].rank)
-    # Where the scheduler does not number its nodes: in the order of their lowest rank.
+    # If the scheduler does not number its nodes: in the order of their lowest rank.
     hosts = list(dict.fromkeys(host for _, host, _ in claimed))
     node_ranks = [hosts.index(host) if claim.node_rank is None else claim.node_rank for claim, host, _ in claimed]
     return {
@@ -211,7 +211,7 @@ def _as_claimed(members: Mapping[int, NodeInfo]) -> dict[int, RankTable]:
 
 
 def world(tables: Mapping[int, RankTable]) -> str:
-    """Return which ranks share a node, as workers get it."""
+    """Return which ranks share a node, in the form that workers get."""
     nodes: dict[int, list[int]] = {}
     for table in tables.values():
         for placement in table.placements:

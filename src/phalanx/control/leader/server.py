@@ -24,8 +24,8 @@ _BACKLOG = 4096  # connections that the kernel queues
 class ControlServer:
     """Serves the control port. `serve` is called with the request and the websocket of each caller.
 
-    `fingerprint` of the token. `other_token`: called with the address of a caller that says that it has another one.
-    `members`: how many may come at the same time. `patience`: seconds for a caller to prove itself.
+    `fingerprint` of the token. `other_token`: called with the address of a caller that reports another token.
+    `members`: maximum number of concurrent members. `patience`: seconds for a caller to authenticate.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class ControlServer:
             self._listener.listen(sock, _BACKLOG)
 
     def trust(self, request: web.BaseRequest) -> None:
-        """Lift the limits of an authenticated connection."""
+        """Remove the limits of an authenticated connection."""
         if self._gate is not None:
             self._gate.trust(request)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if "Origin" in request.headers:  # from a browser, where any page can open a websocket; an agent sends none
+        if "Origin" in request.headers:  # from a browser, where any page can open a websocket; an agent never sends it
             text = "phalanx control port: browsers are refused\n"
             return web.Response(status=403, text=text, headers=self._headers)
         transport = request.transport

@@ -1,4 +1,4 @@
-"""Why a leader cannot be reached, or refuses this node: from evidence to words."""
+"""Explains why a leader cannot be reached, or rejects this node: from evidence to messages."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Kind = Literal[
     "other",
 ]
 HOSTS = "/etc/hosts"
-ANSWER = 4096  # bytes of an answer that are looked at
-_NOBODYS = 9  # a port at which nobody answers
-_HIGH = 59_999  # likewise, among those that the kernel gives to process groups
-ADDRESSES = 16  # of one name that are tried
+ANSWER = 4096  # bytes of an answer that are inspected
+_NOBODYS = 9  # a port at which no process answers
+_HIGH = 59_999  # the same, in the range of ports that the kernel gives to process groups
+ADDRESSES = 16  # maximum number of addresses tried per name
 NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ENONET}
-# Of several addresses, the one that led furthest says most.
+# Of several addresses, the one that got furthest is the most informative.
 TELLING: tuple[Kind, ...] = ("not-phalanx", "silent", "refused", "filtered", "unreachable", "other")
 
 
@@ -48,7 +48,7 @@ class JoinProblem:
     what: str
     details: tuple[str, ...] = ()
     fix: str = ""
-    certain: bool = False  # waiting longer cannot help
+    certain: bool = False  # more waiting cannot help
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class JoinTarget:
     """One of the addresses of the leader."""
 
     family: socket.AddressFamily
-    where: tuple[Any, ...]  # as the socket module has it
+    where: tuple[Any, ...]  # in the form of the socket module
 
     @property
     def address(self) -> str:
@@ -65,13 +65,13 @@ class JoinTarget:
 
 
 async def probe(host: str, port: int, *, timeout: float, hello: bytes, expected: bytes) -> JoinProblem | None:
-    """Send `hello` to the leader. Returns None if `expected` is in the answer. All addresses are tried at once.
+    """Send `hello` to the leader. Return None if `expected` is in the answer. All addresses are tried at once.
 
     Resolving, connecting and answering may each take `timeout` seconds.
     """
     try:
         targets = await asyncio.wait_for(_resolve(host, port), timeout)
-    except (OSError, ValueError) as error:  # a timeout is an OSError; a name that cannot be one is a ValueError
+    except (OSError, ValueError) as error:  # a timeout is an OSError; an invalid name is a ValueError
         return _unresolved(host, error, timeout)
     tries = [asyncio.ensure_future(_try(target, port, timeout, hello, expected)) for target in targets]
     try:
@@ -90,9 +90,9 @@ async def probe(host: str, port: int, *, timeout: float, hello: bytes, expected:
 
 
 async def way(address: str, *, timeout: float) -> str:
-    """Return what can be found out about the way to a silent machine.
+    """Return what can be determined about the route to a silent machine.
 
-    A refused connection means that it is reachable.
+    A rejected connection means that it is reachable.
     """
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
@@ -109,7 +109,7 @@ async def way(address: str, *, timeout: float) -> str:
 
 
 async def reaches(address: str, *, timeout: float) -> bool:
-    """Return whether a machine can be reached at the ports that process groups use. A refused connection means yes."""
+    """Return whether a machine can be reached at the ports that process groups use. A rejected connection means yes."""
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
         sock.setblocking(False)
@@ -123,9 +123,10 @@ async def reaches(address: str, *, timeout: float) -> bool:
 
 
 def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> JoinProblem:
-    """What to tell when the leader answered, and would not have this node. `mine` and `theirs` are what differs.
+    """Return the message for a leader that answered and rejected this node. `mine` and `theirs` are the values that
+    differ.
 
-    token:    "PHALANX_TOKEN (fingerprint ab12cd34)" both ways, as a Token spells itself
+    token:    "PHALANX_TOKEN (fingerprint ab12cd34)" for both, in the text form of a Token
     run:      the ids of the runs
     plan:     "world size 4", "world size 6"
     version:  "torch 2.13.0", "torch 2.11.0"
@@ -173,7 +174,7 @@ def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> JoinProblem:
 
 
 async def _resolve(host: str, port: int) -> list[JoinTarget]:
-    """The addresses of a name, in a thread that nobody has to wait for: a dead name server takes its time."""
+    """Return the addresses of a name. Resolves in a thread that need not be joined: a dead name server takes long."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[JoinTarget]] = loop.create_future()
 
@@ -192,7 +193,7 @@ async def _resolve(host: str, port: int) -> list[JoinTarget]:
             found = list(dict.fromkeys(JoinTarget(entry[0], entry[4]) for entry in entries))[:ADDRESSES]
         except (OSError, ValueError) as error:  # ValueError: not a valid name
             found = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended since
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(tell, found)
 
     if not host:
@@ -202,7 +203,7 @@ async def _resolve(host: str, port: int) -> list[JoinTarget]:
 
 
 async def _try(target: JoinTarget, port: int, timeout: float, hello: bytes, expected: bytes) -> JoinProblem | None:
-    """The result for one address; `what` is about it alone."""
+    """Return the result for one address; `what` describes only that address."""
     loop = asyncio.get_running_loop()
     place = f"{target.address} port {port}"
     try:
@@ -214,7 +215,7 @@ async def _try(target: JoinTarget, port: int, timeout: float, hello: bytes, expe
         try:
             await asyncio.wait_for(loop.sock_connect(sock, target.where), timeout)
             if sock.getsockname() == sock.getpeername():
-                # The kernel lent us the very port that we called, and we reached ourselves.
+                # The kernel chose the target port as the source port: this process is connected to itself.
                 return JoinProblem("refused", f"{place}: the connection was refused")
         except TimeoutError:
             return JoinProblem("filtered", f"{place}: no answer in {timeout:g} s, {_origin(target.address)}")
@@ -233,7 +234,7 @@ async def _try(target: JoinTarget, port: int, timeout: float, hello: bytes, expe
 
 
 async def _converse(sock: socket.socket, timeout: float, hello: bytes, expected: bytes) -> tuple[bytes, str]:
-    """What was answered, and how that ended."""
+    """Return the answer, and how the connection ended."""
     loop = asyncio.get_running_loop()
     answer = b""
     try:
@@ -280,7 +281,7 @@ def _unresolved(host: str, error: Exception, timeout: float) -> JoinProblem:
 
 def _loopback(host: str, addresses: list[str], found: list[JoinProblem]) -> JoinProblem:
     lines = _hosts_lines(host, _hosts())
-    own = host.lower().rstrip(".").endswith("localhost")  # is meant to be so
+    own = host.lower().rstrip(".").endswith("localhost")  # intended
     fix = "use an address of node 0 that other machines reach: --master ADDRESS"
     if lines and not own:
         fix += f", or give {host} its real address in {HOSTS} of this machine"
@@ -339,7 +340,7 @@ def _hosts() -> str:
 
 
 def _hosts_lines(host: str, text: str) -> tuple[str, ...]:
-    """The lines of a hosts file that make the name an address of this machine."""
+    """Return the lines of a hosts file that make the name an address of this machine."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         address, *names = line.partition("#")[0].split() or [""]
@@ -355,6 +356,6 @@ def _first_bytes(data: bytes) -> str:
 
 
 def _printable(text: str, limit: int = 200) -> str:
-    """Text from elsewhere, such that a terminal shows it as one line and does nothing."""
+    """Return untrusted text as one printable line without effects on a terminal."""
     text = "".join(char if char.isprintable() else "." for char in text)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

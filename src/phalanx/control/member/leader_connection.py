@@ -23,7 +23,7 @@ from phalanx.control.outbox import LimitExceededError, Outbox
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT = 5.0
-_RETRY_INTERVAL = 0.1  # seconds between two tries to connect again
+_RETRY_INTERVAL = 0.1  # seconds between two attempts to connect again
 _ANSWER_TIMEOUT = 10.0  # seconds for the answer of the leader
 _PINGS = 16  # pings that measure the clock skew
 
@@ -41,11 +41,11 @@ class MemberEvents(Protocol):
         """Print a line."""
 
     def waiting(self, text: str) -> None:
-        """Show why the leader is not reached yet."""
+        """Show why the leader has not been reached yet."""
 
 
 class LeaderConnection:
-    """Sends what is queued in `outbox`, passes messages to `events`, and notices when the leader is gone.
+    """Sends the messages queued in `outbox`, passes received ones to `events`, and detects the loss of the leader.
 
     If the connection breaks, it continues with another one from `connect`.
     """
@@ -83,7 +83,7 @@ class LeaderConnection:
         return min(self._offsets, default=0.0)
 
     async def flush(self) -> None:
-        """Send what is queued, and disconnect."""
+        """Send queued messages, and disconnect."""
         self._leaving = True
         self._outbox.end()
         await asyncio.wait(self._transfers, timeout=_CLOSE_TIMEOUT)
@@ -97,7 +97,7 @@ class LeaderConnection:
             await asyncio.wait_for(self._ws.close(), _CLOSE_TIMEOUT)
 
     async def _read(self) -> None:
-        """Receive messages, also by other connections if one breaks, until the leader is lost."""
+        """Receive messages, also through new connections if one breaks, until the leader is lost."""
         while True:
             broken, why = await self._receive()
             if not broken or self._leaving or self._over or not await self._resume():
@@ -130,7 +130,7 @@ class LeaderConnection:
         return broken, why
 
     async def _resume(self) -> bool:
-        """Connect again. Return False if the leader is gone or has removed this node."""
+        """Connect again. Return False if the leader has ended or has removed this node."""
         self._transfers[1].cancel()
         until = time.monotonic() + self.welcome.resume
         while (left := until - time.monotonic()) > 0:
@@ -185,7 +185,7 @@ class LeaderConnection:
             await self._ws.close()
 
     async def _watch(self) -> None:
-        """Notice when the pings of the leader stop."""
+        """Detect that the leader no longer sends pings."""
         node_timeout, limit = self.welcome.node_timeout, self.welcome.quiet
         rest = min(1.0, node_timeout / 3)
         quiet = False

@@ -35,7 +35,7 @@ from phalanx.control.outbox import LimitExceededError, Outbox
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
 
-_TRY_TIMEOUT = 10.0  # seconds per try: a leader that thousands call at once needs time
+_TRY_TIMEOUT = 10.0  # seconds per attempt: a leader with thousands of concurrent callers needs time
 _SETTLED = 10.0  # seconds after which a wrong address is final; a name may be published later
 _CLOSE_TIMEOUT = 5.0
 _WS_CLOSE_TIMEOUT = 2.0  # seconds for the leader to answer a close
@@ -43,7 +43,7 @@ _HELLO = f"GET {PATH} HTTP/1.1\r\nHost: phalanx\r\nConnection: close\r\n\r\n".en
 
 
 class _RefusedError(Exception):
-    """The leader was reached and refused this node."""
+    """The leader was reached and rejected this node."""
 
     def __init__(self, problem: JoinProblem) -> None:
         super().__init__(problem.what)
@@ -53,7 +53,8 @@ class _RefusedError(Exception):
 class Member:
     """A node that is not the leader.
 
-    `endpoints` returns where the leader may be. It is called before each try: the address may become known later.
+    `endpoints` returns the possible addresses of the leader. It is called before each attempt: the address may become
+    known later.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Member:
     # -- joining
 
     async def join(self, timeout: float) -> Welcome:
-        """Join the leader. Raises JoinError with the reason if it refuses, or after `timeout` seconds."""
+        """Join the leader. Raises JoinError with the reason if it rejects this node, or after `timeout` seconds."""
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TRY_TIMEOUT))
         start = time.monotonic()
         rest = 0.1
@@ -93,7 +94,7 @@ class Member:
                 except _RefusedError as turned:
                     await self._abandon_handshake()
                     problem = turned.problem
-                    # With elastic nodes, the one that has our number may be gone soon.
+                    # With elastic nodes, the node that has our number may be lost soon.
                     wait_for_place = problem.kind == "taken" and bool(self._info.failover_port)
                     break
                 except (
@@ -118,7 +119,7 @@ class Member:
             problem = None
 
     async def decline(self) -> None:
-        """Tell the leader, if it can be reached, that this node cannot take part: the NodeInfo says why."""
+        """Tell the leader, if it can be reached, that this node cannot take part. The NodeInfo contains the reason."""
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TRY_TIMEOUT))
         for endpoint in self._endpoints():
             with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError, _RefusedError):
@@ -157,7 +158,9 @@ class Member:
         return self._context
 
     async def _other_token(self, endpoint: Endpoint) -> Exception:
-        """Return the error about a leader with another token, and tell the leader of this node's token."""
+        """Return the error about a leader with another token, and send the leader the fingerprint of this node's
+        token.
+        """
         if self._session is None:
             return ConnectionError()
         own = self._token.fingerprint if self._token.key else ""
@@ -187,7 +190,7 @@ class Member:
         return join_problems.refusal(kind, mine=refusal.member, theirs=refusal.leader, leader=str(endpoint))
 
     async def _diagnose(self, where: Sequence[Endpoint]) -> JoinProblem:
-        """Find out why the first address cannot be reached; the others are alternatives for it."""
+        """Determine why the first address cannot be reached; the others are alternatives to it."""
         if not where:
             return JoinProblem("unresolved", "the address of the leader is not known yet")
         found = await join_problems.probe(*where[0], timeout=3.0, hello=_HELLO, expected=SERVER.encode())
@@ -208,7 +211,7 @@ class Member:
 
     @property
     def leader_endpoint(self) -> Endpoint | None:
-        """Return where the leader listens. None before the first connection."""
+        """Return the address of the leader. None before the first connection."""
         return self._connection.leader_endpoint if self._connection is not None else None
 
     @property

@@ -11,28 +11,28 @@ from phalanx.doctor.quantity import seconds
 
 CHECK = "clock"
 _OFF = 1.0
-_FAR_OFF = 300.0  # certificates and tickets are refused from about here on
+_FAR_OFF = 300.0  # from about here on, certificates and tickets are rejected
 
 
 @dataclass(frozen=True)
 class Offset:
-    """How far the clock of a node is ahead of that of the first node, to within `error`."""
+    """How far the clock of a node is ahead of the first node's clock, with a tolerance of `error`."""
 
     ahead: float
     error: float
 
 
 def best(samples: list[tuple[float, float, float]]) -> Offset | None:
-    """Return the offset of the quickest answer of (sent, their time, received)."""
+    """Return the offset from the fastest of the samples (sent, their time, received)."""
     if not samples:
         return None
     sent, theirs, received = min(samples, key=lambda sample: sample[2] - sample[0])
-    # We asked them, so the difference is that of their clock to ours, and ours is ahead by its opposite.
+    # The samples give the peer's clock relative to ours. Negate them: how far ours is ahead.
     return Offset(ahead=(sent + received) / 2 - theirs, error=(received - sent) / 2)
 
 
 def judge(offsets: Mapping[str, Offset]) -> list[Finding]:
-    """Return findings about clocks. They are compared with the median."""
+    """Return findings about clocks. Each is compared with the median."""
     if len(offsets) < 2:
         return []
     middle = statistics.median_low([offset.ahead for offset in offsets.values()])

@@ -1,4 +1,4 @@
-"""Whether the folder of runs can be written, and has room."""
+"""Checks whether the directory of runs is writable and has free space."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _PROBE = 1 << 16
 
 @dataclass(frozen=True)
 class Disk:
-    """Free space below a folder."""
+    """Free space of the file system of a directory."""
 
-    folder: str  # as asked for
-    existing: str = ""  # the part of its path that is there
-    trouble: str = ""  # why nothing can be written
+    folder: str  # as requested
+    existing: str = ""  # the part of the path that exists
+    trouble: str = ""  # why writing fails
     total: int = 0
     free: int = 0
-    inodes: int = 0  # 0: the file system does not count them
+    inodes: int = 0  # 0: the file system does not count inodes
     free_inodes: int = 0
 
 
 def read(folder: str) -> Disk:
-    """Return what is known of the disk of `folder`."""
+    """Return the facts about the disk of `folder`."""
     existing = os.path.abspath(folder)
     while not os.path.lexists(existing) and os.path.dirname(existing) != existing:
         existing = os.path.dirname(existing)
@@ -49,14 +49,14 @@ def read(folder: str) -> Disk:
 
 
 def _write(folder: str) -> str:
-    """Write to an unnamed file: only that shows a quota. Returns why it failed, or nothing."""
+    """Write to an unnamed file and return the error, or an empty string. Only a write reveals a quota."""
     if not os.path.isdir(folder):
         return "it is not a folder"
     try:
         file = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if os.access(folder, os.W_OK | os.X_OK):
-            return ""  # a file system without nameless files, as NFS
+            return ""  # the file system has no unnamed files, e.g. NFS
         return error.strerror or str(error)
     try:
         os.write(file, bytes(_PROBE))

@@ -1,4 +1,4 @@
-"""The packet filters of this machine, as far as they can be read. The test between the nodes is the proof."""
+"""Checks the packet filters of this machine, as far as they are readable. The test between nodes is conclusive."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Firewall:
-    """Firewall chains that refuse connections by default."""
+    """Firewall chains that reject connections by default."""
 
-    readable: bool  # only root may read them
-    refusing: tuple[str, ...] = ()  # chains that refuse what no rule lets in
+    readable: bool  # only root can read the rules
+    refusing: tuple[str, ...] = ()  # chains that reject packets that no rule accepts
 
 
 def read() -> Firewall:
-    """Read the firewall rules, if this process may."""
+    """Read the firewall rules, if this process is allowed to."""
     if os.geteuid() != 0:
         return Firewall(readable=False)
     refusing = [*nft_chains(_output("nft", "list", "ruleset"))]
     for tool, table in (("iptables", "/proc/net/ip_tables_names"), ("ip6tables", "/proc/net/ip6_tables_names")):
-        # To list an empty table would load it into the kernel.
+        # Listing an empty table would load it into the kernel.
         if _holds(table, "filter"):
             refusing += iptables_chains(_output(tool, "-S", "INPUT"), tool)
     return Firewall(readable=True, refusing=tuple(refusing))
 
 
 def nft_chains(text: str) -> list[str]:
-    """Return chains that see incoming packets and refuse them by default or at their end."""
+    """Return the chains that see incoming packets and reject them by default or in their last rule."""
     found = []
-    # Chains are read whole: the policy stands on the line of the hook, a last rule that refuses all at the end.
+    # Parse whole chains: the policy is on the line of the hook, a final rule that rejects everything is at the end.
     for match in re.finditer(r"(?ms)^table (?P<table>[^{]+) \{\n(?P<body>.*?)^\}", text):
         for chain in re.finditer(r"(?ms)^\tchain (?P<name>\S+) \{\n(?P<body>.*?)^\t\}", match["body"]):
             rules = [line.strip() for line in chain["body"].splitlines() if line.strip()]
@@ -50,7 +50,7 @@ def nft_chains(text: str) -> list[str]:
 
 
 def iptables_chains(text: str, tool: str = "iptables") -> list[str]:
-    """Return the refusing chains of `iptables -S INPUT`."""
+    """Return the rejecting chains in the output of `iptables -S INPUT`."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     refuses = "-P INPUT DROP" in lines or (bool(lines) and re.fullmatch(r"-A INPUT -j (DROP|REJECT.*)", lines[-1]))
     return [f"{tool} INPUT"] if refuses else []

@@ -1,4 +1,4 @@
-"""GPUs: all present, healthy, not in use by others, not throttled. Unknown values are no finding."""
+"""Checks that all GPUs are present, healthy, unused and not throttled. Unknown values produce no finding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.doctor.gpu_facts import GpuFacts, Gpus
 from phalanx.doctor.quantity import listed, several, size
 
 CHECK = "gpus"
-_UNEXPLAINED = 2 << 30  # memory in use that no process is seen to hold; a driver keeps up to 1 GiB for itself
+_UNEXPLAINED = 2 << 30  # bytes in use that no visible process owns; the driver itself uses up to 1 GiB
 
 
 def judge(facts: Gpus) -> list[Finding]:

@@ -11,10 +11,10 @@ from phalanx.doctor.finding import Finding
 from phalanx.doctor.quantity import size
 
 CHECK = "limits"
-_FILES = 1024  # what every distribution grants
-_FILES_A_RANK = 16  # pipes, log files and sockets that the agent holds for it, with room to spare
+_FILES = 1024  # the default of every distribution
+_FILES_A_RANK = 16  # pipes, log files and sockets that the agent holds per rank, with a margin
 _FILES_AT_ALL = 64
-_TASKS = 512  # a few ranks, with the threads that torch starts in each
+_TASKS = 512  # enough for a few ranks and the threads that torch starts in each
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Limits:
     files_hard: int | None
     locked: int | None  # bytes
     tasks: int | None  # processes and threads of this user; root has no limit
-    group_tasks: int | None = None  # how many more the control group lets start
-    rdma: tuple[str, ...] = ()  # InfiniBand or RoCE cards: they need locked memory
+    group_tasks: int | None = None  # how many more the control group allows
+    rdma: tuple[str, ...] = ()  # InfiniBand or RoCE cards, which need locked memory
 
 
 def read(root: str = "/") -> Limits:
@@ -44,7 +44,7 @@ def read(root: str = "/") -> Limits:
 
 
 def _group_tasks(root: Path) -> int | None:
-    """Return the lowest remaining task limit of all cgroups above, of version 2 or 1."""
+    """Return the lowest remaining task limit of all parent cgroups, version 2 or 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -71,7 +71,7 @@ def _none(limit: int) -> int | None:
 
 
 def judge(limits: Limits, *, ranks: int = 0) -> list[Finding]:
-    """Return findings about the limits. `ranks`: on this machine."""
+    """Return findings about the limits. `ranks`: number of ranks on this machine."""
     found: list[Finding] = []
     needed = max(_FILES, _FILES_AT_ALL + _FILES_A_RANK * ranks)
     if limits.files is not None and limits.files < needed:

@@ -1,4 +1,4 @@
-"""Whether the name of this machine leads to itself, and the name of each node to that node."""
+"""Checks that this machine's name resolves to itself, and each node's name to that node."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _SLOW = 1.0
 
 @dataclass(frozen=True)
 class Names:
-    """A name as seen from here: its addresses, and their names."""
+    """A name as this machine resolves it: its addresses, and their names."""
 
     name: str
     addresses: tuple[str, ...] = ()
-    backward: tuple[tuple[str, str], ...] = ()  # address, and its name
-    trouble: str = ""  # why the name leads nowhere
+    backward: tuple[tuple[str, str], ...] = ()  # pairs of address and name
+    trouble: str = ""  # why the name does not resolve
     seconds: float = 0.0
-    answered: bool = True  # False: the resolver took longer than we wait
+    answered: bool = True  # False: the resolver timed out
 
 
 def read(name: str | None = None, *, patience: float = _PATIENCE, backward: bool = True) -> Names:
-    """Look up a name; default: that of this machine. A resolver that hangs blocks only its thread."""
+    """Look up a name; default: the name of this machine. A resolver that hangs blocks only its own thread."""
     wanted = socket.gethostname() if name is None else name
     found: list[Names] = []
     thread = threading.Thread(target=lambda: found.append(_look_up(wanted, backward)), daemon=True)
@@ -123,7 +123,7 @@ def judge(names: Names) -> list[Finding]:
 
 @dataclass(frozen=True)
 class NameLookup:
-    """What `node` sees when it looks up the name of `peer`."""
+    """What `node` gets when it looks up the name of `peer`."""
 
     node: str
     peer: str
@@ -131,7 +131,7 @@ class NameLookup:
 
 
 def compare(sights: Sequence[NameLookup], addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """Return findings about whether each node finds every other by its name. `addresses`: those that each node has."""
+    """Return findings about name lookups between nodes. `addresses`: the addresses of each node."""
     found = [finding for sight in sights for finding in _judge_sight(sight, addresses)]
     if sights and not found:
         found.append(Finding(CHECK, "green", "every node finds every other by its name"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from phalanx.doctor.finding import Finding
 
 CHECK = "network"
-_SMALLEST = 1280  # every IPv6 link must carry this much
+_SMALLEST = 1280  # every IPv6 link supports at least this MTU
 _UP = 0x1
 _LOOPBACK = 0x8
 _ROUTE_USABLE = 0x1
@@ -26,14 +26,14 @@ class NetworkInterface:
     name: str
     up: bool
     mtu: int
-    addresses: tuple[str, ...] = ()  # without those that hold on one link only
+    addresses: tuple[str, ...] = ()  # without link-local addresses
     loopback: bool = False
-    inner: bool = False  # a bridge or cable of containers: it leads to no other machine
+    inner: bool = False  # a bridge or veth pair of containers: not connected to other machines
     carrier: bool = True
 
     @property
     def outward(self) -> bool:
-        """Whether it leads to other machines."""
+        """Whether it is connected to other machines."""
         return self.up and not self.loopback and not self.inner and bool(self.addresses)
 
 
@@ -67,7 +67,7 @@ def read(root: str = "/") -> Network:
     for path in sorted(Path(root, "sys/class/net").glob("*")):
         flags = int(_text(path / "flags") or "0", 16)
         if not (path / "flags").exists():
-            continue  # not an interface: the kernel keeps files of its bonding driver here too
+            continue  # not an interface: the kernel also keeps files of its bonding driver here
         found.append(
             NetworkInterface(
                 name=path.name,
@@ -103,8 +103,8 @@ def default_routes(ipv4: str, ipv6: str) -> tuple[str, ...]:
 def _inner(path: Path) -> bool:
     if path.name.startswith(("docker", "virbr", "cni", "flannel", "cali", "lxc", "podman", "br-")):
         return True
-    # One end of a cable whose other end is in a namespace below ours. A container's own eth0 looks the same but
-    # is named like a card.
+    # One end of a veth pair whose other end is in a child namespace. A container's own eth0 is also a veth, but is
+    # named like a network card.
     return path.name.startswith("veth")
 
 
@@ -186,7 +186,7 @@ def judge(network: Network) -> list[Finding]:
 
 
 def compare(networks: Mapping[str, Network]) -> list[Finding]:
-    """Return findings about MTUs that differ on one network: packets that are too large get lost silently."""
+    """Return findings about MTUs that differ within a network: packets that are too large are lost silently."""
     sizes: dict[str, dict[int, list[str]]] = {}
     for node, network in networks.items():
         for way in network.interfaces:
@@ -210,7 +210,7 @@ def compare(networks: Mapping[str, Network]) -> list[Finding]:
 
 
 def _neighbourhood(address: str) -> str:
-    """Guess the network of an address: the netmask is not known here."""
+    """Guess the network of an address; the netmask is not known here."""
     return str(ipaddress.ip_network(f"{address.partition('%')[0]}/{64 if ':' in address else 24}", strict=False))
 
 

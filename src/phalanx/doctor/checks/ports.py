@@ -11,7 +11,7 @@ from phalanx.doctor.finding import Finding
 from phalanx.doctor.quantity import several
 
 CHECK = "ports"
-USUAL = 29500  # torch's default; every example on the web has it
+USUAL = 29500  # torch's default, used in most examples
 _FEW = 1000
 
 
@@ -21,10 +21,10 @@ class Ports:
 
     port: int = USUAL
     free: bool = True
-    holder: str = ""  # the process that holds it, if it is visible
-    first: int = 32768  # the range that outgoing connections and free ports are taken from
+    holder: str = ""  # the process that uses it, if visible
+    first: int = 32768  # the range from which the kernel takes outgoing and free ports
     last: int = 60999
-    reserved: bool = False  # the port is left out of that range
+    reserved: bool = False  # the port is excluded from that range
 
 
 def read(port: int = USUAL, root: str = "/") -> Ports:
@@ -38,7 +38,8 @@ def read(port: int = USUAL, root: str = "/") -> Ports:
 
 def _free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what ended a minute ago holds nothing
+        # a connection in TIME_WAIT does not occupy the port
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
@@ -57,7 +58,7 @@ def _holder(port: int) -> str:
                 process = psutil.Process(connection.pid)
                 return f"process {connection.pid} ({process.name()}, of {process.username()})"
     except (psutil.Error, OSError):
-        pass  # another user's
+        pass  # belongs to another user
     return ""
 
 

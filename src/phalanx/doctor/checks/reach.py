@@ -1,4 +1,4 @@
-"""Whether nodes reach each other: plain TCP, with an answer that identifies the node, and its time."""
+"""Checks that nodes reach each other over plain TCP. The answer identifies the node and includes its time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from phalanx.doctor.finding import Finding
 
 CHECK = "reach"
-_ANSWER = struct.Struct("!d16s")  # time of day, and who answers
+_ANSWER = struct.Struct("!d16s")  # time of day, and id of the answering node
 _PATIENCE = 3.0
-_MOST = 64  # connections at a time; more than that are not from our nodes
+_MOST = 64  # concurrent connections; our nodes never open more
 
 
 @dataclass(frozen=True)
 class Reach:
-    """One try of a node to reach a peer at one of its addresses."""
+    """One attempt of a node to reach a peer at one of its addresses."""
 
     node: str
     peer: str
     address: str
-    trouble: str = ""  # why not
+    trouble: str = ""  # the error
 
 
 class Echo:
@@ -43,7 +43,7 @@ class Echo:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port it listens on."""
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def _listen() -> socket.socket:
 def ask(
     address: str, port: int, nonce: bytes, *, times: int = 1, patience: float = _PATIENCE
 ) -> tuple[str, list[tuple[float, float, float]]]:
-    """Return why a peer cannot be reached, and (sent, their time, received) per answer."""
+    """Contact a peer. Return the error, and (sent, their time, received) per answer."""
     samples: list[tuple[float, float, float]] = []
     try:
         with socket.create_connection((address, port), timeout=patience) as connection:

@@ -9,8 +9,8 @@ from phalanx.doctor.finding import Finding
 from phalanx.doctor.quantity import size
 
 CHECK = "shared memory"
-_PLACE = "/dev/shm"  # noqa: S108 - it is not for files of ours
-_SMALL = 64 << 20  # docker's default: fine for a few ranks, not for data loaders
+_PLACE = "/dev/shm"  # noqa: S108 - phalanx creates no files here
+_SMALL = 64 << 20  # docker's default: enough for a few ranks, too small for data loaders
 _LITTLE = 16 << 20
 _USELESS = 1 << 20
 
@@ -36,7 +36,7 @@ def read(path: str = _PLACE) -> SharedMemory:
 
 
 def judge(memory: SharedMemory, *, brief: bool = False) -> list[Finding]:
-    """Return findings about /dev/shm. `brief`: do not mention the default size of containers."""
+    """Return findings about /dev/shm. `brief`: omit the hint about the default size in containers."""
     path = memory.path
     enlarge = f"docker run --shm-size=8g … or --ipc=host   (a machine's own: mount -o remount,size=8G {path})"
     if memory.trouble:

@@ -1,4 +1,4 @@
-"""The versions of Python, phalanx, torch and NCCL. torch is not imported: that takes seconds."""
+"""Checks the versions of Python, phalanx, torch and NCCL. Does not import torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Versions:
     python: str
     phalanx: str
     torch: str = ""  # empty: not installed
-    cuda: str = ""  # that torch was built for; empty: for the CPU
+    cuda: str = ""  # the version torch was built for; empty: CPU build
     hip: str = ""
-    packages: tuple[tuple[str, str], ...] = ()  # as installed: torch, phalanx and NCCL with their versions
-    gpus: int = 0  # on the PCI bus
+    packages: tuple[tuple[str, str], ...] = ()  # installed versions of torch, phalanx and NCCL
+    gpus: int = 0  # number on the PCI bus
     interpreter: str = ""
 
     def installed(self, name: str) -> list[str]:
@@ -56,7 +56,7 @@ def read(root: str = "/") -> Versions:
 
 
 def torch_build() -> dict[str, str]:
-    """Return what torch/version.py says, by parsing it. Empty: torch is not installed."""
+    """Parse torch/version.py and return its values. Empty: torch is not installed."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -70,7 +70,7 @@ def torch_build() -> dict[str, str]:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """Return the names to which a module assigns plain strings."""
+    """Return the plain strings that a module assigns, by name."""
     found = {}
     for line in ast.parse(text).body:
         if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
@@ -141,7 +141,7 @@ def describe(versions: Versions) -> str:
 
 
 def _same(installed: str, seen: str) -> bool:
-    """Return whether versions are equal up to a local label (+cpu)."""
+    """Return whether versions are equal, ignoring a local label (+cpu)."""
     return installed.partition("+")[0].replace("_", "-") == seen.partition("+")[0].replace("_", "-")
 
 

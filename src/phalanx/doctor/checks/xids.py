@@ -1,4 +1,4 @@
-"""What the errors of the NVIDIA driver in the kernel log mean."""
+"""Explains the errors of the NVIDIA driver in the kernel log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.doctor.quantity import several
 
 CHECK = "gpus"
 
-# What the driver writes to the kernel's log, of which the GPU and not the program is the cause.
+# Xid errors that are caused by the GPU, not by the program.
 _XIDS: Mapping[int, tuple[Level, str]] = {
     48: ("yellow", "an error in its memory that could not be corrected"),
     62: ("yellow", "its internal controller halted"),

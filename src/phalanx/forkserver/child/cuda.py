@@ -10,7 +10,7 @@ import ctypes
 
 
 def open_context(device: int) -> None:
-    """Create the context in a thread. If that fails, it fails again, with an error, when the script uses the device."""
+    """Create the context in a thread. An error here is ignored: it is raised again when the script uses the device."""
     _thread.start_new_thread(_open, (device,))
 
 

@@ -83,7 +83,7 @@ def write(path: str, kind: Any, value: Any, trace: Any, printed: str = "") -> No
 
 
 def write_exit(path: str, code: int, message: str, stack: Any, when: float) -> None:
-    """Write where `sys.exit` was called, unless there is a report. Must not raise."""
+    """Write where `sys.exit` was called, unless a report exists. Must not raise."""
     try:
         if os.path.exists(path) and os.path.getsize(path):
             return
@@ -108,9 +108,9 @@ def _replace(path: str, record: dict[str, Any]) -> None:
 
 
 def hint(text: str, printed: str) -> str:
-    """Return what Python prints after the first line of a message: ". Did you mean: 'rate'?".
+    """Return the text that Python prints after the first line of a message: ". Did you mean: 'rate'?".
 
-    torch may put "[rank0]: " before the message, and what other threads and finalizers print may stand after it.
+    torch may put "[rank0]: " before the message. Output of other threads and finalizers may follow it.
     """
     _, message, rest = printed.rpartition(text)
     found = _HINT.search(rest) if message and "\n" not in text else None
@@ -118,7 +118,7 @@ def hint(text: str, printed: str) -> str:
 
 
 def _add_hint(path: str, kind: Any, printed: str) -> None:
-    """Add the hint to a report of phalanx.main: what is printed is not known when it is written."""
+    """Add the hint to a report of phalanx.main, which is written before the traceback is printed."""
     with open(path) as file:
         record = json.load(file)
     message = record["message"]
@@ -139,7 +139,9 @@ def _str(value: Any) -> str:
 
 
 def report(value: Any, trace: Any) -> None:
-    """Report to the agent what this rank was doing in its groups when it lost the others: it is about to exit."""
+    """Report to the agent what this rank was doing in its groups when it lost the others. Called just before it
+    exits.
+    """
     try:
         if not _BETWEEN_RANKS.search(f"{type(value).__name__}: {value}"):
             return
@@ -152,7 +154,7 @@ def report(value: Any, trace: Any) -> None:
 
 
 def _shown(frames: list[Any]) -> list[Any]:
-    """Return the last frames, and in any case the innermost one of user code: libraries raise deep inside."""
+    """Return the last frames and always the innermost frame of user code: libraries raise deep inside."""
     own = [
         frame
         for frame in frames

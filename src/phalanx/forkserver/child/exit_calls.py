@@ -1,6 +1,6 @@
-"""Remembers where a script called `sys.exit`, `exit` or `quit` with an error: the exit code does not say which line.
+"""Records where a script called `sys.exit`, `exit` or `quit` with an error: the exit code alone does not tell the line.
 
-`raise SystemExit` and `os._exit` cannot be seen.
+`raise SystemExit` and `os._exit` cannot be recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _latest: tuple[int, str, traceback.StackSummary, float] | None = None  # exit co
 
 
 def record(path: str) -> None:
-    """Replace `sys.exit` by a function that remembers its caller. At exit, the error file is written to `path`."""
+    """Replace `sys.exit` by a function that records its caller. At exit, write the error file to `path`."""
     plain, pid = sys.exit, os.getpid()
 
     def exit(*status: Any) -> Any:  # noqa: A001
@@ -35,7 +35,7 @@ def record(path: str) -> None:
 
 
 def _record_builtins(pid: int) -> None:
-    """Let the functions `exit` and `quit` of the module `site` remember their caller, too."""
+    """Make the functions `exit` and `quit` of the module `site` record their caller, too."""
     quitter = type(getattr(builtins, "exit", None))
     if quitter.__module__ != "_sitebuiltins":  # python -S, or a sitecustomize has replaced it
         return

@@ -1,10 +1,9 @@
-"""The end of a forked worker: the script's objects are finalized as at the end of plain Python.
+"""The end of a forked worker: the script's objects are finalized as in plain Python.
 
-At exit, Python collects everything that is left and calls each finalizer once: files are flushed and closed,
-`__del__` runs, while all names still exist. In a forked worker the modules imported before the fork are frozen
-(`gc.freeze`), so the collector does not see them. An object that a frozen one refers to, such as a handler of
-`logging`, and all that it refers to in turn, would never be finalized. Collecting frozen objects too would take half
-a second per rank.
+At exit, Python collects all remaining objects and calls each finalizer once, while all names still exist: files are
+flushed and closed, and `__del__` runs. In a forked worker the modules imported before the fork are frozen
+(`gc.freeze`), so the collector does not see them. Objects that are reachable only from frozen ones, such as a handler
+of `logging`, would never be finalized. Collecting frozen objects too would take half a second per rank.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from .. import log
 
 _MAX_OBJECTS = 10_000  # objects that a stream or a thread may refer to
 
-# Layers of files on top of each other; a GzipFile, for example, is none of these.
+# Files may be layered. A GzipFile, for example, is none of these.
 _DEPTHS = {io.TextIOBase: 1, io.BufferedReader: 3, io.BufferedWriter: 3, io.BufferedRandom: 3, io.RawIOBase: 4}
 
 _after: Callable[[], None] | None = None  # None: not a forked worker
 
 
 def begin(after: Callable[[], None]) -> None:
-    """Prepare a worker, just before its script. `then` is called after the last finalizer."""
+    """Prepare a worker, just before its script. `after` is called after the last finalizer."""
     global _after
     _after = after
-    gc.freeze()  # what exists now is not the script's
+    gc.freeze()  # existing objects do not belong to the script
     main = sys.modules["__main__"]
-    for one in (main, vars(main)):  # but these are: the collector must find them
+    for one in (main, vars(main)):  # except these: the collector must find them
         ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(one))
         ctypes.pythonapi.PyObject_GC_Track(ctypes.py_object(one))
 
 
 def finalize() -> None:
-    """Finalize the script's objects. Called last at exit, so it must be registered first."""
+    """Finalize the script's objects. Must run last at exit, so it must be registered first."""
     if _after is None:
         return
     gc.collect()  # as Python does; afterwards the objects are in the collector's order
@@ -64,7 +63,7 @@ def finalize() -> None:
 
 
 def _depth(kind: type) -> int:
-    """Return the order of finalization: files last, and of those the innermost last. The collector's order may close
+    """Return the order of finalization: files last, and the innermost file last of all. The collector's order may close
     a file before its buffer.
 
     Negative: nothing to finalize.
@@ -81,7 +80,9 @@ def _depth(kind: type) -> int:
 
 
 def _in_use() -> set[int]:
-    """Return the ids of objects that Python keeps to the very end: standard streams, and what running threads use."""
+    """Return the ids of objects that Python keeps to the very end: standard streams, and objects that running threads
+    use.
+    """
     held = [value for name, value in [*vars(sys).items(), *vars(builtins).items()] if not name.startswith("last_")]
     roots: list[Any] = [getattr(sys, name, None) for name in ("stdin", "stdout", "stderr")]
     for thread, innermost in sys._current_frames().items():
@@ -93,7 +94,7 @@ def _in_use() -> set[int]:
 
 
 def _reachable(roots: Iterable[Any]) -> set[int]:
-    """Return the ids of what these objects refer to, except through the names of modules."""
+    """Return the ids of all objects reachable from `roots`, except through the names of modules."""
     names = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
     found: set[int] = set()
     waiting = list(roots)

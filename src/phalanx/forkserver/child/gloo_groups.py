@@ -15,14 +15,14 @@ import time
 from collections import deque
 from typing import Any
 
-_SETTLED = 10.0  # seconds after which no thread of a group has anything left to release
+_SETTLED = 10.0  # seconds after which no thread of a group holds anything to release
 _MAX_KEPT = 16  # destroyed groups that are kept longer than that
 
 _kept: deque[tuple[float, Any]] = deque()
 
 
 class KeptGroups(dict[Any, Any]):
-    """torch's table of groups (`_pg_map`), which keeps the groups that are removed from it."""
+    """Replaces torch's table of groups (`_pg_map`), and keeps the groups that are removed from it."""
 
     def __delitem__(self, group: Any) -> None:
         _keep(group)
@@ -36,7 +36,7 @@ class KeptGroups(dict[Any, Any]):
 
 
 def install() -> None:
-    """Install the table once torch.distributed is imported. Cheap to call again."""
+    """Install the table once torch.distributed is imported. Repeated calls are cheap."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     known = getattr(c10d, "_pg_map", None)
     if type(known) is dict:
@@ -61,6 +61,6 @@ def _keep(group: Any) -> None:
 
 
 def _gloo(group: Any) -> list[Any]:
-    """Return the backends of a group that have threads of gloo. NCCL's are left to torch, which ends them in order."""
+    """Return the backends of a group that have gloo threads. NCCL's are left to torch, which ends them in order."""
     backends = [group._get_backend(device) for device in group._device_types]
     return [backend for backend in backends if type(backend).__name__ in ("ProcessGroupGloo", "_ProcessGroupWrapper")]

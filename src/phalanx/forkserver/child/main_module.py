@@ -21,7 +21,7 @@ _HEADER = 16  # bytes of a .pyc before its code
 
 
 def prepare(spec: dict[str, Any]) -> Callable[[], object]:
-    """Do everything that precedes the first line of the script. Calling the result runs the script.
+    """Do everything that precedes the first line of the script. Call the result to run the script.
 
     The module at the bottom of the stack calls it, so that a script sees only one frame of phalanx.
     """

@@ -21,9 +21,10 @@ SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR
 
 
 def default_signals() -> None:
-    """Restore signals that the shell ignored, as nohup and `&` in a script do: they must be able to end a worker.
+    """Restore signals that the shell ignored, as nohup and `&` in a script do: these signals must be able to end a
+    worker.
 
-    torchrun's workers have them too, because torchrun handles these signals itself.
+    torchrun restores them too, because it handles these signals itself.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -31,7 +32,7 @@ def default_signals() -> None:
 
 
 class Parent(NamedTuple):
-    """What a child needs to know of the fork server."""
+    """What a child needs to know about the fork server."""
 
     pid: int
     dispositions: Mapping[int, Any]  # of signals, before the fork server handled them
@@ -39,7 +40,7 @@ class Parent(NamedTuple):
 
 
 def detach(spec: ChildSpec, fds: list[int], parent: Parent) -> None:
-    """Detach from the fork server, first thing in the child. Only its modules remain."""
+    """Detach from the fork server. The first call in the child; only the imported modules remain."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, disposition in parent.dispositions.items():
@@ -58,7 +59,7 @@ def detach(spec: ChildSpec, fds: list[int], parent: Parent) -> None:
 
 
 def apply_spec(spec: ChildSpec) -> None:
-    """Set what a fresh interpreter would find: environment, arguments, streams, random state."""
+    """Set up what a fresh interpreter has: environment, arguments, streams, random state."""
     environ = spec["environ"]
     for name in [name for name in os.environ if name not in environ]:
         del os.environ[name]
@@ -74,7 +75,7 @@ def apply_spec(spec: ChildSpec) -> None:
             _reopen(stream, mode)
     log.configure()  # a warm fork server has the environment of another command
     _reseed()
-    if "LD_PRELOAD" not in environ:  # a profiler loaded that way writes its results at the very end
+    if "LD_PRELOAD" not in environ:  # a profiler loaded this way writes its results at the very end
         linux.skip_destructors()
     record_exceptions(spec["environ"].get("TORCHELASTIC_ERROR_FILE", ""))
 
@@ -98,7 +99,7 @@ def _reopen(stream: Any, mode: str) -> None:
 
 
 def _reseed() -> None:
-    """Reseed what a fork would share. Python's own generator reseeds itself."""
+    """Reseed generators whose state a fork would share. Python's own generator reseeds itself."""
     # None: a program that forbids the import
     if sys.modules.get("numpy.random") is not None:
         sys.modules["numpy.random"].seed()
@@ -112,7 +113,7 @@ def _reseed() -> None:
 
 
 def record_exceptions(path: str) -> None:
-    """Also write an exception that ends the script to `path`, in torchrun's format, with the exact time."""
+    """Write the exception that ends the script to `path`, too, in torchrun's format with the exact time."""
     plain = sys.excepthook
     pid = os.getpid()
 
@@ -134,14 +135,14 @@ def record_exceptions(path: str) -> None:
         else:
             plain(kind, value, trace)
 
-    # Both names, so that a library which checks whether the hook was replaced sees that it was not.
+    # Set both names, so that a library which checks whether the hook was replaced finds that it was not.
     sys.excepthook = sys.__excepthook__ = excepthook
     if path:
         exit_calls.record(path)
 
 
 class _Buffer(io.StringIO):
-    """Takes a traceback. It has the descriptor of stderr, by which Python decides about colours."""
+    """Receives a traceback. It has the descriptor of stderr, which Python uses to decide about colours."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class _Buffer(io.StringIO):
 
 
 def _printed(plain: Any, kind: Any, value: Any, trace: Any) -> str:
-    """Return what the hook prints. Empty if it cannot be known."""
+    """Return the text that the hook prints. Empty if it cannot be determined."""
     stream = sys.stderr
     if stream is None:
         return ""
@@ -175,13 +176,13 @@ _hidden: dict[str, Any] | None = None
 
 
 def hide_frames_of(namespace: dict[str, Any]) -> None:
-    """Leave out this module's frame, at the bottom of the stack, from tracebacks: they begin with the script."""
+    """Hide this module's frame at the bottom of the stack: tracebacks begin with the script."""
     global _hidden
     _hidden = namespace
 
 
 def add_probe_hook(spec: ChildSpec, fds: list[int]) -> None:
-    """Give an interpreter that is executed a probe, too: hook/sitecustomize.py starts it and hides all this."""
+    """Give a probe to an interpreter that is executed: hook/sitecustomize.py starts it and removes all traces of it."""
     environ = spec["environ"]
     if "PYTHONPATH" in environ:
         environ["PHALANX_PYTHONPATH"] = environ["PYTHONPATH"]

@@ -1,4 +1,4 @@
-"""What a worker need not undo at exit: it was made before the fork, and the process is gone afterwards."""
+"""Skips teardown work at exit for objects that were created before the fork: the process ends anyway."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 
 
 def keep_operators() -> None:
-    """Keep torch from unregistering, at exit, the operators that its own imports have registered from Python.
+    """Prevent torch from unregistering, at exit, the operators that its own imports registered from Python.
 
     Operators that a script registers later are unregistered as usual.
     """

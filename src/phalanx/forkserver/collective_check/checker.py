@@ -1,8 +1,8 @@
 """--check-collectives: compares each collective with those of the other ranks before it starts.
 
-torch passes every collective to its dispatcher (c10d::allreduce_ …), from torch.distributed's functions, DDP's
-buckets in C++, functional and compiled collectives. A kernel in front of those of the backends sees them all. It
-does not see send and receive, direct calls of a backend, and kernels that move data themselves (symmetric memory).
+torch passes every collective to its dispatcher (c10d::allreduce_ …): from torch.distributed's functions, DDP's buckets
+in C++, functional and compiled collectives. A kernel in front of the backends' kernels intercepts them all. It does not
+see send and receive, direct calls of a backend, and kernels that move data themselves (symmetric memory).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _install(ledger: CallLedger, slot: int) -> None:
     for name in CALLS:
         operator = getattr(getattr(torch.ops.c10d, name, None), "default", None)
         if operator is not None:
-            # The last stop of any call before a backend: under autograd, in inference mode, in C++.
+            # The last dispatch key before a backend: reached under autograd, in inference mode and from C++.
             library.impl(name, _kernel(checker, name, operator, after), "BackendSelect", with_keyset=True)
     _libraries.append(library)
     os.register_at_fork(after_in_child=checker.detach)
@@ -151,8 +151,8 @@ class Checker:
                 group.exchange = None
 
     def check_own(self, name: str, op: str, tensors: Any, reduction: str, root: int | None) -> None:
-        """Check a call of one of phalanx's groups, which the dispatcher does not see. Whether its caller waits is
-        not known: all calls are held back.
+        """Check a call of one of phalanx's groups, which the dispatcher does not see. All calls are held back, because
+        it is unknown whether the caller waits.
         """
         if self._off:
             return
@@ -164,7 +164,7 @@ class Checker:
                 self._compare_call(group, group.exchange, own_call(op, tensors, reduction, root), waits=True)
         except mismatch.CollectiveMismatchError:
             raise
-        except Exception:  # likewise
+        except Exception:  # as above
             log.swallowed("forkserver.collective_check.checker")
             if group is not None:
                 group.exchange = None
@@ -226,13 +226,13 @@ class Checker:
         try:
             return self._groups[group]
         except KeyError:
-            self._groups[group] = None  # if that fails, it is not tried again
+            self._groups[group] = None  # if opening fails, do not try again
             self._groups[group] = found = self._open_group(group)
             return found
 
     def _open_group(self, group: Any) -> CheckedGroup | None:
-        """Return what is needed to check a group, before its first collective. None: its ranks are not known, or it
-        has only one.
+        """Return the data to check a group, before its first collective. None: its ranks are unknown, or it has only
+        one.
         """
         world = sys.modules["torch.distributed.distributed_c10d"]._world
         places: dict[int, int] = world.pg_group_ranks.get(group) or {}
@@ -256,8 +256,8 @@ class Checker:
         return CheckedGroup(str(group.group_name), own, ranks, whole, exchange)
 
     def _store(self, world: Any, group: Any) -> SignedStore:
-        """Return our own connection to the store, because another thread may wait with the script's. One for all
-        groups: every 25th connection takes torch seconds.
+        """Return a separate connection to the store, because another thread may block the script's. All groups share
+        it: every 25th connection takes torch seconds.
         """
         first = world.default_pg if world.default_pg in world.pg_map else group
         store = self._stores.get(first)
@@ -274,7 +274,9 @@ def _is_pythons(file: str) -> bool:
 
 
 def _group_number(store: SignedStore, size: int) -> int | None:
-    """Return a number that only this group has, not an earlier one of the same name. The first rank chooses it."""
+    """Return a number unique to this group, not shared with an earlier one of the same name. The first rank chooses
+    it.
+    """
     arrived = store.add("phalanx-check", 1) - 1
     key = f"phalanx-check-{arrived // size}"
     if arrived % size == 0:

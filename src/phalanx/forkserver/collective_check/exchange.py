@@ -1,7 +1,7 @@
-"""How the ranks of a group exchange what they are about to call: through shared memory, or the store.
+"""Exchanges what the ranks of a group are about to call: through shared memory, or the store.
 
-A synchronous call is held back until all ranks have made theirs, so that all report the same. An async one is not:
-the last rank sees the difference, before it starts its own.
+A synchronous call is held back until all ranks have made theirs, so that all report the same. An asynchronous call is
+not: the last rank detects the difference before it starts its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from . import mismatch
 from .ledger import CallLedger
 from .mismatch import Side
 
-WAIT = 5.0  # seconds to wait for a rank; then it is a stall, which the hang detector reports
+WAIT = 5.0  # seconds to wait for a rank; a longer wait is a stall, which the hang detector reports
 _MISMATCH_WAIT = 0.5  # seconds to wait for the others once two calls differ
 _REPORT_WAIT = 1.0  # seconds for the reporting rank to end the run
 _SPIN = 0.00002
@@ -29,7 +29,9 @@ class CallExchange(Protocol):
         ...
 
     def wait_for_reporter(self, reporter: int) -> bool:
-        """Wait for the rank that reports. Return True if it has ended: the signal that ends us is on its way."""
+        """Wait for the rank that reports. Return True if it has ended: the signal that ends this rank is about to
+        arrive.
+        """
         ...
 
 
@@ -44,7 +46,7 @@ class SharedMemoryExchange:
         self._peers = peers  # rank -> slot
         self.lane = ledger.open(mark)
         self._lanes: dict[int, int] = {}
-        self._late: set[int] = set()  # ranks that did not arrive once: not waited for until they do
+        self._late: set[int] = set()  # ranks that once did not arrive: not waited for until they do
 
     def compare(self, number: int, mark: int, text: bytes, *, waits: bool) -> list[Side]:
         """Compare a call with those of the other ranks."""
@@ -88,7 +90,7 @@ class SharedMemoryExchange:
         found = self._ledger.read(slot, known, self._mark, number) if known is not None else None
         if found is None:
             lane = self._ledger.lane(slot, self._mark)
-            if lane is not None and lane != known:  # it has joined this group, or has moved it
+            if lane is not None and lane != known:  # it has joined this group, or has moved its lane
                 self._lanes[rank] = lane
                 found = self._ledger.read(slot, lane, self._mark, number)
         return found
@@ -106,7 +108,8 @@ class SharedMemoryExchange:
         """Wait for the rank that reports."""
         end = time.monotonic() + _REPORT_WAIT
         while time.monotonic() < end:
-            if not self._is_alive(reporter):  # the signal that ends us is on its way, or another group is
+            # the signal that ends this rank is about to arrive, or another group reports
+            if not self._is_alive(reporter):
                 time.sleep(_MISMATCH_WAIT)
                 return True
             time.sleep(0.01)
@@ -130,7 +133,7 @@ class StoreExchange:
         if number > _KEPT_KEYS and number % self._size == self._place:
             self._store.delete_key(self._key(number - _KEPT_KEYS))
         their_mark, rank, first_text = first.split(" ", 2)
-        if int(their_mark) == mark or int(rank) == self._own:  # our own, of an earlier group that failed
+        if int(their_mark) == mark or int(rank) == self._own:  # an entry of our own from an earlier group that failed
             return []
         return mismatch.sides(
             {self._own: mark, int(rank): int(their_mark)}, {self._own: text, int(rank): first_text.encode()}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
 # torch's operators (c10d::allreduce_ …) -> the name that users know, and the argument whose tensors have the same sizes
-# on all ranks. Sizes may differ in an all-to-all, and in what only one rank contributes.
+# on all ranks. Sizes may differ in an all-to-all, and in data that only one rank contributes.
 CALLS: dict[str, tuple[str, str]] = {
     "allreduce_": ("all_reduce", "tensors"),
     "allreduce_coalesced_": ("all_reduce_coalesced", "tensors"),
@@ -42,7 +42,7 @@ class CollectiveCall(NamedTuple):
 
 
 class CallReader:
-    """Reads the arguments of one operator, wherever this version of torch has them."""
+    """Reads the arguments of one operator, at their positions in this version of torch."""
 
     def __init__(self, name: str, arguments: list[str]) -> None:
         self.op, tensors = CALLS[name]
@@ -85,8 +85,8 @@ def own_call(op: str, tensors: Any, reduction: str, root: int | None) -> Collect
 
 
 def fingerprint(call: CollectiveCall) -> int:
-    """Return a number that is the same in all processes. It does not depend on the shapes: only the number of
-    elements has to match.
+    """Return a number that is the same in all processes. It does not depend on the shapes: only the number of elements
+    must match.
     """
     sizes = [_product(shape) for shape in call.shapes] if call.op not in _SIZES_DIFFER else []
     agreed = f"{call.op} {call.dtype} {sizes} {call.reduction} {call.root}"

@@ -1,4 +1,4 @@
-"""What the ranks of a node are about to call, in shared memory behind their status slots.
+"""The calls that the ranks of a node are about to make, in shared memory after their status slots.
 
 A rank has one lane per group, with a record for each of the last collectives. Only the rank itself writes them; the
 agent writes which rank has which slot.
@@ -47,7 +47,7 @@ def size(slots: int) -> int:
 
 
 def is_enabled(memory: Memory) -> bool:
-    """Return whether this board has ledgers: ranks compare what they call."""
+    """Return whether this board has ledgers, that is, whether ranks compare their calls."""
     return len(memory) % (status_slot.SIZE + REGION) == 0
 
 
@@ -61,7 +61,7 @@ def set_rank(memory: Memory, slot: int, rank: int | None) -> None:
 
 
 def clear(memory: Memory, slot: int) -> None:
-    """Forget the groups of an earlier worker; its records belong to them."""
+    """Clear the groups of an earlier worker, to which its records belong."""
     base = _base(memory, slot)
     memory[base : base + _RECORDS_AT] = bytes(_RECORDS_AT)
 
@@ -93,8 +93,8 @@ class CallLedger:
         return bool(_RANK.unpack_from(self._memory, _base(self._memory, slot))[0] == rank + 1)
 
     def open(self, group: int) -> int:
-        """Return a lane for a group, preferably not one that was just released: a rank may still read it. Raises
-        LookupError if there is none.
+        """Return a lane for a group. Avoid a lane that was just released: a rank may still read it. Raises LookupError
+        if there is none.
         """
         lanes = [(self._next + more) % LANES for more in range(LANES)]
         lane = next((lane for lane in lanes if lane not in self._taken), None)
@@ -106,7 +106,7 @@ class CallLedger:
         return lane
 
     def close(self, lane: int) -> None:
-        """Release the lane of a group that is gone."""
+        """Release the lane of a group that no longer exists."""
         if os.getpid() == self._pid:  # not in a child of the worker
             self._taken.discard(lane)
             self._name(lane, 0)
@@ -151,7 +151,9 @@ class CallLedger:
         return ctypes.c_uint32.from_buffer(self._memory, _base(self._memory, slot) + _BELL_AT)
 
     def read(self, slot: int, lane: int, group: int, number: int) -> tuple[int, int] | None:
-        """Return number and fingerprint at the place of this call; a later number: overwritten. None: missing."""
+        """Return number and fingerprint of the record at the position of this call; a later number: overwritten. None:
+        missing.
+        """
         at = _base(self._memory, slot) + _RECORDS_AT + (lane * DEPTH + number % DEPTH) * _RECORD
         found, fingerprint, mixed, _ = _HEAD.unpack_from(self._memory, at)
         if found < number or mixed != found ^ fingerprint ^ group:

@@ -1,4 +1,4 @@
-"""The error for ranks that call different collectives: it names all places, and is reported once."""
+"""The error for ranks that call different collectives. It names all places, and is reported once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class CollectiveMismatchError(RuntimeError):
     in_words = True  # the message names the places that matter, not the one it was raised at
 
 
-CollectiveMismatchError.__module__ = "phalanx"  # as a traceback names it
+CollectiveMismatchError.__module__ = "phalanx"  # name in tracebacks
 
 
 class Side(NamedTuple):
-    """Ranks that make the same call, and where the first of them does."""
+    """Ranks that make the same call, and the place of the first of them."""
 
     ranks: tuple[int, ...]
     call: str  # all_reduce(float32 [10], SUM)
@@ -26,8 +26,8 @@ class Side(NamedTuple):
 
 
 def sides(marks: dict[int, int], texts: dict[int, bytes]) -> list[Side]:
-    """Group the ranks by call, the smallest group first: it is more likely wrong. Of two equal ones, the one without
-    the lowest rank.
+    """Group the ranks by call, the smallest group first: it is more likely wrong. Of two equal groups, the one without
+    the lowest rank comes first.
     """
     by_mark: dict[int, list[int]] = {}
     for rank in sorted(marks):

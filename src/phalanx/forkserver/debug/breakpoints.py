@@ -1,7 +1,7 @@
-"""Breakpoints of the script: pdb talks to a terminal elsewhere, through a socket.
+"""Breakpoints of the script: pdb uses a remote terminal through a socket.
 
-`breakpoint()`, `pdb.set_trace()`, `pdb.post_mortem()` and `torch.distributed.breakpoint()` all call
-`Pdb.interaction`, which is patched here. Nothing is imported before.
+`breakpoint()`, `pdb.set_trace()`, `pdb.post_mortem()` and `torch.distributed.breakpoint()` all call `Pdb.interaction`,
+which is patched here. pdb is not imported before the script imports it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _redirect(module: ModuleType) -> None:
             raise
         finally:
             session.prompts -= 1
-            # The script continues if nothing is traced any more, or only breakpoints; or it was a post-mortem.
+            # The script continues if nothing is traced any more, or only breakpoints are, or if it was a post-mortem.
             if session.pdb is self and session.waits and (self.quitting or self.stoplineno == -1 or frame is None):
                 session.end()
 
@@ -76,7 +76,7 @@ def _redirect(module: ModuleType) -> None:
 
 
 def _open_session(pdb: Any, frame: FrameType | None, rest: tuple[Any, ...]) -> Session | None:
-    """Return the session; None: this pdb has another input, or there is no agent to ask."""
+    """Return the session; None: this pdb has another input, or there is no agent."""
     ours = isinstance(pdb.stdin, TerminalStream) or (pdb.use_rawinput and type(pdb).cmdloop is _cmdloop())
     if ours and not terminal.is_connected() and not _has_terminal():
         who = f"process {os.getpid()}, a child of a rank,"
@@ -85,7 +85,7 @@ def _open_session(pdb: Any, frame: FrameType | None, rest: tuple[Any, ...]) -> S
         return None
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()  # what the script has printed comes first
+            stream.flush()  # earlier output of the script comes first
         except Exception:  # a stream of the script's own may raise anything
             log.swallowed("forkserver.debug.breakpoints")
     session = terminal.session()

@@ -41,19 +41,19 @@ Answer = Callable[[dict[str, Any]], None]
 
 _DEBUGGERS = ("bdb", "pdb", "cmd", __name__, terminal.__name__)
 _callers: list[tuple[socket.socket, Any]] = []  # socket, and a lock to release once the main thread has responded
-_interrupts: list[Any] = []  # locks, likewise
+_interrupts: list[Any] = []  # locks, as above
 _debugpy_address: tuple[str, int] | None = None  # where debugpy listens
 
 
 def install(send: Send) -> None:
-    """Install the signal handler and patch pdb. In the main thread, before the script."""
+    """Install the signal handler and patch pdb. Call it in the main thread, before the script."""
     terminal.connect(send)
     signal.signal(SIGNAL, _on_signal)
     breakpoints.install()
 
 
 def detach() -> None:
-    """Detach in a child of the worker: it has no channel, and must not use a terminal that is not its own."""
+    """Detach in a child of the worker: it has no channel, and must not use the terminal of its parent."""
     untrace()
     terminal.connect(None)
 
@@ -99,7 +99,7 @@ def attach(sock: socket.socket, answer: Answer) -> None:
 
 
 def _withdraw() -> bool:
-    """Return False if the main thread has just responded."""
+    """Withdraw a request. Return False if the main thread has just responded."""
     try:
         _callers.pop()
     except IndexError:
@@ -111,7 +111,7 @@ def interrupt(answer: Answer) -> None:
     """Handle Ctrl-C at the terminal of a debugger. Runs in a separate thread."""
     session = terminal.session()
     if session is None or session.thread != terminal.main():
-        answer({"came": True})  # there is only a prompt
+        answer({"came": True})  # only a prompt is active
         return
     responded = _thread.allocate_lock()
     responded.acquire()
@@ -121,7 +121,7 @@ def interrupt(answer: Answer) -> None:
 
 
 def _on_signal(_: int, frame: FrameType | None) -> None:
-    """Signal handler: runs in the main thread wherever it is in Python, also in a sleep or while it waits for a
+    """Handle the signal. Runs in the main thread wherever it is in Python, also in a sleep or while it waits for a
     lock.
     """
     session = terminal.session()
@@ -151,7 +151,7 @@ def _on_signal(_: int, frame: FrameType | None) -> None:
 
 
 def _break_in(pdb: Any, frame: FrameType | None) -> None:
-    """Stop here. `Pdb.set_trace` would stop at the next line, and a sleep has to finish first."""
+    """Stop here. `Pdb.set_trace` would stop at the next line, after a sleep has finished."""
     sys.settrace(None)  # do not trace the debugger itself
     while frame is not None and frame.f_back is not None and frame.f_globals.get("__name__") in _DEBUGGERS:
         frame = frame.f_back
@@ -198,7 +198,7 @@ def _attached_class() -> Any:
 
 
 def _look_beside(pdb: Any, sock: socket.socket, answer: Answer) -> None:
-    """Debug beside a main thread that is in native code."""
+    """Debug in another thread, beside a main thread that is in native code."""
 
     class ReadOnlyPdb(pdb.Pdb):  # type: ignore[misc]
         def setup(self, *args: Any) -> Any:

@@ -1,6 +1,6 @@
 """Extends the timeouts of all process groups during a debug session.
 
-Operations that wait already keep their timeout.
+Operations that are already waiting keep their timeout.
 """
 
 from __future__ import annotations

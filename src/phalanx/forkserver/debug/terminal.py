@@ -1,4 +1,4 @@
-"""The terminal of this process's debugger, which is elsewhere, through a socket. One session at a time."""
+"""The remote terminal of this process's debugger, through a socket. One session at a time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ LEAVE = "\x04\n"  # what a terminal sends for Ctrl-D
 
 Send = Callable[[dict[str, Any], list[int]], None]
 
-_send: Send | None = None  # None: there is no agent that has a terminal
+_send: Send | None = None  # None: there is no agent with a terminal
 _session: Session | None = None
 _turn = _thread.allocate_lock()
 
 
 def connect(send: Send | None) -> None:
-    """Set the function that sends to the agent. None, in a child of the worker: there is none."""
+    """Set the function that sends to the agent. None in a child of the worker, which has no agent."""
     global _send, _session, _turn
     _send, _session, _turn = send, None, _thread.allocate_lock()
 
 
 def is_connected() -> bool:
-    """Return whether there is an agent to ask for a terminal."""
+    """Return whether an agent can provide a terminal."""
     return _send is not None
 
 
@@ -47,7 +47,7 @@ def session() -> Session | None:
 
 
 def end_stale_session() -> None:
-    """End the session of a thread that was stepped through to its end: nothing else would."""
+    """End the session of a thread that was stepped through to its end. Nothing else ends it."""
     if _session is not None and _session.thread not in sys._current_frames():
         _session.end()
 
@@ -58,7 +58,7 @@ def acquire_turn(timeout: float = -1) -> bool:
 
 
 def release_turn() -> None:
-    """Give the right back."""
+    """Release the right to start a session."""
     _turn.release()
 
 
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 class TerminalStream:
-    """A remote terminal, as pdb reads and writes it. Its errors do not end the script."""
+    """A remote terminal with the interface that pdb expects. Its errors do not end the script."""
 
     encoding = "utf-8"
 
@@ -104,7 +104,7 @@ class TerminalStream:
         return False
 
     def close(self) -> None:
-        """Shut the socket down too: a child that was forked meanwhile has a copy."""
+        """Close the socket, and shut it down: a child that was forked meanwhile has a copy."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ class Session:
     def __init__(self, pdb: Any, stream: TerminalStream, waits: bool) -> None:
         self.pdb = pdb
         self.stream = stream
-        self.waits = waits  # for another terminal, if this one is closed
+        self.waits = waits  # whether it waits for another terminal if this one is closed
         self.thread = _thread.get_ident()
         self.prompts = 0  # number of prompts on the stack
 
@@ -127,7 +127,7 @@ class Session:
         global _session
         if _session is not self:
             return
-        _session = None  # first: Ctrl-C meanwhile must not find it
+        _session = None  # first: a Ctrl-C now must not find it
         self.stream.close()
         notify({"is": "released"})
         _turn.release()

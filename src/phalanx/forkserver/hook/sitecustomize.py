@@ -51,7 +51,7 @@ def _serve(task: str) -> None:
 
 
 def _start_probe(task: str, kept_fd: str | None) -> None:
-    """Start the probe of a worker that was executed. Without one it runs as well."""
+    """Start the probe of a worker that was executed. The worker also runs without one."""
     *numbers, path0 = task.split(":", 4)
     slot, *fds = map(int, numbers)
     try:
@@ -87,7 +87,7 @@ def _hidden_sitecustomize() -> None:
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
-        # The import that is running looks for this module when we return.
+        # The import in progress looks for this module when we return.
         if ours is not None:
             sys.modules["sitecustomize"] = ours
 

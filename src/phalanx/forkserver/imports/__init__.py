@@ -1,1 +1,1 @@
-"""Imports before the fork, and how a worker sees them."""
+"""Imports before the fork, and their visibility in workers."""

@@ -1,6 +1,6 @@
-"""Runs a worker with the script and modules that its run began with, where the files on the disk have changed since.
+"""Runs a worker with the script and modules that its run began with, if the files on disk have changed since.
 
-The agent sends the text of files that differ. Nothing of this is in a worker whose files are as they were.
+The agent sends the text of files that differ. A worker without changed files does not use this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..child.kept_texts import text_of, texts
 
 
 def install(spec: dict[str, Any]) -> None:
-    """Use the texts of the worker's spec in place of the files. Call it before the script's first line."""
+    """Use the texts of the worker's spec instead of the files. Call it before the script's first line."""
     texts.update((path, text.encode("latin-1")) for path, text in spec["kept"].items())
     for path, text in texts.items():
         lines = text.decode(errors="replace").splitlines(keepends=True)
@@ -31,7 +31,7 @@ def install(spec: dict[str, Any]) -> None:
 
 
 def install_from(fd: int) -> None:
-    """Do the same in an interpreter that was executed, with a spec in JSON from this descriptor."""
+    """Do the same in an executed interpreter, with a spec in JSON from this descriptor."""
     with open(fd, "rb") as file:
         file.seek(0)
         install(json.load(file))
@@ -40,8 +40,9 @@ def install_from(fd: int) -> None:
 def _run_in_place_of(given: str, real: str, path0: str | None) -> None:
     """Run the kept text when Python is about to open its main script.
 
-    Python raises an audit event there, at the bottom of the stack and with sys.path complete. What the hook raises ends
-    the interpreter in Python's own way: SystemExit with its code, any other exception with a traceback and 1.
+    Python raises an audit event there, at the bottom of the stack and with sys.path complete. An exception from the
+    hook ends the interpreter in the usual way: SystemExit with its code, any other exception with a traceback and exit
+    code 1.
     """
 
     def hook(event: str, _: tuple[Any, ...]) -> None:
@@ -76,7 +77,7 @@ class _Finder:
                         name, file, loader=loader, submodule_search_locations=folder
                     )
             if os.path.exists(f"{stem}.py") or os.path.isdir(stem):
-                return None  # another entry comes later, and is not what the import finds
+                return None  # a later entry of sys.path, which the import does not reach
         return None
 
 

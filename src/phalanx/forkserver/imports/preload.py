@@ -25,11 +25,11 @@ modules = Preloaded()  # of this process; hidden in those that it forks
 
 
 def preload(required: list[str], optional: list[str], path0: str | None) -> dict[str, Any]:
-    """Import `required` and, if possible, `optional`. Return times, failures, and what is unsafe.
+    """Import `required` and, if possible, `optional`. Return times, failures, and what makes a fork unsafe.
 
-    The script's folder is first in sys.path meanwhile, as it is when the script imports the same names. The
-    collector is off: there is no garbage to collect yet, and a worker's collections do not touch objects that are
-    frozen afterwards, so their pages stay shared.
+    The script's folder is first in sys.path meanwhile, as it is when the script imports the same names. The collector
+    is off: there is no garbage yet, and the objects are frozen afterwards, so collections in workers do not touch them
+    and their pages stay shared.
     """
     guard = (
         None if path0 is None else _ScriptModuleGuard(path0, {name.partition(".")[0] for name in required} - {"torch"})
@@ -67,7 +67,7 @@ def preload(required: list[str], optional: list[str], path0: str | None) -> dict
 
 @contextlib.contextmanager
 def _low_descriptors_taken() -> Iterator[None]:
-    """Occupy low descriptors, so that what native libraries leave open gets a high number and a script's first file
+    """Occupy low descriptors: descriptors that native libraries leave open get high numbers, and a script's first file
     is 3.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -86,10 +86,10 @@ def _low_descriptors_taken() -> Iterator[None]:
 
 
 class _ScriptModuleGuard:
-    """A finder that keeps the script's own modules from being executed here, such as a `glob.py` that torch would
+    """A finder that prevents the script's own modules from being executed here, such as a `glob.py` that torch would
     import.
 
-    Each rank executes them itself, as often as Python would. Only modules that the user has named are imported here.
+    Each rank executes them itself, as often as Python would. Only modules that the user names are imported here.
     """
 
     def __init__(self, folder: str, named: set[str]) -> None:
@@ -106,7 +106,7 @@ class _ScriptModuleGuard:
 
 
 def _elsewhere(name: str) -> str | None:
-    """Return what would be found without the script's folder: the same, if a package is installed in place."""
+    """Return what an import finds without the script's folder. It is the same if a package is installed in place."""
     found = PathFinder.find_spec(name, sys.path[1:])
     return None if found is None else found.origin
 
@@ -114,7 +114,7 @@ def _elsewhere(name: str) -> str | None:
 def unsafe() -> str:
     """Return why this process must not be forked, or ""."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    # Only cuInit opens the driver's memory device: it shows this even if torch does not know.
+    # Only cuInit opens the driver's memory device, so this detects CUDA even if torch does not know.
     if (cuda is not None and cuda.is_initialized()) or linux.holds("/dev/nvidia-uvm"):
         return "CUDA was initialised while importing"
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
@@ -124,7 +124,9 @@ def unsafe() -> str:
 
 
 def record_hints(path: str) -> None:
-    """At exit, record what this worker imported itself, so that the next fork server can import it before the fork."""
+    """At exit, record the modules that this worker imported itself, so that the next fork server imports them before
+    the fork.
+    """
     atexit.register(_write_hints, path, frozenset(sys.modules))
 
 
@@ -145,6 +147,6 @@ def _write_hints(path: str, before: frozenset[str]) -> None:
 
 
 def _installed(module: Any) -> bool:
-    """Return whether it is part of an installed package: a user's own modules change between runs."""
+    """Return whether a module belongs to an installed package: a user's own modules change between runs."""
     file = getattr(module, "__file__", None) or ""
     return f"{os.sep}site-packages{os.sep}" in file

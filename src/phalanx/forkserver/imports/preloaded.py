@@ -30,7 +30,8 @@ _FINALIZE = _finalize._exitfunc  # registered by the very first finalizer
 Environment = dict[bytes, bytes]
 Changed = dict[str, "str | None"]  # variable -> its value now; None: not set
 
-# Read by native libraries while they are loaded, which cannot be recorded. TQDM_ is searched for in all variables.
+# Variables that native libraries read while they are loaded, which cannot be recorded. TQDM_ is searched for in all
+# variables.
 _NATIVE = tuple(
     b"""
     OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ GOTO_ BLIS_ ONEDNN_ DNNL_ MKLDNN_ GFORTRAN_ ATEN_ NPY_ NUMPY_ TORCH_ PYTORCH_ KINETO_
@@ -44,7 +45,7 @@ _NOT_KEPT = frozenset(b"TMPDIR TEMP TMP LOGNAME USER LNAME USERNAME PYTHONUSERBA
 
 
 class Layer:
-    """What one import has done."""
+    """The effects of one import."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -59,7 +60,7 @@ class Layer:
         return name.partition(".")[0] == self.root.partition(".")[0]
 
     def dependencies(self, name: str) -> list[str]:
-        """Return what reappears with a module outside the root's package."""
+        """Return the modules that reappear together with a module outside the root's package."""
         return [name.rpartition(".")[0], *self.imports.get(name, ())]
 
 
@@ -76,7 +77,7 @@ class Preloaded:
         self._stale: Callable[[Changed], None] = lambda _: None
 
     def load(self, root: str) -> None:
-        """Import a module, in the fork server. Raises what the import raises."""
+        """Import a module in the fork server. Raises the exception of the import."""
         layer = Layer(root)
         self._layers.append(layer)
         self._environment = self._environment or environment()
@@ -90,7 +91,7 @@ class Preloaded:
             layer.modules = {name: module for name, module in list(sys.modules.items()) if name not in before}
 
     def hide(self, assumed: frozenset[str], stale: Callable[[Changed], None]) -> None:
-        """Hide the modules, in a worker. `assumed`: variables that were set for the imports because the script is
+        """Hide the modules in a worker. `assumed`: variables that were set for the imports because the script is
         expected to set them.
         """
         self._stale = stale
@@ -108,8 +109,8 @@ class Preloaded:
             sys.meta_path.insert(0, self)
 
     def abandon(self) -> None:
-        """Drop the modules without clearing them, at the very end of a worker: clearing would copy their pages in
-        each rank.
+        """Drop the modules without clearing them, at the very end of a worker: clearing would copy their pages in each
+        rank.
         """
         for layer in self._layers:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(layer.modules))
@@ -140,7 +141,7 @@ class Preloaded:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Make a hidden module reappear, with all that its import brings."""
+        """Make a hidden module reappear, with its dependencies."""
         layer = self._hidden.get(spec.name)
         if layer is None:  # another thread has imported it meanwhile
             return sys.modules[spec.name]
@@ -155,9 +156,7 @@ class Preloaded:
         return module
 
     def _closure(self, name: str) -> list[tuple[Layer, set[str]]]:
-        """Return this module and all that its import brings, by layer. A module of a root's package brings the whole
-        layer.
-        """
+        """Return this module and its dependencies, by layer. A module of a root's package includes the whole layer."""
         found: set[str] = set()
         whole: set[str] = set()  # roots of layers that are in `waiting` already
         waiting = [name]
@@ -176,12 +175,12 @@ class Preloaded:
         return [(layer, part) for layer, part in parts if part]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore what the import system has just replaced. The module was executed in the fork server."""
+        """Restore attributes that the import system has just replaced. The module was executed in the fork server."""
         if id(module) in self._replaced:
             module.__spec__, module.__loader__ = self._replaced.pop(id(module))
 
     def get_code(self, name: str) -> Any:
-        """Return the code, for runpy, which executes a module under another name: `-m cProfile`."""
+        """Return the code for runpy, which executes a module under another name: `-m cProfile`."""
         return self._loader(name).get_code(name)
 
     def get_source(self, name: str) -> Any:
@@ -207,7 +206,7 @@ class Preloaded:
             module = sys.modules.setdefault(name, layer.modules[name])
             if name in self._parents:
                 setattr(self._parents.pop(name), name.rpartition(".")[2], module)
-        if "multiprocessing" in new:  # which gives this name to what was the main module then
+        if "multiprocessing" in new:  # multiprocessing gives this name to the main module of that time
             sys.modules["__mp_main__"] = sys.modules["__main__"]
         for importer, function, args, kwargs in layer.exits:
             if importer in new and not (function == _FINALIZE and _finalize._registered_with_atexit):
@@ -237,7 +236,7 @@ class Preloaded:
 
 
 def environment() -> Environment:
-    """Return the environment as C sees it: `os.putenv` changes it, and `os.environ` does not show that."""
+    """Return the environment as C sees it: `os.environ` does not show changes by `os.putenv`."""
     found = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
     variables: Environment = {}
     place = 0

@@ -1,4 +1,4 @@
-"""Restarts a forked worker as a fresh interpreter, if what was imported before the fork is not what it needs."""
+"""Restarts a forked worker as a fresh interpreter, if the imports before the fork do not match what it needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FreshStart:
 
     def __init__(self, spec: setup.ChildSpec, fds: list[int]) -> None:
         self._spec = spec
-        self._fds = fds  # of its probe: board, channel, stacks; empty: it has none
+        self._fds = fds  # of its probe: board, channel, stacks; empty: no probe
         self._pid = os.getpid()
         if fds:
             known = os.fstat(fds[0]).st_ino
@@ -40,7 +40,7 @@ class FreshStart:
 
     def __call__(self, changed: dict[str, str | None]) -> None:
         """Restart. Returns if that is not possible: then the old values stay in effect, and a message says so."""
-        if os.getpid() != self._pid:  # a child that the script has forked: it keeps what its parent has
+        if os.getpid() != self._pid:  # a child forked by the script keeps the modules of its parent
             return
         joined = _joined()
         for stream in () if joined else (sys.stdout, sys.stderr):
@@ -60,7 +60,7 @@ class FreshStart:
         setup.execute(spec)
 
     def _report(self, message: dict[str, Any]) -> None:
-        """Report to the agent, after it has read what this interpreter wrote and before the next one writes."""
+        """Report to the agent, after it has read the output of this interpreter and before the next one writes."""
         if probe.current is None:
             return
         deadline = time.monotonic() + _TIMEOUT
@@ -71,7 +71,7 @@ class FreshStart:
             _until_empty(self._fds[1], termios.TIOCOUTQ, deadline)
 
     def _restore_process(self) -> None:
-        """Restore what survives an exec and the script may have changed."""
+        """Restore state that survives an exec and that the script may have changed."""
         with contextlib.suppress(OSError):
             os.chdir(self._cwd)
         os.umask(self._umask)
@@ -92,7 +92,7 @@ def _until_empty(fd: int, request: int, deadline: float) -> None:
 
 
 def _close(fd: int, known: int) -> None:
-    """Close it in a child of the worker, if it is still the same file."""
+    """Close a descriptor in a child of the worker, if it is still the same file."""
     with contextlib.suppress(OSError):
         if os.fstat(fd).st_ino == known:
             os.close(fd)

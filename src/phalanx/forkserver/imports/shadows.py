@@ -1,7 +1,7 @@
-"""Modules in the script's folder with the name of one that was imported before the script: resource.py, queue.py.
+"""Modules in the script's folder with the name of a module that was imported before the script: resource.py, queue.py.
 
-Plain Python would import the script's, because its folder is first in sys.path. So the others are removed from
-`sys.modules`, and the script imports its own; modules that have imported them already keep them.
+Plain Python would import the script's modules, because its folder is first in sys.path. So the earlier ones are removed
+from `sys.modules`, and the script imports its own. Modules that have already imported them keep them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ preimported: frozenset[str] = frozenset()  # imported by Python itself, before t
 
 
 def unshadow(path0: str | None) -> bool:
-    """Remove the modules that those in this folder, the first of sys.path, shadow. Return whether there were any."""
+    """Remove the modules that files in this folder, the first of sys.path, shadow. Return whether there were any."""
     if path0 is None or sys.flags.safe_path:
         return False
     kept = preimported.union(sys.builtin_module_names)
     found = [name for name in _modules_in(path0) if name in sys.modules and name not in kept]
     shadowed = [name for name in found if not _is_in(sys.modules[name], path0)]
     if shadowed:
-        from ..child import error_file  # noqa: F401  # with its own modules: it is needed when an exception ends the script
+        # Import it now, with its own modules: it is needed when an exception ends the script.
+        from ..child import error_file  # noqa: F401
     for name in [name for name in sys.modules if name.partition(".")[0] in shadowed]:
         del sys.modules[name]
     return bool(shadowed)

@@ -1,8 +1,8 @@
 """Calls that need a process with one thread: the probe thread ends before them and starts again afterwards.
 
-The kernel refuses unshare(CLONE_NEWUSER) and setns to a process with two threads. A seccomp filter may kill the
-process for what the thread does, or for starting it, so the thread does not start again after one. Calls through
-ctypes and the os module are intercepted here; calls of an extension module are not.
+The kernel rejects unshare(CLONE_NEWUSER) and setns for a process with two threads. A seccomp filter may kill the
+process for calls of the thread, or for starting it, so the thread does not start again after one. Calls through ctypes
+and the os module are intercepted here; calls of an extension module are not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SYSTEM_CALLS = {
 
 
 def away(name: str, arguments: Sequence[Any], machine: str) -> Away:
-    """Return whether the thread must be gone while `name` is called with these arguments, or from then on."""
+    """Return whether the thread must not exist while `name` is called with these arguments, or from then on."""
     if name in _BY_ARGUMENT:
         number = getattr(arguments[0], "value", arguments[0]) if arguments else None
         calls = {_PR_SET_SECCOMP: "seccomp"} if name == "prctl" else _SYSTEM_CALLS.get(machine, {})

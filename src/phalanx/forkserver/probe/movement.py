@@ -1,4 +1,4 @@
-"""Whether the main thread moves: from place to place, or through steps and collectives at the same place."""
+"""Detects whether the main thread moves: from place to place, or through steps and collectives at the same place."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Place = tuple[int, int, int]  # ids of frame and code, and the instruction
 
 
 class Movement:
-    """Compares every sample of the main thread with the one before."""
+    """Compares every sample of the main thread with the previous one."""
 
     def __init__(self) -> None:
         self.moves = 0
-        self.moved = 0  # when it last did, in nanoseconds of `time.monotonic`
+        self.moved = 0  # time of the last movement, in nanoseconds of `time.monotonic`
         self._place: Place = (0, 0, 0)
         self._counts: tuple[int, ...] = ()
         self._recent: deque[int] = deque(maxlen=_WINDOW)
@@ -25,8 +25,9 @@ class Movement:
         return here == self._place
 
     def update(self, here: Place, counts: tuple[int, ...], now: int) -> bool:
-        """Add a sample. Return whether the main thread has moved, or is at the same place some steps or collectives
-        later: `counts` of them."""
+        """Add a sample. Return whether the main thread has moved, or is at the same place with other `counts` of steps
+        and collectives.
+        """
         moved = here != self._place or counts != self._counts
         if moved:
             self.moves += 1

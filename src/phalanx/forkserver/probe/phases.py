@@ -1,4 +1,4 @@
-"""Which phase a piece of code belongs to, and whether it is user code: by its file.
+"""Classifies code by its file: its phase, and whether it is user code.
 
 Called once per code object; a sample then compares no strings.
 """
@@ -68,12 +68,12 @@ _JOINS = frozenset(
         *("_new_group_with_tag", "_new_process_group_helper", "_store_based_barrier", "destroy_process_group"),
     )
 )
-# Neither join nor wait
+# Functions that neither join nor wait
 _ASKS = ("get_", "is_", "_get_", "_rank_not_in", "_group_or", "_check", "_ensure", "_canonicalize", "_world", "pg_")
 
 
 class CodeKind(NamedTuple):
-    """What is known of a code object."""
+    """The classification of a code object."""
 
     phase: str  # empty: not known
     own: bool  # user code
@@ -167,8 +167,8 @@ class StackClassifier:
         return phase or "idle", place, bool(calls)
 
     def _classify_code(self, code: CodeType) -> tuple[CodeType, CodeKind]:
-        """Classify a code object. Cached by id, and kept alive so that the id stays unique: hashing one hashes all
-        its parts.
+        """Classify a code object. Cached by id, because hashing one hashes all its parts. Kept alive so that the id
+        stays unique.
         """
         if len(self._kinds) >= _MAX_CODES:
             self._kinds.clear()

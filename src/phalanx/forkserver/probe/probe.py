@@ -1,4 +1,4 @@
-"""The probe: a thread that publishes where the main thread is, and answers the agent."""
+"""The probe: a thread that publishes the position of the main thread, and answers the agent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ current: Probe | None = None  # of this process
 
 
 def prepare() -> None:
-    """Register exit functions, before anything else is imported: what is registered first runs last, in all forked
+    """Register exit functions, before anything else is imported. The first to be registered runs last, in all forked
     processes.
     """
     global _prepared
@@ -58,8 +58,8 @@ def _teardown() -> None:
 
 
 def begin(board: int, slot: int, channel: int, stacks: int) -> list[int]:
-    """Start the probe of a worker that is about to run its script. Return the new descriptors; empty: it runs
-    without a probe.
+    """Start the probe of a worker that is about to run its script. Return the new descriptors; empty: it runs without a
+    probe.
     """
     try:
         memory = linux.shared(board)
@@ -91,7 +91,9 @@ def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
 
 
 def _move_high(fd: int) -> int:
-    """Move a descriptor to a high number: a script's files get the usual ones, and it may close those above blindly."""
+    """Move a descriptor to a high number: a script's files get the usual numbers, and a script may close the numbers
+    above them blindly.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     high = (4096 if soft == resource.RLIM_INFINITY else min(soft, 4096)) - 16
     with contextlib.suppress(OSError):  # no number is free: leave it where it is
@@ -113,16 +115,16 @@ class Probe:
         self._sampler = sampler.Sampler(own, SIGNAL)
         self._running = _thread.allocate_lock()  # held while the thread runs
         self._stop_lock = _thread.allocate_lock()  # held until the thread should end
-        self._closed = False  # ended for good
-        self._next_sample = 0.0  # kept across restarts of the thread: a script may fork all the time
+        self._closed = False  # ended permanently
+        self._next_sample = 0.0  # kept across restarts of the thread: a script may fork often
         self._send_lock = _thread.allocate_lock()  # one message at a time
         self.thread = 0  # the kernel's id
         self._steps.install()
 
     @property
     def restart_hooks(self) -> list[Callable[[], Any]]:
-        """Functions that start the thread again after a fork. Python 3.13 counts threads after all functions
-        registered for that have run, and warns: there the main thread does it as soon as it runs Python code again.
+        """Functions that start the thread again after a fork. Python 3.13 counts threads after all functions registered
+        for that have run, and warns. There the main thread starts it as soon as it runs Python code again.
         """
         if sys.version_info < (3, 13):
             return [self.start]
@@ -147,7 +149,7 @@ class Probe:
             self._publish_end()
 
     def stop(self) -> None:
-        """End the thread before a fork, which must not interrupt it, and must not find it: Python warns of threads."""
+        """End the thread before a fork. A fork must not interrupt it, and Python warns if a second thread exists."""
         with contextlib.suppress(RuntimeError):  # two threads of the script fork at once
             self._stop_lock.release()
         if self._running.acquire(timeout=_STOP_TIMEOUT):
@@ -167,13 +169,13 @@ class Probe:
         """
         self._closed = True
         self._running = _thread.allocate_lock()  # the thread that held it does not exist here
-        atexit.unregister(self.end)  # the status slot is its parent's
+        atexit.unregister(self.end)  # the status slot belongs to its parent
         self._steps.detach()
         debugger.detach()
         self._close()
 
     def end(self) -> None:
-        """End the thread at exit: Python ends its threads anywhere, which crashes in the middle of C++ code."""
+        """End the thread at exit. Python would end it anywhere, which crashes in the middle of C++ code."""
         self._closed = True
         self.stop()
         self._publish_end(over=True)
@@ -187,7 +189,7 @@ class Probe:
             log.swallowed("forkserver.probe.probe")
 
     def _publish_end(self, *, over: bool = False) -> None:
-        """Publish that the probe has ended: the age of the slot must not be taken for a held GIL."""
+        """Publish that the probe has ended, so that the age of the slot is not mistaken for a held GIL."""
         try:
             debugger.untrace()  # its parts are being torn down
             self._sampler.end(over=over)
@@ -195,7 +197,7 @@ class Probe:
             log.swallowed("forkserver.probe.probe")
 
     def report_mismatch(self) -> None:
-        """Report that a group has found that ranks made different calls, before it raises."""
+        """Report that a group has detected different calls of its ranks, before it raises."""
         self.send({"is": "mismatch", **report.full()})
 
     def report_exception(self, trace: TracebackType | None) -> None:
@@ -226,7 +228,7 @@ class Probe:
             self._sample()
 
     def _handle_request(self) -> bool:
-        """Handle one request. Return False if the agent is gone, or if the script has closed the channel."""
+        """Handle one request. Return False if the agent has ended, or if the script has closed the channel."""
         try:
             received = wire.receive(self._channel) if self._connected else None
         except (OSError, ValueError):
@@ -244,7 +246,7 @@ class Probe:
 
     @property
     def _connected(self) -> bool:
-        """Whether the descriptor is still the channel: scripts close what they do not know."""
+        """Whether the descriptor is still the channel: scripts may close descriptors they did not open."""
         try:
             return os.fstat(self._channel.fileno()).st_ino == self._inode
         except OSError:
@@ -286,14 +288,14 @@ class Probe:
             self._channel.detach()
 
     def send(self, message: dict[str, Any], fds: list[int] | tuple[int, ...] = ()) -> None:
-        """Send a message to the agent. Raises OSError if it is gone."""
+        """Send a message to the agent. Raises OSError if it has ended."""
         if not self._connected:
             raise BrokenPipeError("the channel to the agent is closed")
         with self._send_lock:
             wire.send(self._channel, message, fds)
 
     def _in_thread(self, request: dict[str, Any], act: Callable[..., None], *args: Any) -> None:
-        """Run something slow in a separate thread, which answers."""
+        """Run `act` in a separate thread, because it is slow. The thread sends the answer."""
 
         def answer(message: dict[str, Any]) -> None:
             with contextlib.suppress(OSError):

@@ -1,4 +1,6 @@
-"""What a worker reports when the agent asks, or when an exception ends the script: stacks, groups and collectives."""
+"""The report of a worker when the agent requests it, or when an exception ends the script: stacks, groups and
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,25 @@ from .collectives.recorded_calls import dtype_names, is_inner, newest, number_of
 
 MAX_BYTES = 256 * 1024  # bytes per report
 
-launcher_store = ("", "")  # host and port of the store, as the launcher has set them
+launcher_store = ("", "")  # host and port of the store as set by the launcher
 
 
 def full(still: float = 0.0) -> dict[str, Any]:
-    """Return stacks of all threads, groups with their ranks, and the newest calls with their sites, for the agent.
+    """Return stacks of all threads, groups with their ranks, and the newest calls with their sites.
 
-    `still`: seconds that the main thread has been where it is.
+    `still`: seconds since the main thread last moved.
     """
     found: dict[str, Any] = {"threads": stacks.threads(), "groups": [], "calls": [], **_store()}
     try:
         _add_collectives(found, still)
-    except Exception as error:  # another version of torch, or groups being destroyed: stacks are evidence, too
+    except Exception as error:  # another version of torch, or groups being destroyed: stacks alone are evidence, too
         log.swallowed("forkserver.probe.report")
         found["why"] = f"torch's records cannot be read: {error!r}"[:200]
     return _bounded(found)
 
 
 def of_exception(trace: TracebackType | None) -> dict[str, Any]:
-    """Return the same when an exception ends the script, with the main thread where it was raised."""
+    """Return the same report when an exception ends the script, with the main thread where the exception was raised."""
     found = full()
     where: list[FrameType] = []  # innermost first, like the lines of a stack
     lines: list[tuple[str, int, str]] = []
@@ -53,13 +55,13 @@ def of_exception(trace: TracebackType | None) -> dict[str, Any]:
 
 
 def remember_store() -> None:
-    """Remember the store's address before the script runs: it may change what the launcher has set."""
+    """Store the store's address before the script runs, because the script may change it."""
     global launcher_store
     launcher_store = _address()
 
 
 def _store() -> dict[str, Any]:
-    """Return where this rank looks for the store, if the script has changed that."""
+    """Return the address that this rank uses for the store, if the script has changed it."""
     own = _address()
     if own == launcher_store or not all(launcher_store):
         return {}
@@ -94,7 +96,7 @@ def _add_collectives(found: dict[str, Any], still: float) -> None:
         ]
         try:
             history.add(entries)
-        except Exception:  # another version of torch: the newest calls are evidence, too
+        except Exception:  # another version of torch: the newest calls alone are evidence, too
             log.swallowed("forkserver.probe.report")
     calls.sort(key=lambda one: one[0])
     found["groups"] = group_progress.describe(status)

@@ -1,4 +1,4 @@
-"""Samples the main thread: its phase, its place in user code, and what it waits for."""
+"""Samples the main thread: its phase, its place in user code, and the operation it waits for."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from . import movement, phases, stacks, status_slot
 from .collectives import current_call, group_progress, recorded_calls
 
 _NUMBERS = {phase: number for number, phase in enumerate(status_slot.PHASES)}
-_FULL_EVERY = 5  # while the script makes progress, every fifth sample is written in full: it is read once a second
+_FULL_EVERY = 5  # while the script makes progress, every fifth sample is written in full: it is read once per second
 _STILL = 1.0  # seconds in one place after which pending collectives are looked up
 
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
-# While a collective is pending, a thread that sleeps in one of these waits for it: `Work.wait` and CUDA leave no frame.
+# While a collective is pending, a thread that sleeps in one of these phases waits for it: `Work.wait` and CUDA leave no
+# frame.
 _MAY_WAIT = ("idle", "forward", "backward", "optimizer")
-# A thread that stays asleep here computes nothing. Not backward: there the main thread sleeps while others compute.
+# A thread that stays asleep here computes nothing. Not backward: there the main thread sleeps while other threads
+# compute.
 _MAY_SLEEP = ("idle", "forward", "optimizer")
 
 
@@ -49,7 +51,7 @@ class Sampler:
         self._movement = movement.Movement()
         self._groups: list[dict[str, Any]] = []
         self._call: dict[str, Any] = {}
-        self._searched = False  # pending collectives were looked up, since it moved
+        self._searched = False  # pending collectives were looked up since it last moved
         self._batches = 0
         self._finished_at = 0  # when the script had run its last line
         self._written: dict[str, Any] = {}
@@ -60,7 +62,7 @@ class Sampler:
 
     @property
     def still(self) -> float:
-        """Seconds that the main thread has been where it is."""
+        """Seconds since the main thread last moved."""
         return self._movement.still
 
     def publish(self, now: int) -> None:
@@ -70,7 +72,7 @@ class Sampler:
             return
         here = (id(frame), id(frame.f_code), frame.f_lasti)
         phase, place, calls = self._stacks.classify(frame)
-        del frame  # it may return while we do not hold the GIL, and we must not be the one to free its locals
+        del frame  # it may return while we do not hold the GIL; this thread must not be the one to free its locals
         stays, full = self._movement.stays(here), self._samples % _FULL_EVERY == 0
         # A thread that has just entered torch.distributed may be recording the first call of a group, and torch's list
         # has no lock.
@@ -122,7 +124,7 @@ class Sampler:
         self._slot.write(text)
 
     def teardown(self, code: int) -> None:
-        """Publish that only the teardown of the interpreter is left."""
+        """Publish that only the teardown of the interpreter remains."""
         self._slot.write({**self._written, "teardown": round(time.monotonic(), 3), "code": code})
 
     def _waits(self, phase: str, moved: bool) -> bool:
@@ -151,7 +153,7 @@ class Sampler:
         if not moved and not self._call and phase in ("collective", "join"):
             self._call = current_call.find(stacks.main())
             if not self._call and not self._searched and now - self._movement.moved > _STILL * 1e9:
-                self._searched = True  # reads everything that is recorded: do it once
+                self._searched = True  # expensive, reads all records: do it once
                 self._call = recorded_calls.pending()
             group = self._call.get("group")
             counts = [known["enqueued"] for known in self._groups if known["name"] == group]
@@ -161,7 +163,7 @@ class Sampler:
 
 
 def _batches(frame: FrameType | None) -> int:
-    """Return the count of torch's DataLoader that the main thread is in: an evaluation has no steps."""
+    """Return the batch count of the torch DataLoader that the main thread is in: an evaluation has no steps."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__next__" and code.co_filename.endswith(_LOADER):

@@ -14,8 +14,8 @@ PHASES = (
     "sleep",
 )
 
-_STEP = struct.Struct("QQ")  # how many; when the last, in nanoseconds of the monotonic clock
-_LOOK = struct.Struct(f"QQQ{len(PHASES)}Q")  # when; how many; how many saw progress; how many in each phase
+_STEP = struct.Struct("QQ")  # count; time of the last, in nanoseconds of the monotonic clock
+_LOOK = struct.Struct(f"QQQ{len(PHASES)}Q")  # time; count; count with progress; count per phase
 RING = 64  # samples that are kept: six seconds
 _RING = struct.Struct(f"{RING}Q")  # one sample each: milliseconds << 24 | step & _STEPS << 4 | number of the phase + 1
 _STEPS = (1 << 20) - 1
@@ -29,13 +29,13 @@ _TEXT_SIZE = SIZE - _TEXT_AT - _TEXT.size
 
 
 class StatusReading(NamedTuple):
-    """The content of a slot. Times are seconds of `time.monotonic`, which all processes of a host share."""
+    """The content of a slot. Times are in seconds of `time.monotonic`, which all processes of a host share."""
 
     step: int
-    stepped: float  # when; 0: never
-    looked: float  # when the probe last published; 0: it has not started
+    stepped: float  # time; 0: never
+    looked: float  # time of the last sample; 0: the probe has not started
     looks: int
-    moves: int  # samples that found the main thread elsewhere than the one before
+    moves: int  # number of samples that found the main thread at a different place
     phases: dict[str, int]  # samples per phase
     text: dict[str, Any]  # phase, place, batches, groups, call, moved, places; see sampler.py
 
@@ -65,7 +65,7 @@ class StatusSlot:
         self._numbers[0], self._numbers[1] = count, now
 
     def look(self, now: int, looks: int, moves: int, phase: int, times: int) -> None:
-        """Write a sample. `phase`: its index, and `times`: how many samples have seen it. The other counts are
+        """Write a sample. `phase`: its index; `times`: number of samples with this phase. The other counts are
         unchanged.
         """
         numbers = self._numbers
@@ -105,7 +105,7 @@ def step(memory: mmap.mmap | memoryview, slot: int) -> int:
 
 
 def looks(memory: mmap.mmap | memoryview, slot: int, since: float) -> list[SlotLook]:
-    """Return the samples after that moment, oldest first, as far back as they are kept."""
+    """Return the samples after `since`, oldest first, as far back as they are kept."""
     base = slot * SIZE
     after = int(since * 1000) << 24 | 0xFFFFFF
     found = sorted(number for number in _RING.unpack_from(memory, base + _RING_AT) if number > after)

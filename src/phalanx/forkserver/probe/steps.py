@@ -8,7 +8,7 @@ from typing import Any
 
 from . import status_slot
 
-_SWITCH_AFTER = 4  # steps of another optimizer, without one of the counted one, after which the other is counted
+_SWITCH_AFTER = 4  # steps of another optimizer, without one of the counted optimizer, after which the other is counted
 
 
 class StepCounter:
@@ -22,7 +22,7 @@ class StepCounter:
         self._steps = 0
 
     def install(self) -> None:
-        """Install the hook that torch calls after each step. Called until torch is imported."""
+        """Install the hook that torch calls after each step. Called repeatedly until torch is imported."""
         if self._installed:
             return
         install = getattr(sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)

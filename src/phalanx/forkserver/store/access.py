@@ -1,4 +1,4 @@
-"""Who may connect to the store: processes of this user on this host, and ranks for which another node vouches."""
+"""Access control of the store: processes of this user on this host, and ranks for which another node vouches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from .peers import Address, PeerLookup, plain
 
-_MOST_NAMED = 16  # callers that are named; a port scan of thousands is not
-_MOST_ASKED = 128  # connections of one host about which the agent is asked at a time
+_MOST_NAMED = 16  # number of callers that are logged by name; a port scan has thousands
+_MOST_ASKED = 128  # concurrent requests to the agent per host
 _MOST_ASKED_IN_ALL = 1024
-_DEADLINE = 30.0  # seconds for the agent, which has an answer after 10; later the connection is closed
+_DEADLINE = 30.0  # seconds for the agent, which answers within 10; later the connection is closed
 _MESSAGE = 4096  # bytes of a message, at most
 
 
@@ -45,7 +45,7 @@ class AgentLink:
             self._sock.close()
 
     def send(self, **message: object) -> bool:
-        """Send a message. Return False if the agent cannot take it now. Raises BrokenPipeError if it is gone."""
+        """Send a message. Return False if the agent cannot receive it now. Raises BrokenPipeError if it has ended."""
         if self._sock is None:
             return False
         try:
@@ -55,7 +55,7 @@ class AgentLink:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """Return a message of the agent. None: the agent is gone."""
+        """Return a message of the agent. None: the agent has ended."""
         if self._sock is None:
             return None
         try:
@@ -74,7 +74,7 @@ class AccessDecision(Enum):
 
 
 class _Asked(NamedTuple):
-    """A connection about which the agent is asked."""
+    """A connection for which a request to the agent is pending."""
 
     sock: socket.socket
     host: str
@@ -83,9 +83,9 @@ class _Asked(NamedTuple):
 
 
 class StoreAccess:
-    """Decides about each connection, by the user who owns its other end. Each caller that is refused is named once.
+    """Decides about each connection, by the user who owns its other end. Each rejected caller is logged once.
 
-    `remote`: ranks of other nodes connect, too. For these the agent decides: it asks the node.
+    `remote`: ranks of other nodes connect, too. For these the agent decides: it asks their node.
     """
 
     def __init__(self, link: AgentLink, *, remote: bool) -> None:
@@ -94,21 +94,21 @@ class StoreAccess:
         self._lookup = PeerLookup()
         self._user = os.getuid()
         self._asked: dict[int, _Asked] = {}
-        self._waiting: Counter[str] = Counter()  # how many of them, by host
+        self._waiting: Counter[str] = Counter()  # pending requests per host
         self._numbers = itertools.count(1)
         self._named: set[str] = set()
         self.checks = self._lookup.works()
 
     def judge(self, sock: socket.socket) -> AccessDecision:
-        """Decide about a connection that was just made."""
+        """Decide about a new connection."""
         try:
             peer, own = _address(sock.getpeername()), _address(sock.getsockname())
             user = self._lookup.user(peer, own)
-        except OSError:  # it is gone already, or the kernel does not tell any more
+        except OSError:  # it is already closed, or the kernel does not report it any more
             return AccessDecision.REFUSED
         if user == self._user:
             return AccessDecision.ADMITTED
-        if user is None and hung_up(sock):  # such as a rank that tried whether the port answers
+        if user is None and hung_up(sock):  # e.g. a rank that checked whether the port answers
             return AccessDecision.REFUSED
         who = _name(user) if user is not None else f"{peer[0]}, which no process of this host has open"
         if self._remote and self._ask(sock, peer, own, who):
@@ -134,9 +134,9 @@ class StoreAccess:
         return True
 
     def answered(self, message: dict[str, Any]) -> socket.socket | None:
-        """Take an answer of the agent. Return the connection that is admitted, if it is."""
+        """Handle an answer of the agent. Return the connection if it is admitted."""
         asked = self._take(message["number"])
-        if asked is None:  # the answer comes too late
+        if asked is None:  # the answer is too late
             return None
         if message["admitted"]:
             return asked.sock
@@ -146,7 +146,7 @@ class StoreAccess:
         return None
 
     def _close_unanswered(self, before: float) -> None:
-        """Close the connections about which the agent was asked before that time."""
+        """Close the connections whose requests to the agent were sent before that time."""
         for number in [number for number, asked in self._asked.items() if asked.since <= before]:
             if (asked := self._take(number)) is not None:
                 asked.sock.close()
@@ -167,7 +167,7 @@ class StoreAccess:
         self._tell(**{"is": "refused", "who": who})
 
     def _tell(self, **message: object) -> bool:
-        """Send a message to the agent. Return False if it cannot take it, or is gone, which the server notices."""
+        """Send a message to the agent. Return False if it cannot receive it or has ended, which the server notices."""
         try:
             return self._link.send(**message)
         except OSError:
@@ -175,7 +175,7 @@ class StoreAccess:
 
 
 def hung_up(sock: socket.socket) -> bool:
-    """Return whether the other end sends nothing more. It may have sent something before."""
+    """Return whether the other end sends nothing more. Earlier data may still be unread."""
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     return bool(poll.poll(0))

@@ -1,4 +1,4 @@
-"""Accepts connections to the store, and connects those that may connect with torch's server."""
+"""Accepts connections to the store, and connects admitted ones with torch's server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .access import AccessDecision, AgentLink, StoreAccess, log
 from .private_port import PrivatePort
 from .relay import RelayEnd
 
-_ACCEPTED = 64  # connections that are accepted before the others are served
+_ACCEPTED = 64  # connections accepted before the others are served
 _PAUSE = 1.0  # seconds without accepting, when there are no descriptors
 
 
 class StoreGate:
-    """Stands between the port that ranks know and the private port of torch's server."""
+    """Connects the port that ranks know with the private port of torch's server."""
 
     def __init__(self, listener: socket.socket, port: PrivatePort, access: StoreAccess, link: AgentLink) -> None:
         self._listeners = {one.fileno(): one for one in (listener, port.own_client)}
@@ -29,7 +29,7 @@ class StoreGate:
             self._poll.register(fd, select.EPOLLIN)
 
     def serve(self) -> None:
-        """Serve until the agent is gone."""
+        """Serve until the agent ends."""
         ends, poll, agent = self._ends, self._poll, self._link.fileno()
         if agent >= 0:
             poll.register(agent, select.EPOLLIN)
@@ -58,7 +58,7 @@ class StoreGate:
         self._poll.close()
 
     def _accept(self, listener: socket.socket) -> bool:
-        """Accept the connections that wait. Return False if there are no more descriptors or no memory for one."""
+        """Accept the waiting connections. Return False if there are no more descriptors or no memory for one."""
         for _ in range(_ACCEPTED):
             try:
                 sock, _ = listener.accept()
@@ -81,7 +81,7 @@ class StoreGate:
         return True
 
     def _receive(self) -> bool:
-        """Take an answer of the agent about a connection. Return False if the agent is gone."""
+        """Handle an answer of the agent about a connection. Return False if the agent has ended."""
         message = self._link.receive()
         if message is None:
             return False

@@ -28,7 +28,7 @@ class StoreOrder(NamedTuple):
     address: str
     port: int
     gate: bool = True  # only ranks of this run may connect
-    outlives: bool = False  # the end of the fork server does not end this process, which the agent adopts
+    outlives: bool = False  # the end of the fork server does not end this process; the agent adopts it
     remote: bool = False  # ranks of other hosts connect, too
 
 
@@ -64,7 +64,9 @@ def host(fd: int, agent: int | None, order: StoreOrder) -> None:
 
 
 def _open_gate(fd: int, link: AgentLink, order: StoreOrder) -> PrivatePort | None:
-    """Open the gate, and return the port behind it. None: the kernel cannot; the agent hears why."""
+    """Open the gate, and return the port behind it. None: the kernel does not support it; the reason is sent to the
+    agent.
+    """
     access = StoreAccess(link, remote=order.remote)
     if not access.checks:
         link.send(**{"is": "open", "why": "the kernel does not report which user connects"})
@@ -82,7 +84,7 @@ def _open_gate(fd: int, link: AgentLink, order: StoreOrder) -> PrivatePort | Non
 
 
 def _serve(gate: StoreGate) -> None:
-    """Serve, and end this process with the gate: without it nobody reaches the store."""
+    """Serve, and end this process together with the gate: without it no rank reaches the store."""
     code = 1
     try:
         gate.serve()

@@ -1,4 +1,4 @@
-"""Which user has the other end of a TCP connection, if that end is on this host (in this network namespace)."""
+"""Finds the user of the other end of a TCP connection, if that end is on this host (in this network namespace)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _TIMEOUT = 1.0  # seconds for the kernel to answer, which it does before `send` 
 
 
 def plain(host: str) -> str:
-    """Return an address as the socket of a client has it: not mapped to IPv6, without a scope."""
+    """Return an address in the form of a client's socket: not mapped to IPv6, without a scope."""
     return host.removeprefix("::ffff:").partition("%")[0] if "." in host else host.partition("%")[0]
 
 
 class PeerLookup:
-    """Asks the kernel for the user of a socket, by its two addresses: netlink, or /proc/net where that is not there."""
+    """Asks the kernel for the user of a socket, by its two addresses: through netlink, or else /proc/net."""
 
     def __init__(self) -> None:
         self._netlink: socket.socket | None = None
@@ -50,8 +50,8 @@ class PeerLookup:
     def user(self, near: Address, far: Address) -> int | None:
         """Return the user of the connected socket of this host that has the address `near`, and `far` as its peer.
 
-        None: there is no such socket here, or no process has it open any more. Then the kernel would say "root".
-        Raises OSError for what is no address, and if the kernel does not tell.
+        None: there is no such socket here, or no process has it open any more; the kernel would then report root.
+        Raises OSError for an invalid address, and if the kernel does not answer.
         """
         pair = _Pair.of(near, far)
         if self._netlink is not None:
@@ -63,9 +63,9 @@ class PeerLookup:
         return _search(pair)
 
     def works(self) -> bool:
-        """Return whether the kernel reports the owner of a socket: look up one of this process.
+        """Return whether the kernel reports the owner of a socket, by looking up one of this process.
 
-        A kernel without this kind of netlink answers as if there was no such socket. Then /proc/net is used.
+        A kernel without this kind of netlink answers as if the socket did not exist. Then /proc/net is used.
         """
         if self._netlink is not None and not self._finds_own() and self._netlink is not None:
             self._netlink.close()
@@ -130,7 +130,7 @@ class _Pair(NamedTuple):
 
 
 def _search(pair: _Pair) -> int | None:
-    """Search the tables of all connections: slower than netlink, by as much as there are connections."""
+    """Search the tables of all connections: slower than netlink, in proportion to the number of connections."""
     wanted = [f"{_hexadecimal(host)}:{port:04X}" for host, port in (pair.near, pair.far)]
     with open("/proc/net/tcp6" if pair.family == socket.AF_INET6 else "/proc/net/tcp", encoding="ascii") as table:
         for line in table:

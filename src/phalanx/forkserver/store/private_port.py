@@ -1,4 +1,4 @@
-"""A TCP port of this host that no other user reaches: torch's store can listen on nothing but TCP."""
+"""A TCP port of this host that no other user can reach, because torch's store supports only TCP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN_CLIENT = "127.0.0.2"
 _TRIES = 20
 _BACKLOG = 2048
 
-# Classic BPF. It sees a segment from its TCP header on, of which the first two bytes are the source port.
+# Classic BPF. The program sees a segment from its TCP header on; the first two bytes are the source port.
 _LOAD_16_BITS, _JUMP_IF_EQUAL, _RETURN = 0x28, 0x15, 0x06
 _WHOLE_SEGMENT, _DROPPED = 0xFFFFFFFF, 0
 _INSTRUCTION = struct.Struct("HBBI")  # code, jump if true, jump if false, operand
@@ -23,7 +23,7 @@ _PROGRAM = struct.Struct("HP")  # length, address
 
 
 def source_port_filter(port: int) -> bytes:
-    """Return a filter that drops what does not come from this port."""
+    """Return a filter that drops segments that do not come from this port."""
     instructions = (
         (_LOAD_16_BITS, 0, 0, 0),
         (_JUMP_IF_EQUAL, 0, 1, port),
@@ -67,12 +67,12 @@ class PrivatePort:
         return _OWN_CLIENT, self._target[1]
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         for sock in (self._held, self.listener, self.own_client):
             sock.close()
 
     def connect(self) -> socket.socket:
-        """Return a socket that does not block, connected or about to be."""
+        """Return a non-blocking socket, connected or connecting."""
         sock = _reusable()
         try:
             sock.bind((source_address(next(self._numbers)), self._source))
@@ -110,7 +110,7 @@ def _listeners() -> tuple[socket.socket, socket.socket]:
 
 
 def _attach(sock: socket.socket, code: bytes) -> None:
-    """Attach a filter. Raises OSError if the kernel does not take it, or takes it and has none then."""
+    """Attach a filter. Raises OSError if the kernel rejects it, or accepts it without effect."""
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _PROGRAM.pack(len(code) // _INSTRUCTION.size, ctypes.addressof(buffer))
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)

@@ -1,4 +1,4 @@
-"""Passes on what the two ends of a connection through the gate send. An end that does not read stops the other."""
+"""Relays data between the two ends of a connection through the gate. An end that does not read stops the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import select
 import socket
 
-_SCRATCH = bytearray(256 << 10)  # what one look at a socket reads, at most; so much is kept for a slow peer, at most
+_SCRATCH = bytearray(256 << 10)  # maximum that one read of a socket returns, and that is buffered for a slow peer
 _VIEW = memoryview(_SCRATCH)
 _READ, _WRITE = int(select.EPOLLIN), int(select.EPOLLOUT)
 
@@ -20,7 +20,7 @@ class RelayEnd:
         self._sock = sock
         self._receive, self._send = sock.recv_into, sock.send  # looked up once: each message calls both
         self._poll = poll
-        self._unsent = memoryview(b"")  # what this end has not taken yet
+        self._unsent = memoryview(b"")  # data that this end has not accepted yet
         self._ended = False  # this end sends nothing more
         self._events = _READ
         sock.setblocking(False)
@@ -28,7 +28,7 @@ class RelayEnd:
         poll.register(self.fd, self._events)
 
     def ready(self, events: int) -> bool:
-        """Read and write what can be read and written. Return whether the connection remains."""
+        """Read and write as far as possible. Return whether the connection remains."""
         try:
             if events & _WRITE:
                 self._flush()
@@ -49,7 +49,7 @@ class RelayEnd:
         self._sock.close()
 
     def _pass_on(self, count: int) -> None:
-        """Send to the other end what was just read. While it has not taken all, nothing more is read."""
+        """Send to the other end what was just read. Nothing more is read until it has accepted all."""
         other = self.other
         try:
             sent = other._send(_VIEW[:count])
@@ -78,12 +78,12 @@ class RelayEnd:
             self.other._shut()
 
     def _shut(self) -> None:
-        """Tell this end that the other one sends nothing more."""
-        with contextlib.suppress(OSError):  # it is gone, which its next event shows
+        """Signal this end that the other one sends nothing more."""
+        with contextlib.suppress(OSError):  # it is closed, which its next event shows
             self._sock.shutdown(socket.SHUT_WR)
 
     def _await(self, events: int) -> None:
-        """Wait for other events. A socket of which none is awaited is removed: epoll would report a hang-up forever."""
+        """Wait for other events. A socket without awaited events is removed: epoll would report a hang-up forever."""
         before, self._events = self._events, events
         if before and not events:
             self._poll.unregister(self.fd)
@@ -94,7 +94,7 @@ class RelayEnd:
 
 
 def join(one: socket.socket, other: socket.socket, poll: select.epoll) -> tuple[RelayEnd, RelayEnd]:
-    """Relay between two sockets. Return the ends, of which `ready` is to be called for each event."""
+    """Relay between two sockets. Return the ends; call `ready` of an end for each of its events."""
     ends = RelayEnd(one, poll), RelayEnd(other, poll)
     ends[0].other, ends[1].other = ends[1], ends[0]
     return ends

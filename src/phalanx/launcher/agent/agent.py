@@ -42,7 +42,7 @@ from phalanx.launcher.workers.worker_group import WorkerGroup
 class NodeAgent:
     """Runs the workers of one node: `await NodeAgent(plan, ...).run()` returns the exit code.
 
-    Make it in the event loop in which it runs.
+    Create it in the event loop in which it runs.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class NodeAgent:
                 self._shutdown.draining_output()
                 self._console.waiting(None)
                 await asyncio.to_thread(self._console.close)
-                # Last: a scheduler may kill all tasks as soon as one has failed, and all output is written by now.
+                # Last: a scheduler may kill all tasks as soon as one has failed. At this point all output is written.
                 await self._coordinator.close(code, text)
                 await self._hook.end(code)
                 self._fork_server.reap()
@@ -135,7 +135,7 @@ class NodeAgent:
     # -- from the start to the result
 
     async def _wait_until_ready(self) -> bool:
-        """Wait for the imports of the fork server and for the other nodes. False if one of them never comes."""
+        """Wait for the imports of the fork server and for the other nodes. False if one of them never arrives."""
         if self._end_request.made:
             return False
         loop = asyncio.get_running_loop()
@@ -237,7 +237,7 @@ class NodeAgent:
             self._decide(failure)
 
     def _kept_pids(self) -> frozenset[int]:
-        """Return the children of this process that the end of a fork server must not end."""
+        """Return the children of this process that must survive the end of a fork server."""
         return self._services.dashboard.pids | self._watchers.pids | self._hook.pids | self._controller.adopted
 
     def _decide(self, failure: WorkerFailure) -> None:
@@ -262,7 +262,7 @@ class NodeAgent:
             self._coordinator.signal_received(signal.SIGTERM)
         self._controller.perform(StopWorkers(signal.SIGTERM, error.what, self.plan.shutdown.failure_timeout))
 
-    # -- for the coordinator, and for what watches the workers
+    # -- for the coordinator, and for the watchers of the workers
 
     @property
     def plan(self) -> Plan:
@@ -285,7 +285,7 @@ class NodeAgent:
         return self.attempt.workers.idle if self.attempt is not None else 0.0
 
     def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None:
-        """Take a frame of another node."""
+        """Handle a frame of another node."""
         self._rpc.receive(sender, frame)
 
     def note(self, text: str, *, repeats: bool = False) -> None:
@@ -296,7 +296,7 @@ class NodeAgent:
         self._notices.note(text, repeats=repeats)
 
     def say(self, text: str) -> None:
-        """Print a line, unless --quiet, that is not an event: the run folder has it already."""
+        """Print a line, unless --quiet, that is not an event: it is already in the run folder."""
         self._notices.say(text)
 
     def waiting(self, text: str | None) -> None:

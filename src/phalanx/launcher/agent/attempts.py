@@ -17,13 +17,13 @@ from phalanx.launcher.runs import root_cause
 from phalanx.launcher.workers.context import WorkerGroupContext
 from phalanx.launcher.workers.worker_group import WorkerGroup
 
-_DRAIN_TIMEOUT = 2.0  # seconds to read what is left in the pipes of workers that have ended
+_DRAIN_TIMEOUT = 2.0  # seconds to read remaining data from the pipes of workers that have ended
 
 
 class AttemptLoop:
     """Runs attempts until the coordinator returns the result of the run: `await AttemptLoop(...).run()`.
 
-    `make_context` returns what the worker group of an attempt needs. `succeeded` is called when all nodes have
+    `make_context` returns the context for the worker group of an attempt. `succeeded` is called when all nodes have
     succeeded, with the processes that ranks left running here.
     """
 
@@ -64,7 +64,7 @@ class AttemptLoop:
         return next_
 
     async def _finish(self, group: WorkerGroup, context: WorkerGroupContext) -> StartAttempt | RunResult:
-        """Clean up after an attempt, report it, and return what comes next."""
+        """Clean up after an attempt, report it, and return the next action."""
         await self._controller.settle()
         await self._coordinator.wait_for_others()
         self._watchers.attempt_over()
@@ -76,7 +76,7 @@ class AttemptLoop:
             if self._end_request.made or self._coordinator.is_last_attempt(failed=bool(group.workers.failed)):
                 await self._fork_server.end()
             else:
-                # Also the store: the next attempt gets an empty one on the same port, without keys of dead ranks.
+                # Including the store: the next attempt gets an empty one on the same port, without keys of dead ranks.
                 self._controller.release()
                 await self._fork_server.end_processes()
             await group.output.drained(_DRAIN_TIMEOUT)
@@ -88,14 +88,18 @@ class AttemptLoop:
             group.output.close()
 
     def _may_linger(self, group: WorkerGroup) -> bool:
-        """Return whether all ranks here have succeeded and no attempt follows, so that their processes may stay."""
+        """Return whether all ranks here have succeeded and no attempt follows, so that their processes may keep
+        running.
+        """
         if self._end_request.made or self._fork_server.lost or group.workers.failed:
             return False
         last = self._coordinator.is_last_attempt(failed=False)
         return last if self._coordinator.leads else not last  # a follower returns True only if node 0 is lost
 
     async def _finish_successful(self, group: WorkerGroup, left: LingeringProcesses) -> StartAttempt | RunResult:
-        """Report success. Processes that ranks left running stay until all nodes have ended, then for `--linger`."""
+        """Report success. Processes that ranks left running continue until all nodes have ended, then for
+        `--linger`.
+        """
         limit = self._controller.plan.shutdown.linger
         await left.settle()
         if left.orphans:
@@ -129,7 +133,7 @@ class AttemptLoop:
             self._note(left.text(limit, expired=True))
 
     def _settle_tracebacks(self, group: WorkerGroup, console: Console) -> None:
-        """Show the tracebacks that no message reports: of ranks that succeeded, or of what failed after Ctrl-C."""
+        """Show the tracebacks that no message reports: of ranks that succeeded, or of failures after Ctrl-C."""
         if self._end_request.signal is not None:
             console.drop_withheld(root_cause.stopped_by_signal)
             return
@@ -137,7 +141,7 @@ class AttemptLoop:
         console.drop_withheld()
 
     async def _settle_forwarded(self, group: WorkerGroup) -> None:
-        """Do the same for the output that goes to the leader, which shows nothing after the report."""
+        """Same for the output that is sent to the leader, which shows nothing after the report."""
         stopped = self._end_request.signal is not None
         await group.output.settle_forwarded(
             succeeded=_succeeded(group), reported=root_cause.stopped_by_signal if stopped else None

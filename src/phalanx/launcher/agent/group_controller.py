@@ -29,11 +29,11 @@ from phalanx.launcher.workers.worker_group import WorkerGroup
 GroupAction = RegroupPlan | StopWorkers | HoldWorkers | RefuseRegroup | HaltWorkers | AcceptLoss | SignalWorkers
 
 _MOST_RANKS = 8  # in a message
-_MOST_FAILED = 3  # fork servers in a row that never become ready
+_MOST_FAILED = 3  # consecutive fork servers that never become ready
 
 
 class GroupController:
-    """Performs actions on the workers of the current attempt, and passes them what the fork server reports.
+    """Performs actions on the workers of the current attempt, and passes them the messages of the fork server.
 
     `fail` ends the run with an error.
     """
@@ -55,9 +55,10 @@ class GroupController:
         self._end_request = end_request
         self._note = note
         self._fail = fail
-        self._early_stop = False  # a stop came before the attempt began
+        self._early_stop = False  # a stop was requested before the attempt began
         self._next_regroup: RegroupPlan | None = None  # the latest
-        self._replacing: asyncio.Task[None] | None = None  # a lost fork server, and workers that died with it
+        # replaces a lost fork server, and the workers that died with it
+        self._replacing: asyncio.Task[None] | None = None
 
     # -- from one attempt to the next
 
@@ -76,7 +77,7 @@ class GroupController:
             await asyncio.sleep(0)  # handle messages of the fork server, and signals
         self._early_stop = False
         regroup = self._next_regroup
-        if regroup is not None and regroup.generation > start.generation:  # it came while this attempt began
+        if regroup is not None and regroup.generation > start.generation:  # it arrived while this attempt began
             self._regroup(regroup)
         if self._replacing is None:
             self._end_if_empty(group)
@@ -90,11 +91,11 @@ class GroupController:
             await asyncio.wait((self._replacing,))
 
     def discard_regroup(self) -> None:
-        """Forget the latest regroup: one that comes later belongs to the next attempt."""
+        """Drop the latest regroup: a later one belongs to the next attempt."""
         self._next_regroup = None
 
     def release(self) -> None:
-        """Forget the group of an attempt that is over."""
+        """Drop the group of an attempt that is over."""
         self.group = None
 
     # -- actions
@@ -136,13 +137,13 @@ class GroupController:
         if self._end_request.signal is not None or group.stopping:
             self._end_if_empty(group)
         elif self._replacing is not None or self._fork_server.lost:
-            group.hold(to.why)  # survivors wait, with their state, for the workers that another fork server forks
+            group.hold(to.why)  # survivors wait, with their state, for the workers of another fork server
             self._replace(group)
         else:
             group.regroup(to)
 
     def _replace(self, group: WorkerGroup) -> None:
-        """Replace a lost fork server, unless that has begun."""
+        """Replace a lost fork server, unless that has already begun."""
         if self._replacing is None:
             stay = "; its workers continue, and a new one is started"
             go = "; a new one is started"
@@ -151,7 +152,7 @@ class GroupController:
 
     async def _replace_fork_server(self, group: WorkerGroup) -> None:
         """Start a new fork server, then the workers of this node that the latest regroup needs."""
-        failed = 0  # fork servers in a row that were lost before they were ready
+        failed = 0  # consecutive fork servers that were lost before they were ready
         try:
             while self._fork_server.lost and not group.over.is_set() and not self._end_request.made:
                 if not await self._fork_server.replace(self.plan):
@@ -179,7 +180,7 @@ class GroupController:
             self.group.stop(stop.signal, stop.reason, stop.grace)
 
     def stop_by_signal(self, number: signal.Signals) -> None:
-        """Stop the workers because of a signal, even if they are being stopped already."""
+        """Stop the workers because of a signal, even if they are already being stopped."""
         if self.group is None:
             return
         if not self.group.living:
@@ -199,7 +200,7 @@ class GroupController:
             self.group.workers.kill()
 
     def _end_empty(self, group: WorkerGroup) -> None:
-        """End an attempt that has no living worker."""
+        """End an attempt without a live worker."""
         self._fork_server.stop_waiting()  # for a replacement
         group.over.set()
 
@@ -208,7 +209,7 @@ class GroupController:
             group.over.set()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the workers that handle it. Others would die of it."""
+        """Send a signal to the workers that handle it. It would kill the others."""
         if self._signals.workers_received(number):
             self._note(f"{number.name} received, by every process of this job")
             return

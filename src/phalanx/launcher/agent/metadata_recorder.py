@@ -1,4 +1,4 @@
-"""Records the metadata of a run beside it: what ran, from which commit, with which versions, on which machine."""
+"""Records the metadata of a run: what ran, from which commit, with which versions, on which machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DELAY = 0.3  # seconds from the start of the workers: git would compete with them for the cores
-_INTERVAL = 1.0  # seconds between two looks for hyperparameters of the script
-_END_TIMEOUT = 1.0  # seconds that the end of a run waits for what is not known yet
+_INTERVAL = 1.0  # seconds between two checks for hyperparameters of the script
+_END_TIMEOUT = 1.0  # seconds that the end of a run waits for unknown values
 
 
 class MetadataRecorder:
-    """Writes metadata.json and publishes it, from a thread that begins shortly after the workers have been started.
+    """Writes metadata.json and publishes it, from a thread that begins shortly after the workers were started.
 
-    Nothing waits for it: git and the disk may take their time. At the end of a run it has one more second.
+    The run does not wait for it, because git and the disk may be slow. At the end of a run it has one more second.
     """
 
     def __init__(self, context: WatchContext) -> None:
@@ -38,11 +38,11 @@ class MetadataRecorder:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._git: GitReader | None = None
-        self._led = False  # this node has led the run; another one may, if that is lost
+        self._led = False  # this node has led the run; another one may, if it is lost
 
     @property
     def pids(self) -> frozenset[int]:
-        """Return the pids of processes that it has started, which other code must not end."""
+        """Return the pids of its child processes, which other code must not end."""
         return self._git.pids if self._git is not None else frozenset()
 
     def start(self) -> None:
@@ -64,7 +64,7 @@ class MetadataRecorder:
         except RuntimeError:  # the kernel allows no more threads
             self._ending.set()
             self._stop.set()
-        await asyncio.sleep(0)  # publish what the thread has handed to the event loop
+        await asyncio.sleep(0)  # publish what the thread has passed to the event loop
 
     def _finish(self) -> None:
         thread, end = self._thread, time.monotonic() + _END_TIMEOUT
@@ -119,7 +119,7 @@ class MetadataRecorder:
             self._stop.wait(_INTERVAL)
 
     def _publish(self, found: RunMetadata) -> None:
-        """Send the metadata to viewers, from the event loop. The leader's counts for all nodes."""
+        """Send the metadata to viewers, from the event loop. The leader's metadata counts for all nodes."""
 
         def publish() -> None:
             if self._context.coordinator.leads:

@@ -9,7 +9,7 @@ from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.output.filters import Std
 from phalanx.launcher.runs.run_folder import RunFolder
 
-_WAITING_DELAY = 3.0  # seconds before the first line about what the run waits for
+_WAITING_DELAY = 3.0  # seconds before the first line about what the run is waiting for
 _WAITING_INTERVAL = 30.0  # seconds between two such lines, if there is no terminal
 
 
@@ -35,12 +35,12 @@ class Notices:
         self._folder.event(events.NoteEvent(time=time.time(), text=text, repeats=repeats))
 
     def say(self, text: str) -> None:
-        """Print a line that is not an event: the run folder has it already."""
+        """Print a line that is not an event: it is already in the run folder."""
         if not self._quiet:
             self._console.say(text)
 
     def waiting(self, text: str | None) -> None:
-        """Show what the run waits for: one line that changes on a terminal, a line from time to time elsewhere."""
+        """Show what the run is waiting for: on a terminal one line that changes, elsewhere a line at intervals."""
         self._console.waiting(text)
         if text is None or self._console.terminal(Std.ERR):
             return

@@ -1,4 +1,4 @@
-"""The interface of what takes part in a run beside the agent: the ssh session that started this node, or chaos."""
+"""The interface of components beside the agent: the ssh session that started this node, or chaos."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunHook(Protocol):
 
 
 class NoHook:
-    """The hook of a run in which nothing takes part beside the agent."""
+    """The hook of a run without such a component."""
 
     pids: frozenset[int] = frozenset()
 

@@ -1,4 +1,4 @@
-"""What an agent offers to workers and to other commands for as long as the run lives."""
+"""The services that an agent offers to workers and to other commands during the run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class NodeServices:
 
 
 def _snapshot_memory(agent: WatchedAgent) -> SnapshotMemory | None:
-    """Return the memory for snapshots, if the user asked for them or workers may be replaced."""
+    """Return the memory for snapshots, if the user requested them or workers may be replaced."""
     every = agent.plan.environ.get(SNAPSHOT_EVERY, "")
     if every in OFF or not (every or _may_recover(agent.plan)):
         return None

@@ -14,16 +14,13 @@ from phalanx.contract.messages import snapshot_messages
 from phalanx.launcher.ipc.packet_server import PacketServer
 from phalanx.launcher.telemetry import out_of_memory
 
-_REQUESTED_SHARE = 0.9  # of the free memory, if the user asked for snapshots
+_REQUESTED_SHARE = 0.9  # share of the free memory, if the user requested snapshots
 _DEFAULT_SHARE = 0.25  # otherwise
 _MOST = 4096  # memories at most
 
 
 class SnapshotMemory:
-    """Lends memory to the workers of this node, as much as there is room for.
-
-    `requested`: the user asked for snapshots, so they may use most of the free memory.
-    """
+    """Lends memory to the workers of this node, within the limit."""
 
     def __init__(
         self, is_worker: Callable[[int], bool], *, requested: bool, room: Callable[[], int] = out_of_memory.room
@@ -70,7 +67,7 @@ class SnapshotMemory:
         return snapshot_messages.Answer(), []
 
     def _lend(self, name: str, size: int) -> str:
-        """Allocate or grow a memory. Returns why not, or an empty string."""
+        """Allocate or grow a memory. Returns the reason if that is not possible, or an empty string."""
         sizes = {held: os.fstat(fd) for held, fd in self._held.items()}
         here = sizes[name].st_size if name in sizes else 0
         if size > here:

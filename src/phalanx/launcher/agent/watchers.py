@@ -1,4 +1,4 @@
-"""What watches the workers of a node: sampler, hang detector, step timings, collector, exits.
+"""The watchers of a node's workers: sampler, hang detector, step timings, collector, exits.
 
 They start shortly after the first workers, because importing them takes as long as importing the rest of the agent.
 """
@@ -39,7 +39,7 @@ class _Started:
 
 
 class Watchers:
-    """Starts the watchers once per run, and ends them together. Until they have started they report nothing."""
+    """Starts the watchers once per run, and ends them together. Before they have started they report nothing."""
 
     def __init__(self, context: WatchContext) -> None:
         self._context = context
@@ -48,7 +48,7 @@ class Watchers:
         self._started: _Started | None = None
 
     def start(self, attempt: WorkerGroup) -> None:
-        """Start them in a moment, if this is the first attempt."""
+        """Start them after a delay, if this is the first attempt."""
         self._metadata.start()
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start(attempt))
@@ -69,13 +69,13 @@ class Watchers:
         sampling.start(started.exits, started.hang_detector, started.step_timings, started.collector)
 
     async def blame(self, rank: int, timeout: Timeout) -> list[str]:
-        """Return lines about why a rank timed out."""
+        """Return lines that explain why a rank timed out."""
         if self._started is None and self._starting is not None:
             await asyncio.wait((self._starting,))
         return await self._started.hang_detector.blame(rank, timeout) if self._started is not None else []
 
     def measured(self, message: worker_messages.MeasuredStep) -> None:
-        """Take metrics of rank 0."""
+        """Handle metrics of rank 0."""
         if self._started is not None:
             self._started.collector.measured(message)
 
@@ -94,7 +94,7 @@ class Watchers:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Return the pids of processes that they have started, which other code must not end."""
+        """Return the pids of their child processes, which other code must not end."""
         return self._metadata.pids
 
     async def end(self) -> None:

@@ -1,1 +1,1 @@
-"""How the agents of a run act together: single node, leader, follower, failover."""
+"""Coordination of the agents of a run: single node, leader, follower, failover."""

@@ -1,4 +1,4 @@
-"""What a coordinator of several nodes is made of."""
+"""The components of a coordinator for several nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.launcher.runs.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class NodeContext:
-    """The plan of this node, how it meets the others, and where its output goes."""
+    """The plan of this node, its rendezvous with the others, and its output."""
 
     plan: Plan
     rendezvous: RendezvousConfig
@@ -24,5 +24,5 @@ class NodeContext:
 
     @property
     def port(self) -> int:
-        """Return the port on which this node listens if it leads. 0 if it never does."""
+        """Return the port on which this node listens as leader. 0 if it never leads."""
         return int(self.sockets[0].getsockname()[1]) if self.sockets else 0

@@ -33,14 +33,14 @@ class AttemptReport:
 
     attempt: int
     deaths: Sequence[root_cause.ProcessFailure] = ()
-    block: str = ""  # the message about the first of them, without the failures of the others
+    block: str = ""  # the message about the first failure, without the failures of the other ranks
     trouble: str = ""  # why it ended, if no worker is the cause
     left: str = ""  # processes that workers left running, and what happens to them
     exited: Sequence[root_cause.CleanExit] = ()
 
     @property
     def kinds(self) -> tuple[messages.FailedRanks, ...]:
-        """The ranks that failed, by how they did."""
+        """The ranks that failed, by kind of failure."""
         return failure_report.failed_ranks(self.deaths)
 
 
@@ -56,16 +56,16 @@ class AgentView(Protocol):
     """The agent, as far as its coordinator needs it."""
 
     def perform(self, action: Action) -> None:
-        """Execute a decision that the agent has not asked for, such as one of another node."""
+        """Execute a decision that the agent did not request, such as one of another node."""
 
     def note(self, text: str, *, repeats: bool = False) -> None:
         """Print a line and write it to the run folder. `repeats`: an event with the same content is already there."""
 
     def waiting(self, text: str | None) -> None:
-        """Show what the node waits for. None: it waits no more."""
+        """Show what the node is waiting for. None: it is not waiting."""
 
     def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None:
-        """Take a frame from a member. `sender` None: from the leader."""
+        """Handle a frame from a member. `sender` None: from the leader."""
 
     @property
     def idle(self) -> float:
@@ -74,7 +74,7 @@ class AgentView(Protocol):
 
 
 class AgentProxy:
-    """The agent, for the parts of a coordinator: they are made before the agent. Does nothing before `attach`."""
+    """The agent, for the parts of a coordinator, which are created before the agent. Does nothing before `attach`."""
 
     def __init__(self) -> None:
         self._agent: AgentView | None = None
@@ -99,12 +99,12 @@ class AgentProxy:
         return self._agent.idle if self._agent is not None else 0.0
 
     def waiting(self, text: str | None) -> None:
-        """Show what the node waits for."""
+        """Show what the node is waiting for."""
         if self._agent is not None:
             self._agent.waiting(text)
 
     def receive_rpc(self, sender: int | None, frame: messages.RpcFrame) -> None:
-        """Take a frame from a member, or from the leader."""
+        """Handle a frame from a member, or from the leader."""
         if self._agent is not None:
             self._agent.receive_rpc(sender, frame)
 
@@ -118,7 +118,7 @@ class Coordinator(RpcCarrier, Protocol):
 
     @property
     def log_forwarder(self) -> LogForwarder | None:
-        """Return what sends the output of workers to the leader. None: nothing does."""
+        """Return the object that sends the output of workers to the leader. None: output is not sent."""
         ...
 
     def attach(self, agent: AgentView) -> None:
@@ -131,7 +131,7 @@ class Coordinator(RpcCarrier, Protocol):
         """Return the first attempt, or the result if there is none."""
 
     async def wait_for_others(self) -> None:
-        """Wait until no other node needs what this node hosts, such as the store."""
+        """Wait until no other node needs services that this node hosts, such as the store."""
 
     def is_last_attempt(self, *, failed: bool) -> bool:
         """Return whether certainly no attempt follows this one. `failed`: it failed on this node."""
@@ -162,7 +162,7 @@ class Coordinator(RpcCarrier, Protocol):
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:
-        """Take what a rank of this node reports about a halt."""
+        """Handle the report of a rank of this node about a halt."""
 
     def preempt(self, number: signal.Signals) -> bool:
         """Begin to halt the run with a checkpoint. False: there can be no checkpoint, and the signal ends the run."""

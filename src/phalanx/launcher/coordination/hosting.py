@@ -1,4 +1,4 @@
-"""Whether this node leads, and where it listens: only on addresses that other machines can reach."""
+"""Decides whether this node leads, and where it listens: only on addresses that other machines can reach."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_leader_sockets(rendezvous: RendezvousConfig) -> tuple[bool, list[socket
 
 
 def open_failover_sockets(rendezvous: RendezvousConfig) -> list[socket.socket]:
-    """Return sockets for the case that this node must lead later. Connections are not answered before."""
+    """Return sockets for the case that this node becomes leader. Until then connections are not answered."""
     named = _resolve(rendezvous.location.host) if rendezvous.location.host is not None else []
     confined = bool(named) and all(interfaces.is_loopback(address) for address in named)
     addresses = named[:1] if confined else list(interfaces.reachable(interfaces.survey())) or ["127.0.0.1"]

@@ -11,7 +11,7 @@ from phalanx.errors import PortError
 
 def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens on this address only. Port 0: a free one."""
-    # Python imports the codec for international names to encode any text, also 127.0.0.1.
+    # Python imports the codec for international names to encode any text, even 127.0.0.1.
     host = address.encode() if address.isascii() else address
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,6 +1,6 @@
 """Preemption: the run ends at a step that all ranks agree on, with a checkpoint of that step.
 
-It runs on the node that decides: the only one, or node 0. How the ranks agree: train/elastic/halting.py.
+It runs on the node that decides: the only one, or node 0. See train/elastic/halting.py for the agreement of the ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PreemptionAction = HaltWorkers | RegroupAndHalt | StopWorkers | EndRun  # for al
 
 
 class Preemption:
-    """Halts a run at a step that all ranks agree on, with a checkpoint. `perform` executes what it decides."""
+    """Halts a run at a step that all ranks agree on, with a checkpoint. `perform` executes its decisions."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Preemption:
         self._committed: dict[int, int] = {}  # rank -> committed step
         self._goal: int | None = None
         self._timers: list[asyncio.TimerHandle] = []
-        self._regroups = 0  # how often this has made the group regroup
+        self._regroups = 0  # number of regroups that this has caused
         self._step: int | None = None  # of the checkpoint
 
     @property
@@ -65,7 +65,7 @@ class Preemption:
         return self._step is not None
 
     def regroup_ready(self, connected: bool, finished: bool) -> None:
-        """Take whether ranks can regroup, and whether some have finished."""
+        """Record whether ranks can regroup, and whether some have finished."""
         self._readiness = (connected, finished)
         if self.begun and finished:
             self._halt_at_end()
@@ -97,7 +97,7 @@ class Preemption:
         message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt,
         generation: int,
     ) -> None:
-        """Take what a rank reports about the halt."""
+        """Handle the report of a rank about the halt."""
         match message:
             case worker_messages.Keeping():
                 self._checkpoints = message.folder
@@ -117,7 +117,7 @@ class Preemption:
         self._perform(HaltWorkers(step))
 
     def _halt_at_end(self) -> None:
-        """Let the others finish too, because one rank has finished its training."""
+        """Let the other ranks finish too, because one rank has finished its training."""
         if self._goal is None:
             self._set_goal(_NEVER)
 
@@ -127,7 +127,9 @@ class Preemption:
             self._perform(RegroupAndHalt(why))
 
     def _half_time(self) -> None:
-        """Regroup once if half of the time is over: a rank may wait for another, or do something else than steps."""
+        """Regroup once after half of the time: a rank may wait for another, or be busy with something other than
+        steps.
+        """
         goal = self._goal
         saving = goal is not None and sum(step >= goal for step in self._committed.values()) >= self._ranks
         if not self._regroups and not saving:

@@ -1,9 +1,9 @@
-"""Which side of a broken network may continue a run whose leader is lost. Pure.
+"""Decides which side of a broken network may continue a run whose leader is lost. Pure.
 
-Every node knows the members that there were last, in the order in which they lead: the leader, then all others. Some of
-them are known to have ended. Any other may still run on the other side of a broken link, also if it does not answer.
-A side continues if it has most of the members that may still run. If two sides have equally many, the one with the
-first of them continues. So of two sides that know the same, at most one does.
+Every node knows the last members, in the order in which they lead: the leader, then all others. Some of them are known
+to have ended. Any other may still run on the other side of a broken link, even if it does not answer. A side continues
+if it has most of the members that may still run. If two sides have equally many, the one with the first of them
+continues. So of two sides with the same knowledge, at most one continues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Electorate:
     """The last known members of a run."""
 
     order: tuple[int, ...]  # the lost leader, then all others in the order of succession
-    ended: frozenset[int] = frozenset()  # those that are known to have ended
+    ended: frozenset[int] = frozenset()  # members that are known to have ended
 
     @property
     def possible(self) -> Sequence[int]:

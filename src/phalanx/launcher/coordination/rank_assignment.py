@@ -1,4 +1,4 @@
-"""What a node tells the leader about itself, and which slot each of its ranks gets."""
+"""The information that a node sends to the leader, and the slot of each of its ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx.launcher.rendezvous_config import RendezvousConfig
 
 
 def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = "", failover_port: int = 0) -> NodeInfo:
-    """Return what this node tells the leader when it joins.
+    """Return the information that this node sends to the leader when it joins.
 
-    `trouble`: why it cannot take part. `failover_port`: where it listens if it has to lead.
+    `trouble`: why it cannot take part. `failover_port`: where it listens if it becomes leader.
     """
     task = rendezvous.task
     return NodeInfo(
@@ -37,7 +37,7 @@ def node_info(plan: Plan | None, rendezvous: RendezvousConfig, trouble: str = ""
 
 
 def assigned_plan(plan: Plan, start: StartRanks, *, leader_address: str, own_address: str) -> Plan:
-    """Return the plan with the ranks that this node got. `own_address`: on the interface towards the leader."""
+    """Return the plan with the ranks assigned to this node. `own_address`: on the interface towards the leader."""
     return plan.seated(
         assign_seats(plan, start),
         topology=start.topology,
@@ -48,7 +48,7 @@ def assigned_plan(plan: Plan, start: StartRanks, *, leader_address: str, own_add
 
 
 def assign_seats(plan: Plan, start: StartRanks) -> list[Seat]:
-    """Return a slot for each placement of this node. A task that is one rank takes the device of its local rank."""
+    """Return a slot for each placement of this node. A task that is one rank uses the device of its local rank."""
     slots = [seat.slot for seat in plan.seats]
     first = start.placements[0]
     if len(start.placements) == 1 and first.local_world_size > 1:

@@ -11,7 +11,7 @@ from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import Fault, RecoveryAction, RecoveryDecision, RestartPolicy, decide
 
-_WORTH_TELLING = 5.0  # seconds without a step before a fault was noticed
+_WORTH_TELLING = 5.0  # seconds without a step before a fault was detected
 
 
 class Recoveries:
@@ -31,7 +31,7 @@ class Recoveries:
 
     @property
     def latest_action(self) -> RecoveryAction:
-        """Return what the latest fault led to."""
+        """Return the action for the latest fault."""
         return self._latest.way
 
     def decide(self, failure: WorkerFailure, *, can_regroup: bool) -> RecoveryAction:
@@ -91,7 +91,7 @@ class Recoveries:
     def first_step(self, generation: int, step: int, before: int = 0) -> str:
         """Return the line that reports a recovery. Empty if there was none: `step` is the first since the failure.
 
-        `before` is the newest step that survivors know of; failed workers reported theirs from time to time.
+        `before` is the newest step that survivors know; failed workers reported theirs at intervals.
         """
         now, first = time.monotonic(), self._time.first
         if generation == self.generation:
@@ -136,7 +136,7 @@ class Recoveries:
         return f"{reason}; its update was dropped and its batch skipped (--on-nan rollback)"
 
     def _new_frames(self, failure: WorkerFailure) -> tuple[str, ...]:
-        """Return where a script failed, unless an earlier line said so."""
+        """Return where a script failed, unless an earlier line reported it."""
         if failure.place in self._places:
             return ()
         self._places.add(failure.place)

@@ -76,11 +76,13 @@ class SingleNodeCoordinator:
 
     @property
     def _restarts(self) -> bool:
-        """Return whether all ranks are started again. Not after a preemption: the next run resumes the checkpoint."""
+        """Return whether all ranks are started again. Not after a preemption: the next run resumes from the
+        checkpoint.
+        """
         return self._recoveries.latest_action is RecoveryAction.RESTART and not self._preemption.begun
 
     async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
-        """Return a restart if the latest decision was one, else the result of the run."""
+        """Return a restart if the latest decision was one, otherwise the result of the run."""
         self._preemption.close()
         if self._preemption.halted:
             return RunResult(PREEMPTED, self._preemption.final_text(self._recoveries.summary()))
@@ -115,12 +117,12 @@ class SingleNodeCoordinator:
         return RegroupPlan(self._recoveries.generation, why, self._plan, self._listener, halt)
 
     def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:  # noqa: ARG002
-        """Remember whether the workers can regroup."""
+        """Record whether the workers can regroup."""
         self._can_regroup = connected and not finished
         self._preemption.regroup_ready(connected, finished)
 
     def rank_left(self) -> None:
-        """Let the other workers not wait for a group."""
+        """Tell the other workers not to wait for a group."""
         self._agent.perform(RefuseRegroup())
 
     # -- preemption

@@ -1,4 +1,4 @@
-"""Which ranks are in a debugger. All nodes know it: waiting for those is not a stall."""
+"""Which ranks are in a debugger. All nodes know it: waiting for those ranks is not a stall."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DebuggedWorker:
 
     by: str = ""
     place: str = ""
-    sock: socket.socket | None = None  # it waits at a breakpoint, for a user to take this
+    sock: socket.socket | None = None  # it waits at a breakpoint for a user to take this
 
 
 class DebuggedRanks:
@@ -84,13 +84,13 @@ class DebuggedRanks:
             self._order("suspend" if ranks else "resume")
 
     def receive(self, member: int, ranks: Iterable[int]) -> None:
-        """Take the ranks of a follower, on the leader."""
+        """Handle the ranks of a follower, on the leader."""
         theirs = self._coordinator.members().get(member, ())
         self._remote[member] = frozenset(ranks).intersection(theirs)
         self.publish()
 
     def check(self, connected: Collection[int | None]) -> None:
-        """Forget nodes that are not connected, suspend the timeouts of new workers, and publish new rank numbers."""
+        """Drop nodes that are not connected, suspend the timeouts of new workers, and publish new rank numbers."""
         if self._applied:
             self._order("suspend")
         self._remote = {member: ranks for member, ranks in self._remote.items() if member in connected}

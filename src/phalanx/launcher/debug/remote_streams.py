@@ -113,7 +113,7 @@ class RemoteStreams:
         raise AttachRefused(answer.why or "unreadable answer of the other node", answer.fix)
 
     def receive(self, key: StreamKey, kind: bytes, body: bytes) -> None:
-        """Take a message of a stream."""
+        """Handle a message of a stream."""
         proxy = self._proxies.get(key)
         if kind in _DATA:
             if proxy is not None:
@@ -126,7 +126,7 @@ class RemoteStreams:
             task.add_done_callback(self._tasks.discard)
         elif proxy is not None and kind == b"n" and self._is_ours(key):
             self._events.interrupt_failed(proxy.rank)
-            for other, one in self._proxies.items():  # that this node only forwards
+            for other, one in self._proxies.items():  # streams that this node only forwards
                 if one.rank == proxy.rank and not self._is_ours(other):
                     self._send(other, b"n")
 
@@ -137,7 +137,7 @@ class RemoteStreams:
                 self._send(key, b"i")
 
     def close_lost(self, connected: Collection[int | None]) -> None:
-        """Close the streams to nodes that are not connected any more."""
+        """Close the streams to nodes that are no longer connected."""
         for key, proxy in list(self._proxies.items()):
             if key[0] not in connected:
                 proxy.close()
@@ -171,7 +171,7 @@ class RemoteStreams:
         return proxy
 
     async def _answer(self, who: int | None, content: bytes) -> bytes | None:
-        """Attach for another node. Do not trust it: a malformed request gets no answer."""
+        """Attach for another node. It is not trusted: a malformed request gets no answer."""
         try:
             request = _attach_requests.decode(content)
         except msgspec.DecodeError:

@@ -1,8 +1,7 @@
 """Debug sessions: breakpoints that wait for a terminal, and users who attach, on this node or another.
 
-A debugger's terminal is a socket. The agent of the rank has its other end and passes it on: to the terminal of
-`phalanx run` (`TerminalQueue`), to `phalanx attach` on the same node, or through RPC messages to another node
-(`RemoteStreams`).
+A debugger's terminal is a socket. The agent of the rank has its other end and passes it to the terminal of `phalanx
+run` (`TerminalQueue`), to `phalanx attach` on the same node, or through RPC messages to another node (`RemoteStreams`).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _ONLY_LEADER = (
 def remote_refusal(who: int | None, attach_from: AttachFrom, *, trusted: bool) -> AttachRefused | None:
     """Return why another node may not attach a debugger here. `who`: a member, or None for the leader.
 
-    The leader asks for itself and for members, for which it has decided by this function before.
+    The leader requests it for itself and for members, which it has already checked with this function.
     """
     if not trusted:
         return AttachRefused(*_NO_TOKEN)
@@ -120,7 +119,9 @@ class DebugSessions:
             self._check_task = asyncio.get_running_loop().create_task(self._check())
 
     async def _check(self) -> None:
-        """Check regularly: a peer may vanish, a regroup renumbers ranks, and new workers have timeouts to suspend."""
+        """Check regularly: a peer may disappear, a regroup renumbers ranks, and new workers have timeouts to
+        suspend.
+        """
         while self._streams or self._ranks:
             await asyncio.sleep(_CHECK_INTERVAL)
             connected = set(self._coordinator.members()) if self._coordinator.leads else {None}
@@ -225,7 +226,7 @@ class DebugSessions:
                 answer = await worker.probe.ask("listen", timeout=NODE_TIMEOUT, port=port)
             attached = attachment.judge(rank, answer, begun=worker.probe.status.looked > 0)
         except BaseException:
-            if workers.get(name) is own:  # else it has reached a breakpoint meanwhile
+            if workers.get(name) is own:  # otherwise it has reached a breakpoint meanwhile
                 del workers[name]
             ours.close()
             raise
@@ -241,7 +242,7 @@ class DebugSessions:
         return lambda: self._run(self._let_go(name, known))
 
     async def _let_go(self, name: str, known: DebuggedWorker) -> None:
-        """Interrupt a rank whose user has left: unless it is at a prompt it would not notice, and stay traced."""
+        """Interrupt a rank whose user has left: unless it is at a prompt it would not notice, and would stay traced."""
         await asyncio.sleep(_CHECK_INTERVAL)  # it may just be leaving the debugger
         worker = self._ranks.worker(name)
         if self._ranks.workers.get(name) is known and worker is not None and worker.probe is not None:
@@ -268,7 +269,7 @@ class DebugSessions:
         return await self.open(request.rank, by=by, port=request.port, waits=request.waits)
 
     def interrupt_failed(self, rank: int) -> None:
-        """Say that a rank on another node cannot be interrupted."""
+        """Report that a rank on another node cannot be interrupted."""
         self._terminal.interrupt_failed(rank)
 
     def stream_opened(self) -> None:
@@ -280,14 +281,14 @@ class DebugSessions:
             self._rpc.send(messages.KIND, 0, encoding.encode(message), to=to)
 
     def _receive_stream(self, who: int | None, number: int, content: bytes) -> None:
-        # Do not trust another node: ignore what is malformed.
+        # Other nodes are not trusted: ignore malformed messages.
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
             self._streams.receive((who, number), content[:1], content[1:])
 
     def _receive(self, who: int | None, _number: int, content: bytes) -> None:
         try:
             message = messages.messages.decode(content)
-        except msgspec.DecodeError:  # do not trust another node
+        except msgspec.DecodeError:  # other nodes are not trusted
             return
         match message:
             case DebuggedAnywhere() if who is None:

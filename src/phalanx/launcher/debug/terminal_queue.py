@@ -75,7 +75,7 @@ class TerminalQueue:
                     await self._lend(rank, place)
                 else:
                     self._say_how_to_attach(rank, place)
-            except (AttachRefused, OSError):  # another user has it, or it is gone
+            except (AttachRefused, OSError):  # another user has it, or it has ended
                 pass
             finally:
                 self._waiting.pop(0)

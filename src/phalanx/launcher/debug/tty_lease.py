@@ -20,7 +20,7 @@ class TtyLease:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self.rank: int | None = None  # that has the terminal
+        self.rank: int | None = None  # the rank that has the terminal
 
     @property
     def available(self) -> bool:
@@ -28,7 +28,7 @@ class TtyLease:
         return self._console.terminal(Std.OUT) and not self._console.hidden and _in_foreground()
 
     async def lend(self, rank: int, sock: socket.socket, catch_up: Callable[[], None]) -> None:
-        """Lend the terminal until the debugger ends. `catch_up` shows what the rank printed before."""
+        """Lend the terminal until the debugger ends. `catch_up` shows earlier output of the rank."""
         loop = asyncio.get_running_loop()
         screen = _Screen(self._console, catch_up)
         transport, _ = await loop.create_unix_connection(lambda: screen, sock=sock)
@@ -46,7 +46,7 @@ class TtyLease:
                 loop.remove_reader(keys)
                 if os.isatty(keys):  # Ctrl-Z, bg: keys are the shell's, and reading would stop us
                     waits = loop.call_later(_RECHECK, listen)
-                else:  # the terminal is gone; the rank waits for another one
+                else:  # the terminal is closed; the rank waits for another one
                     transport.close()
                 return
             try:

@@ -1,1 +1,1 @@
-"""What ranks report about themselves: parsed, and put into words."""
+"""What ranks report about themselves: parsed and described."""

@@ -55,5 +55,5 @@ def _framed(frames: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _plain(name: str) -> str:
-    """Replace what JSON cannot encode: a file name may not be valid UTF-8."""
+    """Replace text that JSON cannot encode: a file name may not be valid UTF-8."""
     return name if name.isascii() else name.encode(errors="replace").decode()

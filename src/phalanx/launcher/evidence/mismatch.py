@@ -1,4 +1,4 @@
-"""Explains a collective mismatch, from what each rank reported before it failed."""
+"""Explains a collective mismatch, from the reports of all ranks before they failed."""
 
 from __future__ import annotations
 

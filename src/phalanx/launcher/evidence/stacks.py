@@ -29,7 +29,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<n
 
 
 async def written(fd: int, send: Callable[[], object], limit: float) -> str:
-    """Send a signal and return what the process writes to `fd`. Empty if it writes nothing within `limit` seconds."""
+    """Send a signal and return the output of the process on `fd`. Empty if it writes nothing within `limit` seconds."""
     try:
         own = os.dup(fd)  # the worker may be released meanwhile, and the number reused
     except OSError:
@@ -84,7 +84,7 @@ def clean(threads: Iterable[ThreadStack]) -> tuple[ThreadStack, ...]:
 
 
 async def spied(pid: int, *, native: bool, limit: float) -> tuple[tuple[ThreadStack, ...], str]:
-    """Return the stacks that py-spy reads, and if there are none, why."""
+    """Return the stacks that py-spy reads, or the reason why there are none."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=_beside())
     if program is None:
         return (), "py-spy is not installed"
@@ -117,7 +117,7 @@ def _spied(thread: dict[str, Any], pid: int) -> ThreadStack:
 
 
 def _beside() -> str:
-    """Return the folder of scripts beside this interpreter."""
+    """Return the folder of scripts next to this interpreter."""
     import sysconfig
 
     return sysconfig.get_path("scripts")

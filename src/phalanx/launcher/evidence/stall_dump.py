@@ -33,7 +33,7 @@ def write(folder: str, number: int, evidence: Evidence, verdicts: Sequence[Verdi
 
 
 def text(evidence: Evidence) -> str:
-    """Return the stacks of all ranks, formatted as Python does."""
+    """Return the stacks of all ranks, formatted like Python does."""
     blocks = []
     for rank in evidence.ranks:
         process = f", process {rank.process.pid} ({rank.process.state})" if rank.process is not None else ""

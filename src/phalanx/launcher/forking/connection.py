@@ -25,8 +25,8 @@ class ForkServerConnection:
     """One fork server, from its imports to its end. Needs a running event loop.
 
     `on_message` gets its messages about processes and signals. `on_lost` is called if it ends, or if it was killed
-    because it did not answer: `timeout` is what the user allows a process without a heartbeat, `start` what its imports
-    may take.
+    because it did not answer. `timeout`: seconds that the user allows a process without a heartbeat. `start`: seconds
+    for its imports.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ForkServerConnection:
         self._ready: asyncio.Future[wire.Message] = asyncio.get_running_loop().create_future()
         self._replies: PendingReplies[wire.Message] = PendingReplies()
         self._liveness = Liveness(timeout, start=start)
-        self._pinged = False  # and it has not answered yet
+        self._pinged = False  # waiting for the answer
         self._killed = ""  # why it was killed here
         self._watch: asyncio.Task[None] | None = None
 
@@ -61,7 +61,7 @@ class ForkServerConnection:
         return await self._ready
 
     def stop_waiting(self) -> None:
-        """Let `ready` return without a report."""
+        """Make `ready` return without a report."""
         self._resolve({})
 
     def _resolve(self, message: wire.Message) -> None:
@@ -96,7 +96,7 @@ class ForkServerConnection:
         self._on_lost()
 
     async def _watch_liveness(self) -> None:
-        """Ask the fork server for a sign of life once per second, and kill it if there is none for too long."""
+        """Ping the fork server once per second, and kill it if it does not answer for too long."""
         while True:
             await asyncio.sleep(liveness.INTERVAL)
             if self._imported and not self._pinged:
@@ -108,7 +108,7 @@ class ForkServerConnection:
                 self._kill(why)
 
     def kill_if_stopped(self) -> None:
-        """Kill the fork server now if it is stopped: it would pass on no signal."""
+        """Kill the fork server now if it is stopped: it would not forward any signal."""
         if not self.lost and self.client.sock.fileno() >= 0 and linux.state(self.client.pid) == "stopped":
             self._kill("stopped")
 
@@ -123,7 +123,7 @@ class ForkServerConnection:
             self._watch.cancel()
 
     async def ask(self, what: str) -> wire.Message:
-        """Send a request and return the answer. Empty if the fork server is gone."""
+        """Send a request and return the answer. Empty if the fork server has ended."""
         try:
             return await self._replies.request(
                 lambda number: self.client.send({"do": what, "id": number}), timeout=None
@@ -132,7 +132,7 @@ class ForkServerConnection:
             return {}
 
     async def end(self, *, leave: bool = False) -> None:
-        """Let the fork server end all its processes, or `leave` them, and exit. Kill it if it does not answer."""
+        """Make the fork server end all its processes, or `leave` them, and exit. Kill it if it does not answer."""
         if self.client.sock.fileno() < 0:
             return
         loop = asyncio.get_running_loop()

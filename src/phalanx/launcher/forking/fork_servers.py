@@ -20,8 +20,8 @@ from phalanx.launcher.plan import Plan
 _FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
 _HOOK = os.path.join(_FOLDER, "hook")
 _TORCH = ("torch", "torch.distributed")
-LOG = "forkserver.log"  # in the run folder: what imports have printed
-_SEND_TIMEOUT = 10.0  # seconds; a stopped fork server must not stop the agent, which would handle no Ctrl-C
+LOG = "forkserver.log"  # in the run folder: output of imports
+_SEND_TIMEOUT = 10.0  # seconds; a stopped fork server must not block the agent, which would not handle Ctrl-C
 
 
 @dataclass
@@ -40,7 +40,9 @@ class ForkServerClient:
 
     @property
     def is_child(self) -> bool:
-        """Return whether it is a child of this process, which then adopts what outlives it. A warm one is not."""
+        """Return whether it is a child of this process, which then adopts processes that outlive it. A warm one is
+        not.
+        """
         return self.process is not None
 
     @property
@@ -49,7 +51,7 @@ class ForkServerClient:
         return self.way != "fresh"
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Send an order. Raises OSError if the fork server is gone, or reads nothing although its buffer is full."""
+        """Send an order. Raises OSError if the fork server has ended, or does not read although its buffer is full."""
         self.sock.settimeout(_SEND_TIMEOUT)
         try:
             wire.send(self.sock, message, list(fds))

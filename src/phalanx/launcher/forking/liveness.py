@@ -1,19 +1,19 @@
-"""Whether a process that serves the workers still answers: the fork server, or the store."""
+"""Detects whether a process that serves the workers still answers: the fork server, or the store."""
 
 from __future__ import annotations
 
 import math
 
-INTERVAL = 1.0  # seconds between two looks
+INTERVAL = 1.0  # seconds between two checks
 STOPPED = 10.0  # seconds for which a process may be stopped (SIGSTOP)
-IMPORT_TIMEOUT = 600.0  # seconds for imports of which it is known that they end: others have done the same ones
+IMPORT_TIMEOUT = 600.0  # seconds for imports that are known to end: others have done the same
 
 
 class Liveness:
-    """Counts the seconds without an answer of a process: `heard` at each answer, `look` once per `INTERVAL`.
+    """Counts the seconds without an answer of a process: call `heard` at each answer, `look` once per `INTERVAL`.
 
-    It counts looks and reads no clock, so that a pause of the whole machine, or of all processes of a job, is no
-    silence. Before its first answer the process imports: `start` is how many seconds that may take.
+    It counts calls and reads no clock, so that a pause of the whole machine, or of all processes of a job, does not
+    count. Before its first answer the process imports, for at most `start` seconds.
     """
 
     def __init__(self, timeout: float, *, start: float = math.inf) -> None:
@@ -39,7 +39,7 @@ class Liveness:
         self._stopped = self._stopped + INTERVAL if state == "stopped" else 0.0
         if self._stopped >= min(self._timeout, STOPPED):
             return f"stopped for {self._stopped:.0f} s"
-        # One that runs may be slow: on a machine under load, or while it ends many processes.
+        # A running process may be slow: on a loaded machine, or while it ends many processes.
         if self._silent > (max(self._timeout, 2 * STOPPED) if self._answered else self._start):
             return f"no answer for {self._silent:.0f} s ({state})"
         return ""

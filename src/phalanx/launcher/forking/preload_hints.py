@@ -1,4 +1,4 @@
-"""What a fork server should import for a script: guessed from its text, learned from earlier runs."""
+"""The modules that a fork server should import for a script: guessed from its text, learned from earlier runs."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class PreloadHints:
     """What is known about a script, and the file that keeps it."""
 
     path: str
-    modules: tuple[str, ...] = ()  # that help, but are not required
+    modules: tuple[str, ...] = ()  # useful, but not required
     variables: Mapping[str, str | None] = field(
         default_factory=dict
-    )  # that the script sets before it imports torch; None: unset
+    )  # set by the script before it imports torch; None: unset
     varying: tuple[
         str, ...
-    ] = ()  # the same, but with different values in different ranks: no import before the fork can know them
+    ] = ()  # the same, but with different values per rank: no import before the fork can know them
     seen: bool = False  # the variables are from an earlier run, rather than guessed
     script: str = ""  # digest of its text, for which the variables were learned
 

@@ -5,7 +5,7 @@
     found.later    {"TORCH_LOGS"}: set somewhere else in the text
 
 This is a guess: statements are followed in order, conditions are not evaluated. A worker checks it when its script
-imports torch (forkserver/imports/preloaded.py), so that a wrong guess costs time and nothing else.
+imports torch (forkserver/imports/preloaded.py), so a wrong guess only costs time.
 """
 
 from __future__ import annotations

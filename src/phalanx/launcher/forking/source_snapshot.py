@@ -1,7 +1,7 @@
 """The text of the script and its local modules when the run began. Ranks that start later run it, too.
 
-Which modules are local is read from the text of the script: what it imports, and what those import, as far as the files
-are in its own folder, or in folders of PYTHONPATH nearby. Imports that are computed at run time are not found.
+Local modules are found in the text of the script: its imports, and their imports, if the files are in its own folder,
+or in folders of PYTHONPATH nearby. Imports that are computed at run time are not found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Stamp = tuple[int, int, int]
 
 
 class SourceSnapshot:
-    """The files, as they were when this was made."""
+    """The files, at the time of creation."""
 
     def __init__(self, command: Command, environ: Mapping[str, str], cwd: str | None = None) -> None:
         self._texts: dict[str, bytes] = {}
@@ -87,7 +87,7 @@ class SourceSnapshot:
         return sorted(self._texts)
 
     def changed(self) -> dict[str, bytes]:
-        """Return the text of files that are different on the disk now, or not there."""
+        """Return the text of files that have changed on disk, or are missing."""
         found = {}
         for path, text in self._texts.items():
             stamp = _stamp(path)

@@ -23,10 +23,10 @@ from phalanx.launcher.runs.run_folder import RunFolder
 
 
 class ForkServerSupervisor:
-    """Supervises the fork server of a run, and those that replace it. Needs a running event loop.
+    """Supervises the fork server of a run, and its replacements. Needs a running event loop.
 
-    `is_ending` returns whether the run is to end, so that no other fork server is started. `foreign_pids` returns the
-    children of this process that it must not end: they are no part of the run, or have outlived a fork server.
+    `is_ending` returns whether the run must end, so that no other fork server is started. `foreign_pids` returns the
+    children of this process that it must not end: they are not part of the run, or have outlived a fork server.
     `on_message` gets messages about processes and signals, `on_lost` is called when a fork server was lost.
     """
 
@@ -44,7 +44,7 @@ class ForkServerSupervisor:
         on_lost: Callable[[], None],
     ) -> None:
         self.hints = hints  # None: every rank is a new interpreter
-        self.keep_orphans = False  # leave processes that ranks left running
+        self.keep_orphans = False  # leave processes running that ranks left running
         self.sources = SourceSnapshot(plan.command, plan.environ)  # read while the fork server imports
         self._plan = plan
         self._folder = folder
@@ -54,7 +54,7 @@ class ForkServerSupervisor:
         self._on_message = on_message
         self._on_lost = on_lost
         self._orphans = Orphans()
-        self._adopts = False  # a fork server was lost, so that processes of the run may be children of this process
+        self._adopts = False  # a fork server was lost, so processes of the run may be children of this process
         self._connection = self._connect(client)
 
     @property
@@ -76,7 +76,7 @@ class ForkServerSupervisor:
         )
 
     async def wait_until_ready(self) -> bool:
-        """Wait for the imports of the first fork server, and print what they printed. False if it ends before."""
+        """Wait for the imports of the first fork server, and print their output. False if it ends before."""
         return await self._wait_until_ready(show_output=True)
 
     def stop_waiting(self) -> None:
@@ -139,7 +139,7 @@ class ForkServerSupervisor:
             await asyncio.to_thread(self._orphans.end, besides=self._kept())
 
     def _kept(self) -> frozenset[int]:
-        """Return the children of this process that are not to be ended, with all below them."""
+        """Return the children of this process that must not be ended, with all their descendants."""
         fork_server = frozenset({self.client.pid}) if self.client.is_child else frozenset()
         return self._foreign_pids() | fork_server
 
@@ -165,7 +165,7 @@ class ForkServerSupervisor:
         return True
 
     async def _import_failed(self, failed: dict[str, str]) -> wire.Message:
-        """Handle failed imports: a module that the user named must exist; torch may not be needed by the script."""
+        """Handle failed imports: a module that the user named must exist; the script may not need torch."""
         for name, why in failed.items():
             if name in self._plan.start.preload:
                 raise LaunchError(
@@ -192,7 +192,7 @@ class ForkServerSupervisor:
         return await self._connection.ready()
 
     def _show_import_output(self) -> None:
-        """Print what imports have printed, such as warnings, once for all ranks."""
+        """Print the output of imports, such as warnings, once for all ranks."""
         with contextlib.suppress(OSError), open(self._log_path, errors="replace") as file:
             text = file.read(4096).strip()
             if text:

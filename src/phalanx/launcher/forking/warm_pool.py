@@ -1,7 +1,7 @@
-"""Fork servers kept between runs: finding the one that fits this environment, starting and stopping them.
+"""Fork servers kept between runs: finds one that matches this environment, starts and stops them.
 
-A warm fork server may only serve runs that would have imported exactly the same. So its name is a digest of everything
-that matters: interpreter, installed packages, the variables that imports read, limits and cgroup.
+A warm fork server may only serve runs with exactly the same imports. So its name is a digest of everything that
+matters: interpreter, installed packages, the variables that imports read, limits and cgroup.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from phalanx.version import __version__
 MODULES = ("torch", "torch.distributed", "torch._dynamo")
 
 _FOLDER = os.path.dirname(os.path.abspath(wire.__file__))
-_STOPPED = 3.0  # seconds for which a warm fork server that is asked may be stopped (SIGSTOP)
-_INTERVAL = 0.5  # seconds between two looks at its state
+_STOPPED = 3.0  # seconds for which a warm fork server may be stopped (SIGSTOP)
+_INTERVAL = 0.5  # seconds between two checks of its state
 
 # Prefixes of variables that libraries read on import. CUDA_VISIBLE_DEVICES is read when CUDA starts.
 _READ_BY_IMPORTS = tuple(
@@ -91,7 +91,7 @@ def find(
 ) -> ForkServerClient | str | None:
     """Return a fork server for this run, or why the existing one cannot be used, or None if there is none.
 
-    `meanwhile` is called if there is one, while that looks for changed files and forks.
+    `meanwhile` is called if there is one, while it checks for changed files and forks.
     """
     sock = _connect(pool.socket)
     if sock is None:
@@ -109,7 +109,7 @@ def find(
 
 
 def start(pool: WarmPool, python: str, environ: Mapping[str, str], modules: Sequence[str], idle: float) -> None:
-    """Start a warm fork server and return once it listens. It still imports: clients wait for that."""
+    """Start a warm fork server and return once it listens. It is still importing: clients wait for that."""
     try:
         os.makedirs(pool.folder, mode=0o700, exist_ok=True)
     except OSError as error:
@@ -131,7 +131,7 @@ def start(pool: WarmPool, python: str, environ: Mapping[str, str], modules: Sequ
             subprocess.Popen(
                 [*line, ",".join(modules), " " * 2048],
                 env=dict(environ),
-                cwd="/",  # it must not keep a user's disk from being unmounted
+                cwd="/",  # so that a user's disk can be unmounted
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -168,7 +168,7 @@ def _ask(path: str, request: wire.Message) -> wire.Message | None:
 
 
 def _answer(sock: socket.socket) -> wire.Message | None:
-    """Wait for the answer of a warm fork server: as long as it imports. None: it is gone, or stopped."""
+    """Wait for the answer of a warm fork server, while it imports. None: it has ended, or is stopped."""
     pid, stopped = linux.peer(sock).pid, 0.0
     while not select.select([sock], [], [], _INTERVAL)[0]:
         stopped = stopped + _INTERVAL if linux.state(pid) == "stopped" else 0.0
@@ -185,7 +185,7 @@ def _connect(path: str) -> socket.socket | None:
             raise LaunchError(f"{path} belongs to another user", fix=f"rm {path}")
         with _short(path) as short:
             sock.connect(short)
-        if not linux.peer(sock).is_same_user:  # the socket may have been replaced since
+        if not linux.peer(sock).is_same_user:  # the socket may have been replaced meanwhile
             raise LaunchError(f"a process of another user listens on {path}", fix=f"rm {path}")
     except OSError:
         sock.close()

@@ -24,7 +24,7 @@ _SLOW_START = 10.0  # seconds for a node to send its first heartbeat
 
 
 class NodeHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node sends to the leader every second."""
+    """The message that a node sends to the leader every second."""
 
     node: int
     host: str
@@ -38,11 +38,11 @@ class ClusterProgress:
     """Measures the progress of this node's ranks. On the leader, follows the ranks of all nodes."""
 
     def __init__(self, agent: WatchedAgent, coordinator: RpcCarrier, attempt: WorkerGroup | None) -> None:
-        self.attempt = attempt  # the latest: it may be over already
+        self.attempt = attempt  # the latest: it may already be over
         self.tracker: ProgressTracker | None = None  # None: no progress is expected
         self._agent = agent
         self._coordinator = coordinator
-        self._received: dict[int, tuple[float, NodeHeartbeat]] = {}  # by member: when, and what
+        self._received: dict[int, tuple[float, NodeHeartbeat]] = {}  # by member: time, and heartbeat
 
     @property
     def generation(self) -> tuple[int, int] | None:
@@ -52,7 +52,7 @@ class ClusterProgress:
     def heartbeat(self, reading: NodeReading) -> NodeHeartbeat | None:
         """Return the progress of all started workers of this node, dead ones included. None: none is expected."""
         self.attempt = attempt = reading.attempt
-        # Ranks of other nodes may still run, and stall, after ours have ended.
+        # Ranks of other nodes may still run, and stall, after those of this node have ended.
         alone = self._coordinator.leads and not self._coordinator.members()
         if attempt.stopping or attempt.ending or attempt.held or (attempt.over.is_set() and alone):
             self.tracker = None
@@ -68,7 +68,7 @@ class ClusterProgress:
         return NodeHeartbeat(node=self._agent.plan.group.node_rank, host=os.uname().nodename, ranks=ranks)
 
     def receive(self, member: int, content: bytes) -> None:
-        """Take the heartbeat of another node."""
+        """Handle the heartbeat of another node."""
         self._received[member] = (time.monotonic(), _heartbeats.decode(content))
 
     def update(self, own: NodeHeartbeat) -> Alarm | None:
@@ -91,5 +91,5 @@ class ClusterProgress:
         return self.tracker.update(now, ranks)
 
     def last_heartbeat(self, member: int) -> tuple[float, NodeHeartbeat | None]:
-        """Return the latest heartbeat of a node, and when it came. None: there was none."""
+        """Return the latest heartbeat of a node, and its time. None: there was none."""
         return self._received.get(member, (0.0, None))

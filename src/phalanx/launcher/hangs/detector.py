@@ -1,7 +1,7 @@
 """Detects that ranks make no progress, and reports which rank is to blame, where and why.
 
-Every agent has a detector. Followers send the progress of their ranks to the leader. The leader raises the alarm, asks
-all nodes for evidence and diagnoses it.
+Every agent has a detector. Followers send the progress of their ranks to the leader. The leader raises the alarm,
+requests evidence from all nodes and diagnoses it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SOONEST = 5.0  # seconds between two looks at the same stall
-_MAX_ERRORS = 5  # in a row: workers come and go while they are checked
+_SOONEST = 5.0  # seconds between two diagnoses of the same stall
+_MAX_ERRORS = 5  # consecutive errors: workers come and go while they are checked
 
 
 _reasons: Decoder[WhyReply] = Decoder(WhyReply)
@@ -59,13 +59,13 @@ class ErrorBackoff:
         return self._errors < _MAX_ERRORS and now >= self._until
 
     def failed(self, now: float) -> bool:
-        """Record an error. Return whether that was the last try."""
+        """Record an error. Return whether that was the last attempt."""
         self._errors += 1
         self._until = now + INTERVAL * (1 + self._errors) ** 3
         return self._errors == _MAX_ERRORS
 
     def succeeded(self) -> None:
-        """Forget earlier errors."""
+        """Clear earlier errors."""
         self._errors = 0
 
 
@@ -83,7 +83,7 @@ class HangDetector:
         self._evidence = EvidenceGatherer(context, self._progress, stats)
         self._backoff = ErrorBackoff()
         self._stalls = itertools.count(1)
-        self._stalled: tuple[float, str] | None = None  # since when, and what to say about it at the end of the run
+        self._stalled: tuple[float, str] | None = None  # start of the stall, and the text for the end of the run
         self._recheck: float | None = None  # an alarm without a verdict: when to diagnose again
         self._alarm_task: asyncio.Task[None] | None = None
         context.control.serve(WhyQuery, self._answer)
@@ -122,7 +122,7 @@ class HangDetector:
         return heartbeat
 
     def receive(self, member: int, content: bytes) -> None:
-        """Take the heartbeat of another node."""
+        """Handle the heartbeat of another node."""
         self._progress.receive(member, content)
 
     def _failed(self, error: Exception) -> None:
@@ -175,7 +175,7 @@ class HangDetector:
         evidence, verdicts = await self.explain()
         if attempt is not self._progress.attempt or attempt.stopping:
             return
-        if not verdicts:  # slow rather than stuck; if it lasts, there will be more to see
+        if not verdicts:  # slow rather than stuck; if it lasts, there will be more evidence
             self._recheck = time.monotonic() + max(stall_timeout, _SOONEST)
             return
         path = await asyncio.to_thread(stall_dump.write, self._folder.path, next(self._stalls), evidence, verdicts)
@@ -190,7 +190,7 @@ class HangDetector:
         self._say(f"{text}\n  stacks and all evidence: {path}" if path else text)
         self._act(evidence, verdicts)
         if any(0 < node.silent < QUIET and not node.lost for node in evidence.nodes):
-            # A busy node did not answer in time, and what it knows may change the verdict.
+            # A busy node did not answer in time. Its evidence may change the verdict.
             self._recheck = self._recheck or time.monotonic() + max(stall_timeout, _SOONEST)
 
     def _say(self, text: str) -> None:
@@ -208,7 +208,7 @@ class HangDetector:
         self._say(f"the run resumed after {seconds:.0f} s")
 
     def _act(self, evidence: Evidence, verdicts: list[Verdict]) -> None:
-        """Do what --on-hang says."""
+        """Perform the action of --on-hang."""
         on_hang = self._agent.plan.hang.action
         parted = hang_action.cut_off(on_hang, verdicts)
         if parted is not None and self._coordinator.dismiss(parted.ranks, parted.text):
@@ -242,12 +242,12 @@ class HangDetector:
     async def explain(self) -> tuple[Evidence, list[Verdict]]:
         """Gather the evidence of all nodes now, and diagnose it."""
         evidence = await self._evidence.gather()
-        if self._held:  # the ranks are supposed to wait
+        if self._held:  # the ranks are expected to wait
             return evidence, []
         return evidence, await asyncio.to_thread(diagnosis.diagnose, evidence)
 
     async def blame(self, rank: int, timeout: Timeout) -> list[str]:
-        """Return lines that say which rank made this one time out, by the current evidence of all nodes."""
+        """Return lines that name the rank that made this one time out, from the current evidence of all nodes."""
         reason = await self._reason()
         if reason is None:
             return []

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from phalanx.launcher.workers.watched import WatchContext
 
 NODE_TIMEOUT = 2.2  # seconds for another node to send its evidence
-_PEER_TIMEOUT = 1.5  # seconds for one node to reach another: the first packet is sent again after one second
-_MOST_PEERS = 64  # that a node tries to reach
+_PEER_TIMEOUT = 1.5  # seconds for one node to reach another: the first packet is retransmitted after one second
+_MOST_PEERS = 64  # number of peers that a node tries to reach
 _REACH_TIMEOUT = 0.7  # seconds for a host to answer at all
 
 
@@ -42,7 +42,7 @@ _peers: Decoder[list[ReachableNode]] = Decoder(list[ReachableNode])
 
 
 def peers_to_reach(peers: Sequence[ReachableNode], most: int = _MOST_PEERS) -> Iterator[Sequence[ReachableNode]]:
-    """Yield for each peer those that it tries to reach: all, or in a larger run the next ones, as in a ring."""
+    """Yield for each peer those that it tries to reach: all, or in a larger run the next ones in a ring."""
     if len(peers) <= most:
         yield from [peers] * len(peers)
         return
@@ -52,7 +52,7 @@ def peers_to_reach(peers: Sequence[ReachableNode], most: int = _MOST_PEERS) -> I
 
 
 class EvidenceGatherer:
-    """Takes the evidence of this node, and on the leader that of all nodes."""
+    """Gathers the evidence of this node, and on the leader that of all nodes."""
 
     def __init__(self, context: WatchContext, progress: ClusterProgress, stats: ProcessStatsReader) -> None:
         self._agent = context.agent
@@ -112,7 +112,7 @@ class EvidenceGatherer:
             await asyncio.wait(slow, timeout=node_evidence.LONGEST - NODE_TIMEOUT)
 
     async def _evidence_of(self, member: int, ranks: tuple[int, ...], reply: asyncio.Task[bytes]) -> NodeEvidence:
-        """Return the evidence that a node sent, or what is known about it without that."""
+        """Return the evidence that a node sent, or what is known about it otherwise."""
         if reply.done():
             with contextlib.suppress(TimeoutError, msgspec.DecodeError):
                 return node_evidence.decode(reply.result())
@@ -130,7 +130,7 @@ class EvidenceGatherer:
         return node_evidence.of_silent_node(node, ranks, f"its node has not answered for {silent:.0f} s")
 
     async def _route(self, member: int) -> str:
-        """Return what is wrong with the route to a member, if anything."""
+        """Return the problem with the route to a member, if any."""
         address = self._coordinator.address(member)
         return await join_problems.way(address, timeout=_REACH_TIMEOUT) if address else ""
 
@@ -149,7 +149,7 @@ class EvidenceGatherer:
         return peer.rank
 
     async def _take(self) -> NodeEvidence:
-        """Take the evidence of this node."""
+        """Gather the evidence of this node."""
         total, available = process_stats.host_memory()
         node = NodeFacts(
             node=self._agent.plan.group.node_rank,

@@ -1,4 +1,4 @@
-"""What --on-hang does about a stall. Pure."""
+"""Decides what --on-hang does about a stall. Pure."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class StopRun:
 
 @dataclass(frozen=True)
 class KillRanks:
-    """Kill the living ranks that are to blame. There may be none."""
+    """Kill the live ranks that are to blame. There may be none."""
 
     ranks: frozenset[int]
 
 
 def cut_off(on_hang: OnHang, verdicts: Sequence[Verdict]) -> Verdict | None:
-    """Return the verdict about a node that others cannot reach, whose ranks the run can continue without.
+    """Return the verdict about a node that others cannot reach, and whose ranks the run does not need to continue.
 
-    It is not --on-hang that decides: killed ranks would be replaced on the same node. Only "stop" ends the run.
+    This does not depend on --on-hang: killed ranks would be replaced on the same node. Only "stop" ends the run.
     """
     return None if on_hang == "stop" else next((each for each in verdicts if each.kind == "partition"), None)
 
 
 def choose(on_hang: OnHang, evidence: Evidence, verdicts: Sequence[Verdict]) -> WaitLonger | StopRun | KillRanks | None:
-    """Return what to do about a stall with these verdicts. None: it is only reported."""
+    """Return the action for a stall with these verdicts. None: it is only reported."""
     if on_hang == "report":
         return None
     if verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:

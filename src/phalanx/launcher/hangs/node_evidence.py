@@ -1,7 +1,7 @@
-"""Evidence of this node about a stalled run: what its ranks, the kernel and the GPU driver report.
+"""Evidence of this node about a stalled run: reports of its ranks, the kernel and the GPU driver.
 
-All ranks are asked at once. A rank that does not answer holds the GIL, is stopped, or was not forked by phalanx: its
-stacks are obtained by a signal or by py-spy. Every step has a time limit.
+All ranks are queried at once. A rank that does not answer holds the GIL, is stopped, or was not forked by phalanx: its
+stacks are obtained with a signal or py-spy. Every step has a time limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from phalanx.launcher.workers.worker_group import WorkerGroup
 
 ANSWER = 1.2  # seconds for a rank to answer: on a busy host it may have to wait for a core
-_SILENT = 1.0  # seconds: a rank whose probe published nothing for so long gets less time
+_SILENT = 1.0  # seconds: a rank whose probe published nothing for this long gets less time
 _SILENT_ANSWER = 0.3
 _STACKS = 0.7  # seconds to write stacks on a signal
 _WAKE_INTERVAL = 0.05  # seconds over which wake-ups of the main thread are counted
@@ -63,12 +63,14 @@ def encode(evidence: NodeEvidence) -> bytes:
 
 
 def decode(text: bytes) -> NodeEvidence:
-    """Decode what `encode` returned."""
+    """Decode the result of `encode`."""
     return _decoder.decode(text)
 
 
 def without_listing_all(evidence: NodeEvidence, world_size: int) -> NodeEvidence:
-    """Leave the ranks of groups that have all ranks empty: else all ranks together send their number squared."""
+    """Leave the rank list of groups with all ranks empty: otherwise the data grows with the square of the number of
+    ranks.
+    """
     whole = tuple(range(world_size))
 
     def short(rank: Rank) -> Rank:
@@ -150,7 +152,7 @@ def _ended(bare: Rank, attempt: WorkerGroup, worker: Worker) -> Rank | None:
 
 
 def _gave_up(bare: Rank, worker: Worker, death: root_cause.ProcessFailure) -> Rank:
-    """Return where the rank waited for others when it timed out, as if it still did."""
+    """Return where the rank was waiting for others when it timed out, as if it still did."""
     reply = EvidenceReply()
     with contextlib.suppress(msgspec.ValidationError, TypeError, ValueError, KeyError):
         reply = evidence_reply.read(worker.exit.raised) if worker.exit.raised is not None else reply
@@ -256,5 +258,5 @@ async def _of_children(worker: Worker, process: Process) -> tuple[ThreadStack, .
 
 
 def of_silent_node(node: NodeFacts, ranks: tuple[int, ...], why: str) -> NodeEvidence:
-    """Return the evidence of a node that does not answer."""
+    """Return the evidence about a node that does not answer."""
     return NodeEvidence(node=node, ranks=tuple(Rank(rank=rank, node=node.node, note=why) for rank in ranks))

@@ -25,7 +25,7 @@ _WAITS = ("collective", "join")
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How far one rank is, at one tick."""
+    """The progress of one rank, at one tick."""
 
     rank: int
     step: int = -1
@@ -40,7 +40,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     works: bool = False
 
     def reading(self, now: float) -> Reading:
-        """Return this as input of the stall rules."""
+        """Return this as input for the stall rules."""
         return Reading(
             rank=self.rank,
             time=now,
@@ -66,7 +66,7 @@ class ProgressTracker:
         self.began = time.monotonic()
         self.ranks: dict[int, RankProgress] = {}
         self._watch = ProgressWatch(stall_timeout) if stall_timeout is not None else ProgressWatch()
-        self._marks: dict[int, tuple[tuple[int, int, int], float]] = {}  # by rank: how far it is, and since when
+        self._marks: dict[int, tuple[tuple[int, int, int], float]] = {}  # by rank: its progress, and since when
         self._step_times: dict[int, _StepTimes] = {}  # by pid
 
     def measure(self, reading: WorkerReading, *, debugged: bool) -> RankProgress:
@@ -95,7 +95,7 @@ class ProgressTracker:
         )
 
     def update(self, now: float, ranks: list[RankProgress]) -> Alarm | None:
-        """Take the progress of all ranks, dead ones included. Return an alarm if they stalled or resumed."""
+        """Update the progress of all ranks, dead ones included. Return an alarm if they stalled or resumed."""
         self.ranks = {each.rank: each for each in ranks}
         for each in ranks:
             mark, before = (each.step, each.progress, each.batches), self._marks.get(each.rank)
@@ -131,7 +131,7 @@ class ProgressTracker:
 
 
 class _StepTimes:
-    """How long the steps of a rank take."""
+    """Durations of a rank's steps."""
 
     def __init__(self) -> None:
         self._last = (0, 0.0)

@@ -1,6 +1,6 @@
-"""Messages of the control socket: what `phalanx why`, `attach` and viewers ask an agent, and what it replies.
+"""Messages of the control socket: requests of `phalanx why`, `attach` and viewers to an agent, and its replies.
 
-Followers and the leader pass `LogQuery`, `SearchQuery` and their replies on to each other, and `WhyReply`.
+Followers and the leader forward `LogQuery`, `SearchQuery` and their replies to each other, and `WhyReply`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHY_LIMIT = 1 << 30  # bytes: evidence about thousands of ranks has tens of mega
 
 
 class ControlCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller sends. The query is decoded once the key is known to be right."""
+    """The message of a caller. The query is decoded after the key was checked."""
 
     key: str
     query: msgspec.Raw
@@ -30,21 +30,21 @@ class ControlQuery(msgspec.Struct, frozen=True, kw_only=True, tag_field="query")
 
 
 class WhyQuery(ControlQuery, frozen=True, kw_only=True, tag="why"):
-    """Asks what the ranks wait for."""
+    """Requests what the ranks wait for."""
 
 
 class TimingsQuery(ControlQuery, frozen=True, kw_only=True, tag="timings"):
-    """Asks how long each rank computes and waits."""
+    """Requests how long each rank computes and waits."""
 
 
 class WatchQuery(ControlQuery, frozen=True, kw_only=True, tag="watch"):
-    """Asks for all events from `since` on. After the reply they follow, one JSON object per line."""
+    """Requests all events from `since` on. They follow the reply, one JSON object per line."""
 
     since: float | None = None
 
 
 class LogQuery(ControlQuery, frozen=True, kw_only=True, tag="log"):
-    """Asks for a part of the output of a rank: from byte `start`, or the end if that is None."""
+    """Requests a part of the output of a rank: from byte `start`, or the end if that is None."""
 
     rank: int
     stream: Stream = "stdout"
@@ -53,7 +53,7 @@ class LogQuery(ControlQuery, frozen=True, kw_only=True, tag="log"):
 
 
 class SearchQuery(ControlQuery, frozen=True, kw_only=True, tag="search"):
-    """Asks for lines of output that contain a text. `ranks`: None for all."""
+    """Requests lines of output that contain a text. `ranks`: None for all."""
 
     text: str
     ranks: tuple[int, ...] | None = None
@@ -61,7 +61,7 @@ class SearchQuery(ControlQuery, frozen=True, kw_only=True, tag="search"):
 
 
 class AttachQuery(ControlQuery, frozen=True, kw_only=True, tag="attach"):
-    """Asks for a debugger in a rank. With `port`, debugpy listens there."""
+    """Requests a debugger in a rank. With `port`, debugpy listens there."""
 
     rank: int
     pid: int  # of the caller
@@ -69,7 +69,7 @@ class AttachQuery(ControlQuery, frozen=True, kw_only=True, tag="attach"):
 
 
 class ControlReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="reply"):
-    """What an agent replies."""
+    """The reply of an agent."""
 
 
 class QueryRefused(ControlReply, frozen=True, kw_only=True, tag="refused"):
@@ -80,7 +80,7 @@ class QueryRefused(ControlReply, frozen=True, kw_only=True, tag="refused"):
 
 
 class WhyReply(ControlReply, frozen=True, kw_only=True, tag="why"):
-    """What the ranks wait for, and who is to blame."""
+    """What the ranks wait for, and which are to blame."""
 
     evidence: Evidence
     verdicts: tuple[Verdict, ...]
@@ -108,13 +108,13 @@ class LogReply(ControlReply, frozen=True, kw_only=True, tag="log"):
 
 
 class SearchReply(ControlReply, frozen=True, kw_only=True, tag="search"):
-    """Lines that match. Those of rank -1 say why a node did not answer."""
+    """Lines that match. Those of rank -1 explain why a node did not answer."""
 
     found: tuple[SearchResult, ...]
 
 
 class AttachedReply(ControlReply, frozen=True, kw_only=True, tag="attached"):
-    """A debugger is in the rank. A socket to it comes with this message, unless debugpy listens on `host`:`port`."""
+    """A debugger is in the rank. The message carries a socket to it, unless debugpy listens on `host`:`port`."""
 
     how: str  # breakpoint, stopped, looking, listens
     place: str = ""

@@ -66,7 +66,7 @@ class ControlSocket:
         self._start(self._notify())
 
     def serve(self, kind: type[Q], handler: QueryHandler[Q]) -> None:
-        """Answer queries of this kind with what `handler` returns."""
+        """Answer queries of this kind with the result of `handler`."""
 
         async def answer(query: Q, caller: socket.socket) -> None:
             with caller:
@@ -140,7 +140,7 @@ class ControlSocket:
                     raise ValueError("wrong key")
                 try:
                     return control_messages.queries.decode(bytes(call.query))
-                except msgspec.DecodeError as error:  # of another version of phalanx
+                except msgspec.DecodeError as error:  # from another version of phalanx
                     return QueryRefused(why=f"invalid query: {error}")
         raise ConnectionResetError
 
@@ -205,7 +205,7 @@ def call(run: RunRecord, query: AnyQuery) -> socket.socket:
 
 
 def _address(run: RunRecord) -> tuple[str, str]:
-    """Return the address and the key of a run. One that has just started has none: wait for it for a moment."""
+    """Return the address and the key of a run. A run that has just started has none: wait for it for a moment."""
     end = time.monotonic() + STARTING
     while True:
         try:
@@ -221,7 +221,7 @@ def _address(run: RunRecord) -> tuple[str, str]:
 
 
 def _connect(sock: socket.socket, address: str) -> None:
-    """Connect with a timeout: where the backlog is full, the kernel would block for as long as the agent is stopped."""
+    """Connect with a timeout: if the backlog is full, the kernel would block while the agent is stopped."""
     end = time.monotonic() + HANDLER_TIMEOUT
     sock.setblocking(False)
     while True:

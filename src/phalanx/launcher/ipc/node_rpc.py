@@ -1,4 +1,4 @@
-"""Messages and requests between the leader and the other nodes, beside the messages of the run itself."""
+"""Messages and requests between the leader and the other nodes, besides the messages of the run itself."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from phalanx.launcher.ipc.pending_replies import PendingReplies
 
 logger = logging.getLogger(__name__)
 
-_REPLY = "reply"  # the kind of all replies; their number is that of the request
+_REPLY = "reply"  # the kind of all replies; they have the number of the request
 
-# A node asks another one at most ASKED questions at a time, and gives up after seconds. The other node answers for at
-# most ANSWER_TIMEOUT seconds. So a node that keeps to this never has more than MOST_QUESTIONS open.
+# A node has at most ASKED open requests to another one, and gives up after some seconds. The other node answers within
+# ANSWER_TIMEOUT seconds. So a node that follows this never has more than MOST_QUESTIONS open.
 ASKED = 8
 MOST_QUESTIONS = 64
-QUESTION_BYTES = 1 << 20  # of all open questions of a node
+QUESTION_BYTES = 1 << 20  # of all open requests of a node
 ANSWER_TIMEOUT = 60.0
-_ANSWERING = 8  # questions of a node that are answered at the same time
+_ANSWERING = 8  # requests of a node that are answered concurrently
 _BACKLOG = 1 << 23  # bytes that a node has not received yet, above which replies to it wait
-_BACKLOG_CHECK = 0.05  # seconds between two looks at the backlog
+_BACKLOG_CHECK = 0.05  # seconds between two checks of the backlog
 
 Handler = Callable[[int | None, int, bytes], None]  # sender (None: this node or the leader), number, content
 RequestHandler = Callable[[int | None, bytes], Awaitable[bytes | None]]  # sender, content -> reply; None: no reply
@@ -60,7 +60,7 @@ class RpcCarrier(Protocol):
         ...
 
     def dismiss(self, ranks: Sequence[int], why: str) -> bool:
-        """Continue without the node that has these ranks. Return False if the run cannot."""
+        """Continue without the node that has these ranks. Return False if that is not possible."""
         ...
 
 
@@ -81,19 +81,19 @@ class NodeRpc:
         self._handlers[kind] = handler
 
     def serve(self, kind: str, handler: RequestHandler) -> None:
-        """Answer requests of this kind with what `handler` returns."""
+        """Answer requests of this kind with the result of `handler`."""
 
         def start(sender: int | None, number: int, content: bytes) -> None:
             if not self._closed:
                 questions = self._questions[sender]
-                if sender is not None or not self._carrier.leads:  # else this node asks itself
+                if sender is not None or not self._carrier.leads:  # otherwise this node asks itself
                     questions.check(content)
                 questions.add(self._answer(handler, kind, sender, number, content), len(content))
 
         self._handlers[kind] = start
 
     def close(self) -> None:
-        """Answer no more requests."""
+        """Stop answering requests."""
         self._closed = True
         for questions in self._questions.values():
             questions.cancel()
@@ -117,9 +117,9 @@ class NodeRpc:
             )
 
     def receive(self, sender: int | None, frame: messages.RpcFrame) -> None:
-        """Take a frame. Each sender can have one unfinished message; one that is too long is dropped.
+        """Handle a frame. Each sender can have one unfinished message; one that is too long is dropped.
 
-        Raises LimitExceededError if the sender has too many open questions.
+        Raises LimitExceededError if the sender has too many open requests.
         """
         partial = self._partial.pop(sender, None)
         if partial is None or partial.key != (frame.kind, frame.number):
@@ -158,7 +158,7 @@ def _name(sender: int | None) -> str:
 
 
 class _OpenQuestions:
-    """The questions of one node that are not answered yet."""
+    """The requests of one node that are not answered yet."""
 
     def __init__(self) -> None:
         self.answering = asyncio.Semaphore(_ANSWERING)
@@ -166,14 +166,14 @@ class _OpenQuestions:
         self._size = 0
 
     def check(self, content: bytes) -> None:
-        """Raise LimitExceededError if there is no room for another question."""
+        """Raise LimitExceededError if the limit of open requests is reached."""
         if len(self._tasks) >= MOST_QUESTIONS:
             raise LimitExceededError(f"it has {MOST_QUESTIONS} open questions, and asks another one")
         if self._size + len(content) > QUESTION_BYTES:
             raise LimitExceededError(f"its open questions have more than {QUESTION_BYTES >> 20} MiB")
 
     def add(self, answer: Coroutine[None, None, None], size: int) -> None:
-        """Answer a question of `size` bytes."""
+        """Answer a request of `size` bytes."""
         task = asyncio.get_running_loop().create_task(answer)
         self._tasks.add(task)
         self._size += size

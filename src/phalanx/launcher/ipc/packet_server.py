@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class PacketServer(Generic[T]):
-    """Accepts workers on an abstract Unix socket, which vanishes with this process.
+    """Accepts workers on an abstract Unix socket, which disappears with this process.
 
     admits    called with the pid of a caller, which has the user id of this process
     received  called with a connection and a message; a malformed message ends the connection
@@ -66,7 +66,7 @@ class PacketServer(Generic[T]):
             packet = b""
         try:
             message = self._decoder.decode(packet)
-        except msgspec.DecodeError:  # the worker is gone, or is no worker of phalanx
+        except msgspec.DecodeError:  # the worker has ended, or is not a worker of phalanx
             if (pid := self.connections.get(connection)) is not None:
                 self._loop.call_soon(self._closed, pid)
             self.disconnect(connection)

@@ -1,7 +1,7 @@
 """A byte stream between a socket here and one on another node, carried by RPC messages.
 
-The reader acknowledges what it has read, and the sender stops at a window of unacknowledged bytes: a terminal or a rank
-that does not read slows the sender down and does not fill memory.
+The reader acknowledges the bytes it has read, and the sender stops at a window of unacknowledged bytes: a terminal or a
+rank that does not read slows the sender down and does not fill memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StreamProxy(asyncio.Protocol):
         self._closed = False  # by the other side
         self._in_flight = 0  # bytes that the other side has not read yet
         self._unread = 0  # bytes received and not acknowledged
-        self._full = False  # the local socket takes no more at the moment
+        self._full = False  # the local socket accepts no more at the moment
         self._pausing = False
         self._loop = asyncio.get_running_loop()
         self._starting: asyncio.Task[object] | None = None
@@ -79,7 +79,7 @@ class StreamProxy(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Process what arrived before the connection."""
+        """Process data that arrived before the connection."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101
         self._transport = transport
         self._unread = 0

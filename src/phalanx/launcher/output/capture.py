@@ -19,12 +19,12 @@ from phalanx.launcher.output.filters import Std
 from phalanx.launcher.output.log_forwarder import LogForwarder
 
 PIPE_SIZE = 1 << 20
-_READS = 512  # two empty a pipe, but a pseudo-terminal returns one page at a time
+_READS = 512  # two reads empty a pipe, but a pseudo-terminal returns one page at a time
 _FORWARD_TIMEOUT = 5.0  # seconds for output to reach the leader after a signal
 
 
 class LostOutput:
-    """Output that could not be written to a log: says so once, and how much it was at the end."""
+    """Output that could not be written to a log. Reports it once, and the amount at the end."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -32,13 +32,13 @@ class LostOutput:
         self.count = 0  # bytes
 
     def failed(self, path: str, error: OSError) -> None:
-        """Say that a log cannot be written, if it is the first."""
+        """Report that a log cannot be written, if it is the first."""
         if not self._path:
             self._path = path
             self._say(f"{path} cannot be written: {error.strerror}. The run continues; output is shown but not kept.")
 
     def report(self) -> None:
-        """Say how many bytes were lost since the last report."""
+        """Report the number of bytes lost since the last report."""
         if self.count:
             self._say(f"{self.count} bytes of output could not be written to logs (first: {self._path})")
             self.count = 0
@@ -66,7 +66,7 @@ class OutputCapture:
         self._buffer = memoryview(bytearray(PIPE_SIZE))
         self._lost = LostOutput(console.say)
         self._filtered: FilteredLogs | None = None
-        self._places_shown: set[str] = set()  # of failures of a single rank whose tracebacks were shown
+        self._places_shown: set[str] = set()  # places of single-rank failures whose tracebacks were shown
 
     def duplicate(
         self,
@@ -97,12 +97,12 @@ class OutputCapture:
     ) -> tuple[int, int]:
         """Return descriptors for a worker's stdout and stderr. With `terminal`, they may be a pseudo-terminal.
 
-        If both are shown in one place they are one stream, which keeps their order; all of it is in stdout.log then.
-        `apart`: the user asked for separate files. `traceback`: the file with the worker's last traceback, which the
-        console keeps back until the failure was reported.
+        If both are shown in one place they are one stream, which keeps their order; then all of it is in stdout.log.
+        `apart`: the user requested separate files. `traceback`: the file with the worker's last traceback, which the
+        console withholds until the failure was reported.
         """
         for std, _ in NAMES:
-            if (rank, std) in self._streams:  # the worker is replaced; another process may still hold its end
+            if (rank, std) in self._streams:  # the worker is replaced; another process may still have its end open
                 self._close(self._streams[rank, std])
         if show == Std.ALL and self._echo and self._console.together and not apart and self._filtered is None:
             both = self._open(rank, folder, Std.OUT, show=show, terminal=terminal, traceback=traceback)
@@ -162,13 +162,13 @@ class OutputCapture:
                 stream.target = None
 
     def repeats(self, rank: int) -> None:
-        """Drop repeated lines: the worker starts over in the same process."""
+        """Drop repeated lines, because the worker starts over in the same process."""
         self.catch_up(rank)
         for stream in self._of([rank]):
             stream.start_over()
 
     def regroups(self, rank: int) -> None:
-        """Hide what torch and NCCL print about a lost peer: this worker can regroup."""
+        """Hide messages of torch and NCCL about a lost peer, because this worker can regroup."""
         for stream in self._of([rank]):
             for follower in stream.followers:
                 if isinstance(follower, LogTail) and follower.noise is None:
@@ -184,9 +184,9 @@ class OutputCapture:
         return "whole" if whole else "without its traceback"
 
     def failed(self, rank: int, place: str) -> None:
-        """Keep the traceback of a rank that has failed off the console: a message about the failure follows.
+        """Withhold the traceback of a rank that has failed: a message about the failure follows.
 
-        That of a single rank is shown, but once only: not if a worker before it has failed at the same `place`.
+        The traceback of a single rank is shown, but only once: not if an earlier worker has failed at the same `place`.
         """
         if self._console.alone and place not in self._places_shown:
             self._places_shown.add(place)
@@ -200,7 +200,7 @@ class OutputCapture:
                     follower.withheld.await_report()
 
     def regrouped(self) -> None:
-        """Forget the tracebacks of ranks that were replaced: the message about the recovery says why they failed."""
+        """Drop the tracebacks of ranks that were replaced: the message about the recovery explains their failure."""
         self._console.drop_withheld(ended=True)
         if self._forwarder is not None:
             self._forwarder.drop_withheld()
@@ -213,7 +213,7 @@ class OutputCapture:
             await self._forwarder.settle(succeeded=succeeded, reported=reported, timeout=_FORWARD_TIMEOUT)
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Give living workers new ranks: old -> new."""
+        """Give live workers new ranks: old -> new."""
         ranks = {old: new for old, new in ranks.items() if old != new}
         moved = {key: stream for key, stream in self._streams.items() if key[0] in ranks}
         self._streams = {key: stream for key, stream in self._streams.items() if key not in moved}
@@ -230,7 +230,7 @@ class OutputCapture:
                     follower.rank = stream.rank
 
     async def drained(self, timeout: float, ranks: Collection[int] | None = None) -> list[int]:
-        """Wait for the end of all streams, or those of these ranks.
+        """Wait for the end of all streams, or of those of these ranks.
 
         Return the ranks of which a process has kept a stream open for `timeout` seconds; it is not read any further.
         """
@@ -244,19 +244,19 @@ class OutputCapture:
         return sorted({stream.rank for stream in held})
 
     def catch_up(self, rank: int) -> None:
-        """Copy what a rank has written so far."""
+        """Copy the output of a rank so far."""
         for stream in self._of([rank]):
             for _ in range(_READS):  # bounded: it may write endlessly
                 if stream.ended.done() or not self._pump(stream):
                     break
 
     def catch_up_all(self) -> None:
-        """Copy what all ranks have written so far."""
+        """Copy the output of all ranks so far."""
         for rank in {stream.rank for stream in self._streams.values()}:
             self.catch_up(rank)
 
     def leave(self) -> None:
-        """Let `cat` write the output of processes that outlive us into the logs: a broken pipe would kill them."""
+        """Make `cat` write the output of processes that outlive us into the logs: a broken pipe would kill them."""
         for stream in self._streams.values():
             if not stream.ended.done() and stream.log is not None:
                 os.set_blocking(stream.source, True)
@@ -286,7 +286,7 @@ class OutputCapture:
         return sorted(resized)
 
     def close(self) -> None:
-        """Copy what is left, and close all streams."""
+        """Copy the remaining output, and close all streams."""
         for stream in self._streams.values():
             self._close(stream)
         if self._filtered is not None:
@@ -342,7 +342,7 @@ class OutputCapture:
             follower.unkept(data)
 
     def _close(self, stream: CapturedStream) -> None:
-        """Copy what is there, then close the stream, even if another process has the other end."""
+        """Copy the available output, then close the stream, even if another process has the other end open."""
         if stream.ended.done():
             return
         for _ in range(_READS):

@@ -35,16 +35,16 @@ class CapturedStream:
     followers: list[LogTail | ForwardedStream] = field(default_factory=list)  # readers of the log
     duplicate: Duplicate | None = None
     unkept: bytes = b""  # the last bytes that could not be written to the log
-    repeated: bytes = b""  # what the worker wrote before it started over, and writes again
-    held: bytes = b""  # what it has written of `repeated` since its last whole line
+    repeated: bytes = b""  # output before the worker started over, which it writes again
+    held: bytes = b""  # the part of `repeated` that it has written since its last whole line
 
     def start_over(self) -> None:
-        """Drop what the worker writes again: it starts over in the same process."""
+        """Drop output that the worker repeats, because it starts over in the same process."""
         if self.log is not None and self.size - self.start <= _MOST_REPEATED:
             self.repeated = os.pread(self.log, self.size - self.start, self.start)
 
     def not_repeated(self, data: bytes) -> bytes:
-        """Return the data from the first line that differs. Hold back what may still be the same line."""
+        """Return the data from the first line that differs. Withhold data that may still be the same line."""
         data = self.held + data
         pairs = enumerate(zip(data, self.repeated, strict=False))
         same = next((place for place, (new, old) in pairs if new != old), min(len(data), len(self.repeated)))

@@ -31,7 +31,7 @@ class FilteredLogs:
                     self._logs[std] = open_log(f"{folder}/filtered_{name}.log")
 
     def of(self, rank: int, std: Std) -> Duplicate | None:
-        """Return what selects the lines of a stream. None: it is not searched."""
+        """Return the object that selects the lines of a stream. None: it is not searched."""
         if std in self._needles and (self._teed is None or self._teed.get(rank, Std.NONE) & std):
             return Duplicate(self._needles[std], self._headers.get(rank, f"[{rank}]:"))
         return None

@@ -1,7 +1,7 @@
 """Forwards the output of a follower's workers to the leader's terminal, at a limited rate.
 
 It reads the log files, which are complete. If workers write faster than the rate allows, the oldest pending bytes are
-skipped, and a note says so. The last traceback of a worker stays here: the message about the failure reports it
+skipped, and a note says so. The last traceback of a worker is not forwarded: the message about the failure reports it
 (`withheld.py`).
 """
 
@@ -42,7 +42,7 @@ class ForwardedStream:
         self._forwarder = forwarder
 
     def grew(self, size: int) -> None:
-        """Note the new size of the log."""
+        """Record the new size of the log."""
         self.size = size
         self._forwarder.wake()
 
@@ -51,12 +51,12 @@ class ForwardedStream:
         self.skipped += len(data)
 
     def end(self) -> None:
-        """Note that the log is complete."""
+        """Record that the log is complete."""
         self.ended = True
         self._forwarder.wake()
 
     def take(self, most: int) -> bytes:
-        """Return the next whole lines, or a part of a very long line, without what is kept back."""
+        """Return the next whole lines, or a part of a very long line, without withheld output."""
         if self.size - self.sent > BEHIND:
             at = self.size - CHUNK
             at += self._read(at, CHUNK - 1).find(b"\n") + 1  # if it is one endless line, send at least its end
@@ -102,7 +102,7 @@ class LogForwarder:
     ) -> ForwardedStream:
         """Forward a stream from this position of its log.
 
-        `traceback`: the file with the last traceback of the worker, which is kept back until `drop_withheld`.
+        `traceback`: the file with the last traceback of the worker, which is withheld until `drop_withheld`.
         """
         stream = ForwardedStream(self, rank, std, log, size, traceback=traceback)
         self._streams.append(stream)
@@ -113,12 +113,12 @@ class LogForwarder:
         return stream
 
     def wake(self) -> None:
-        """Note that there is something to send."""
+        """Signal that there is something to send."""
         self._idle.clear()
         self._awake.set()
 
     def drop_withheld(self) -> None:
-        """Forget the tracebacks of streams that have ended: the failures were reported."""
+        """Drop the tracebacks of streams that have ended: the failures were reported."""
         for stream, withheld in self._withheld:
             if stream.ended:
                 withheld.drop()
@@ -126,7 +126,7 @@ class LogForwarder:
     async def settle(
         self, *, succeeded: Collection[int], reported: Callable[[str], bool] | None = None, timeout: float
     ) -> None:
-        """At the end of an attempt, send the tracebacks that no message reports, and forget the others.
+        """At the end of an attempt, send the tracebacks that no message reports, and drop the others.
 
         `succeeded`: ranks that did not fail. `reported`: whether a message says the same as a text, after a signal;
         None: the failure of every other rank is reported.

@@ -53,7 +53,7 @@ def _whole(data: bytes) -> bytes:
 
 
 def search(folders: Mapping[int, str], text: str, most: int, *, timeout: float = TIMEOUT) -> list[SearchResult]:
-    """Return lines that contain a text, ignoring case, the newest of each log. Rank -1: notes on what was left out."""
+    """Return lines that contain a text, ignoring case, the newest of each log. Rank -1: notes about omitted parts."""
     searcher = _Searcher(text.encode().lower(), most, time.monotonic() + timeout)
     files = [(rank, stream) for rank in sorted(folders) for stream in _STREAMS]
     found = [searcher.search(os.path.join(folders[rank], f"{stream}.log"), rank, stream) for rank, stream in files]
@@ -68,7 +68,7 @@ def search(folders: Mapping[int, str], text: str, most: int, *, timeout: float =
 
 class _Searcher:
     def __init__(self, needle: bytes, most: int, end: float) -> None:
-        self.notes: set[str] = set()  # on what was left out
+        self.notes: set[str] = set()  # about omitted parts
         self._needle = needle
         self._most = most
         self._end = end

@@ -1,4 +1,4 @@
-"""Parses what a worker wrote about its failure: error.json, a traceback, a faulthandler dump. Pure functions."""
+"""Parses the output of a worker about its failure: error.json, a traceback, a faulthandler dump. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Root:
 
 @dataclass(frozen=True)
 class TracebackReport:
-    """What a traceback says."""
+    """The content of a traceback."""
 
     exception: str = ""  # "ValueError: no such key"
     when: float | None = None
@@ -33,7 +33,7 @@ class TracebackReport:
     root: Root | None = None
     stack: tuple[Line, ...] = ()  # all frames, outermost first
     kind: str = ""  # name of the exception's class; "SystemExit" if the script called sys.exit
-    in_words: bool = False  # the message has all lines that matter
+    in_words: bool = False  # the message contains all lines that matter
 
 
 _HEAD = "Traceback (most recent call last):"

@@ -32,7 +32,7 @@ from phalanx.launcher.telemetry import process_stats
 
 _RATE_INTERVAL = 1.0  # seconds between the two readings for a rate
 _SPY = 10.0  # seconds for py-spy, per rank
-_IDLE = PATIENCE  # seconds for which an idle rank counts as idle, because nobody has watched it
+_IDLE = PATIENCE  # seconds for which an idle rank is assumed to be idle, because it was not watched before
 _PIECE = 700  # characters per line, which srun breaks after 1,024: the name of a host may have 253
 _MARK = "phalanx-evidence"  # before each piece, the name of the host and the number of the piece
 _SRUN_TIMEOUT = 60.0  # seconds for the other nodes of a job

@@ -42,7 +42,7 @@ class SshMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="is", omit
 
 
 class NodeSpec(SshMessage, frozen=True, kw_only=True, tag="order"):
-    """All that a node must know to take part."""
+    """Everything that a node needs to know to take part."""
 
     node: int
     nodes: int

@@ -1,4 +1,4 @@
-"""In a Slurm allocation without tasks, `phalanx run` becomes an `srun` of itself with one task per node."""
+"""In a Slurm allocation without tasks, `phalanx run` replaces itself by an `srun` of itself with one task per node."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hand_over(
             fix="phalanx run --standalone … runs on this node only",
         )
     kept = {name: value for name, value in environ.items() if name not in _OF_TASKS}
-    # In the environment of all tasks, and not on a command line.
+    # In the environment of all tasks, not on a command line.
     kept.setdefault(TOKEN, tokens.new())
     sys.stdout.flush()
     sys.stderr.flush()

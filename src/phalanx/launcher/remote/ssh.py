@@ -28,7 +28,7 @@ from phalanx.launcher.remote.ssh_errors import NO_FOLDER, NO_PYTHON, REMOTE_PYTH
 from phalanx.launcher.remote.ssh_link import SshLink
 
 OPTIONS = {
-    "BatchMode": "yes",  # nobody could answer a prompt
+    "BatchMode": "yes",  # no user could answer a prompt
     "ConnectTimeout": "10",
     "ServerAliveInterval": "5",
     "ServerAliveCountMax": "3",
@@ -63,7 +63,7 @@ class SshEvents(Protocol):
 
 
 class SshStarter:
-    """Watches the links to all hosts, and reports who is ready, who failed and who ended."""
+    """Watches the links to all hosts, and reports which are ready, failed or ended."""
 
     def __init__(self, links: Sequence[SshLink], events: SshEvents, *, hosts: int, timeout: float) -> None:
         self.links = links
@@ -160,7 +160,7 @@ class SshStarter:
             await asyncio.sleep(0.02)
 
     def close(self) -> None:
-        """Kill the child processes. What runs on the hosts ends when its input is closed."""
+        """Kill the child processes. Processes on the hosts end when their input is closed."""
         for link in self.links:
             link.close()
             if link.process.poll() is None:

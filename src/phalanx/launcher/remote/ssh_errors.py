@@ -1,4 +1,4 @@
-"""Why a host of `run --hosts` cannot take part, or its connection has ended."""
+"""Explains why a host of `run --hosts` cannot take part, or its connection has ended."""
 
 from __future__ import annotations
 

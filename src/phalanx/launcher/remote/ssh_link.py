@@ -26,11 +26,11 @@ class AnswerParser:
 
     @property
     def rest(self) -> bytes:
-        """Return what has followed the answer."""
+        """Return the data after the answer."""
         return bytes(self._buffer)
 
     def feed(self, data: bytes) -> Ready | NodeRefused | None:
-        """Take output. Return the answer, why there will be none, or None if it has not come yet."""
+        """Process output. Return the answer, why there will be none, or None if it has not arrived yet."""
         self._buffer += data
         while (end := self._buffer.find(b"\n")) >= 0:
             line = bytes(self._buffer[:end])
@@ -58,7 +58,7 @@ class AnswerParser:
 
 
 class SshLink:
-    """One host: the child process that connects to it, and what it has sent."""
+    """One host: the child process that connects to it, and the data it has sent."""
 
     def __init__(
         self, node: int, host: str, process: subprocess.Popen[bytes], *, cwd: str, python: str, near: bool
@@ -72,7 +72,7 @@ class SshLink:
         self.answer: Ready | None = None
         self.trouble: NodeRefused | None = None
         self.stderr: deque[str] = deque(maxlen=_STDERR)
-        self.out: Callable[[bytes], None] = lambda _: None  # takes what it writes after its answer
+        self.out: Callable[[bytes], None] = lambda _: None  # handles output after its answer
         self.err: Callable[[bytes], None] = lambda _: None
         self._send_buffer = bytearray()
         self._parser = AnswerParser(host)
@@ -110,7 +110,7 @@ class SshLink:
         self._loop.remove_writer(stdin.fileno())
 
     def cut(self) -> None:
-        """Close its input, on which it ends what it has started."""
+        """Close its input: it then ends the processes that it has started."""
         stdin = self.process.stdin
         if stdin is not None and not stdin.closed:
             if self._loop is not None:
@@ -168,7 +168,7 @@ class SshLink:
         if code is None:
             return None
         for stream, take in ((self.process.stdout, self._read_stdout), (self.process.stderr, self._read_stderr)):
-            # Not until end of file: a process that ssh left in the background may hold them open.
+            # Not until end of file: a background process of ssh may keep them open.
             with contextlib.suppress(OSError, ValueError):
                 while stream is not None and (data := os.read(stream.fileno(), 1 << 16)):
                     take(data)

@@ -54,7 +54,7 @@ def _unlink(runs: str, folder: str) -> None:
 
 
 def _same(part: RunRecord, run: RunRecord) -> bool:
-    """Return whether two records are of the same run. A copy of its folder is another run."""
+    """Return whether two records belong to the same run. A copy of its folder is another run."""
     return part.id == run.id and os.path.realpath(part.folder) == os.path.realpath(run.folder)
 
 
@@ -71,5 +71,5 @@ def _remove(folder: str) -> None:
         os.unlink(os.path.join(folder, "run.json"))
     os.rmdir(folder)
     if os.path.basename(folder).startswith("node_"):  # a part of a run in --log-dir
-        with contextlib.suppress(OSError):  # other nodes' parts are still there
+        with contextlib.suppress(OSError):  # the parts of other nodes still exist
             os.rmdir(os.path.dirname(folder))

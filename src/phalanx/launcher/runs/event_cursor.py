@@ -21,7 +21,7 @@ class EventCursor(msgspec.Struct, frozen=True, kw_only=True):
     """A position in the files of a run."""
 
     at: tuple[int, int]  # offsets in the files
-    end: tuple[int, int]  # where to stop: later lines are sent as they happen
+    end: tuple[int, int]  # where to stop: later lines are sent when they happen
     since: float = 0.0  # skip older events
 
 
@@ -33,7 +33,7 @@ _times: msgspec.json.Decoder[_Timed] = msgspec.json.Decoder(_Timed)
 
 
 def begin(folder: str, since: float | None = None) -> EventCursor:
-    """Return a cursor for everything that is there now."""
+    """Return a cursor for everything that exists now."""
     sizes = []
     for name in FILES:
         try:
@@ -63,7 +63,7 @@ def _line_end(path: str, at: int) -> int:
 
 
 def part(folder: str, cursor: EventCursor) -> tuple[bytes, EventCursor | None]:
-    """Return the next lines and the cursor after them, or None if that was all."""
+    """Return the next lines and the cursor after them, or None at the end."""
     with contextlib.ExitStack() as open_:
         spans = zip(FILES, cursor.at, cursor.end, strict=True)
         files = [_File(open_, os.path.join(folder, name), at, end) for name, at, end in spans]

@@ -1,4 +1,4 @@
-"""Explains a failure in words: one line, or the block of text that the user reads at the end. Pure functions."""
+"""Describes a failure: one line, or the block of text that the user reads at the end. Pure functions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def block(
     means: Sequence[str] = (),
     brief: bool = False,
 ) -> str:
-    """Return the explanation of the first cause that the user reads at the end.
+    """Return the explanation of the first cause for the user at the end.
 
     `means` are further lines of explanation. `brief`: the console shows the traceback of this rank.
     """
@@ -94,15 +94,15 @@ def block(
 
 
 def blamed(block: str, death: ProcessFailure) -> str:
-    """Return the block of a failure that was written before it was known who is to blame."""
+    """Return the block of a failure that was written before the rank to blame was known."""
     _, *rest = block.split("\n")
     return "\n".join([summary(death), *(f"  {line}" for line in (*death.blame[1:], _victim(death))), *rest])
 
 
 def failed_ranks(deaths: Sequence[ProcessFailure]) -> tuple[FailedRanks, ...]:
-    """Return the ranks that failed, grouped by what failed and where. Without those that ended because we stopped them.
+    """Return the ranks that failed, grouped by what failed and where. Ranks that we stopped are excluded.
 
-    Of failures that are all different, only some are named.
+    If all failures are different, only some are named.
     """
     kinds: dict[tuple[str, str, bool, bool], list[int]] = {}
     for death in deaths:
@@ -179,7 +179,7 @@ def frames(death: ProcessFailure) -> tuple[str, ...]:
 
 
 def _more(death: ProcessFailure, report: TracebackReport) -> list[str]:
-    """Return the further lines of a message, without what C++ and DataLoader workers append."""
+    """Return the further lines of a message, without text that C++ and DataLoader workers append."""
     more = report.exception.splitlines()[1:]
     if report.exception.startswith(f"{USAGE}: "):
         return [f"    {line.rstrip()}" for line in _usage(death.stderr)]
@@ -201,13 +201,13 @@ def _usage(stderr: Sequence[str]) -> list[str]:
 
 
 def _explained(death: ProcessFailure, report: TracebackReport) -> list[str]:
-    """Return what ended it, if its own message does not say that."""
+    """Return what ended it, if its own message does not contain that."""
     if port := _IN_USE.search(report.exception):
         return [f"  port {port[1]} is in use: leave MASTER_PORT as the launcher sets it, to a free port"]
     if reports_lost_loader(report):
         return ["  a DataLoader worker of this rank died: run with num_workers=0 to see its error"]
     if death.memory:
-        return [f"  {death.memory}"] if report.exception else []  # the first line has it
+        return [f"  {death.memory}"] if report.exception else []  # the first line already has it
     if death.hung:
         return ["  it was stalled, and phalanx killed it (--on-hang kill)"]
     if death.code == -signal.SIGKILL:
@@ -224,7 +224,7 @@ def _frames(report: TracebackReport, *, only_own: bool) -> list[str]:
         return [] if only_own else _placed(report.frames)
     parts = [(own, list(group)) for own, group in itertools.groupby(_last_frames(stack), tracebacks.mine)]
     while parts and not parts[0][0]:
-        parts.pop(0)  # what called the script
+        parts.pop(0)  # frames that called the script
     lines = []
     for own, group in parts:
         if own:
@@ -264,7 +264,7 @@ def _who(death: ProcessFailure) -> str:
 
 
 def _victim(death: ProcessFailure) -> str:
-    """Return what happened to a rank that another one made fail."""
+    """Return what happened to a rank whose failure was caused by another one."""
     report = report_of(death)
     what = "timed out" if timeout(death) is not None or not reports_lost_peer(report) else "lost the peer"
     return f"{_who(death)} {what}: {_short(report.exception or in_words(death.code))}"

@@ -1,4 +1,4 @@
-"""A run that has no agent on this host, from its files: one that has ended, or one of another host on a shared disk."""
+"""A run without an agent on this host, from its files: one that has ended, or one of another host on a shared disk."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class FinishedRun:
 
 
 class RemoteRun(FinishedRun):
-    """A run on another host, from files on a shared disk: one second late, as long as it writes any."""
+    """A run on another host, from files on a shared disk: one second late, while it writes any."""
 
     @property
     def alive(self) -> bool:
@@ -143,7 +143,7 @@ def current_record(run: RunRecord) -> RunRecord:
 
 
 def _whole(folder: str) -> str:
-    """Return the folder of the whole run, if the leader writes to the same disk; else of this node's part."""
+    """Return the folder of the whole run, if the leader writes to the same disk; otherwise of this node's part."""
     above = os.path.dirname(folder)
     inside = os.path.basename(folder).startswith("node_") and os.path.exists(os.path.join(above, "run.json"))
     return above if inside else folder

@@ -16,7 +16,7 @@ TIMEOUT = 5.0  # seconds for all commands together
 MOST_DIFF = 1 << 18  # bytes of the diff that are kept
 _MOST = 1 << 16  # bytes of any other answer
 
-# No lock that another git would wait for, no program that the configuration of the repository names, no pager.
+# No lock that another git would wait for, no program named in the configuration of the repository, no pager.
 _GIT = (
     "git",
     "--no-optional-locks",
@@ -32,7 +32,7 @@ _DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submo
 
 
 class GitError(Exception):
-    """git is missing, refuses, or does not answer."""
+    """git is missing, reports an error, or does not answer."""
 
 
 class GitReader:
@@ -87,7 +87,7 @@ class GitReader:
         )
 
     def _tracked(self, root: str) -> bool:
-        """Return whether the script is in the repository, and not only in its folder."""
+        """Return whether the script is tracked by the repository, not only in its folder."""
         if os.path.isdir(self._path):
             return True
         found, _ = self._git(root, "ls-files", "--", os.path.realpath(self._path))
@@ -160,7 +160,7 @@ def repository(folder: str) -> str | None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and reap it, unless it does not even react to that: on a disk that is gone."""
+    """Kill a process and reap it, unless it does not react even to that: on a disk that does not respond."""
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

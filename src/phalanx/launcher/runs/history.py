@@ -2,7 +2,7 @@
 
     history.read(choice.any_run("train-1115"), model.apply)
 
-It works for a live run too, and then returns what has happened so far.
+For a live run, it returns what has happened so far.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _METRICS_PREFIX = b'{"event":"%b"' % str(events.MetricsMeasured.__struct_config_
 METRICS = "metrics.jsonl"  # written by a training run that has no checkpoint folder
 _OURS = frozenset(("step", "epoch", "time", "rank"))
 _LATE = 5000  # lines: what other ranks log is written some seconds later than lines of rank 0
-_MOST = 1 << 24  # bytes of it: if there is more, samples.jsonl says enough
+_MOST = 1 << 24  # bytes of it: if there is more, samples.jsonl is sufficient
 _STACKS = 1 << 18  # bytes per stall
 _END = 1 << 18  # bytes read by default by `end`
 
@@ -38,7 +38,7 @@ def leading(record: RunRecord) -> RunRecord:
 
 
 def read(record: RunRecord, see: Callable[[events.AnyEvent], object]) -> None:
-    """Call `see` with every event. Skips what is unreadable: truncated, or written by another version."""
+    """Call `see` with every event. Skips unreadable ones: truncated, or written by another version."""
     import asyncio  # slow to import, and `end` does not need it
 
     asyncio.run(_read(record, see))

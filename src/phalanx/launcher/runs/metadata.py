@@ -33,7 +33,7 @@ _given: msgspec.json.Decoder[dict[str, Hyperparameter]] = msgspec.json.Decoder(d
 
 
 def describe(record: RunRecord, command: Command, given: Mapping[str, Hyperparameter]) -> RunMetadata:
-    """Return what is known without looking anywhere. `given`: hyperparameters from the launcher's command line."""
+    """Return what is known without reading anything. `given`: hyperparameters from the launcher's command line."""
     script = command.target
     if command.kind in ("script", "path"):
         script = os.path.abspath(os.path.join(record.cwd, script))
@@ -59,12 +59,12 @@ def surveyed(metadata: RunMetadata, python: str, environ: Mapping[str, str]) -> 
 
 
 def with_git(metadata: RunMetadata, git: GitState | None, problem: str = "") -> RunMetadata:
-    """Add the state of the repository, or why it is not known."""
+    """Add the state of the repository, or why it is unknown."""
     return msgspec.structs.replace(metadata, git=git, notes=(*metadata.notes, *([problem] if problem else [])))
 
 
 def with_given(metadata: RunMetadata, given: Mapping[str, Hyperparameter]) -> RunMetadata:
-    """Add hyperparameters that the script has given: they replace those that were read from its arguments."""
+    """Add hyperparameters that the script has passed: they replace those that were read from its arguments."""
     return msgspec.structs.replace(metadata, hyperparameters={**metadata.hyperparameters, **given})
 
 
@@ -105,7 +105,7 @@ def _content(path: str, most: int) -> bytes:
 
 
 def _versions(python: str, environ: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """Return the versions that the workers use, and why they are not known, if so."""
+    """Return the versions that the workers use, and why they are unknown, if they are."""
     own = software.versions()
     if python == sys.executable:
         return software.complete(own), ""
@@ -141,7 +141,7 @@ def _machine(environ: Mapping[str, str]) -> Machine:
 
 
 def _first(pattern: str | re.Pattern[str], path: str) -> str:
-    """Return what the pattern finds in the first bytes of a file. Empty: nothing."""
+    """Return the match of the pattern in the first bytes of a file. Empty: none."""
     with contextlib.suppress(OSError), open(path, errors="replace") as file:
         match = re.search(pattern, file.read(1 << 13))
         return match[1].strip() if match else ""

@@ -1,4 +1,4 @@
-"""Why a run ended and which faults it survived, from its run folder."""
+"""Explains why a run ended and which faults it survived, from its run folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAIL = 1 << 16  # bytes read from the end of a log
 
 @dataclass
 class PostmortemData:
-    """What the folder of a run says."""
+    """The content of a run folder."""
 
     record: RunRecord
     history: list[events.AnyEvent] = field(default_factory=list)
@@ -128,7 +128,7 @@ def first(data: PostmortemData) -> str:
 
 
 def _first_cause(data: PostmortemData) -> root_cause.ProcessFailure | None:
-    """Return the first failure. None: there is none; what ranks did after Ctrl-C or a preemption is not one."""
+    """Return the first failure. None: there is none; errors of ranks after Ctrl-C or a preemption do not count."""
     return None if data.record.preempted or stopped_by(data.record.code) else root_cause.first_cause(data.deaths)
 
 

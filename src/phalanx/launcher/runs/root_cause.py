@@ -38,7 +38,7 @@ _PERMANENT = (
     "NameError",
     "UnboundLocalError",
 )
-USAGE = "usage error"  # how the report of a script begins that argparse has ended
+USAGE = "usage error"  # the report of a script that argparse has ended begins with this
 HUNG = "stalled: SIGKILL (--on-hang kill)"
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
@@ -49,15 +49,15 @@ class ProcessFailure:
 
     rank: int
     code: int  # exit code, or minus the signal
-    time: float  # when its end was noticed
-    stopped: bool = False  # we had told it to stop before
+    time: float  # when its end was detected
+    stopped: bool = False  # we had stopped it before
     device: str = ""
     error: str = ""  # content of its error.json
     stderr: Sequence[str] = ()
     memory: str = ""  # what the kernel reports about memory
     hung: bool = False  # we killed it because it was stalled
     skew: float = 0.0  # of its node's clock, which its error file uses
-    stop_sent: float = 0.0  # when we told it to stop; 0: never
+    stop_sent: float = 0.0  # when we stopped it; 0: never
     blame: Sequence[str] = ()  # lines that say which rank made it time out, or left it alone
 
     @property
@@ -68,7 +68,7 @@ class ProcessFailure:
 
 @dataclass(frozen=True)
 class CleanExit:
-    """A worker that exited with exit code 0, and that we had not told to stop."""
+    """A worker that exited with exit code 0, and that we had not stopped."""
 
     rank: int
     time: float
@@ -76,7 +76,7 @@ class CleanExit:
 
 
 def report_of(death: ProcessFailure) -> TracebackReport:
-    """Return what the worker wrote about its failure; a faulthandler dump only if that ended it."""
+    """Return the worker's report about its failure; a faulthandler dump only if that ended it."""
     found = tracebacks.read_error_file(death.error) if death.error else TracebackReport()
     if found.exception and (found.kind != "SystemExit" or found.code == death.code):
         return found  # a script may catch the SystemExit of sys.exit, and end in another way
@@ -107,7 +107,7 @@ def first_cause(deaths: Sequence[ProcessFailure]) -> ProcessFailure | None:
 
 
 def count(deaths: Sequence[ProcessFailure]) -> int:
-    """Return how many failed by themselves, rather than because we stopped them."""
+    """Return how many failed by themselves, not because we stopped them."""
     return sum(not death.stopped or -death.code in _CRASHES or _raised_before(death) for death in deaths)
 
 
@@ -125,7 +125,7 @@ def timeout(death: ProcessFailure) -> timeouts.Timeout | None:
 
 
 def lost_a_peer(death: ProcessFailure) -> bool:
-    """Return whether the worker failed because another rank was gone."""
+    """Return whether the worker failed because it lost another rank."""
     return reports_lost_peer(report_of(death))
 
 
@@ -183,7 +183,7 @@ def obeyed(death: ProcessFailure) -> bool:
 
 
 def in_words(code: int) -> str:
-    """Return an exit code or signal as text."""
+    """Describe an exit code or signal."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -208,8 +208,8 @@ def differs(death: ProcessFailure) -> bool:
 
 
 def permanent(death: ProcessFailure) -> bool:
-    """Return whether another try would fail in the same way: the script cannot be parsed or imported, uses a name that
-    does not exist, or refuses its arguments.
+    """Return whether a retry would fail in the same way: the script cannot be parsed or imported, uses a name that does
+    not exist, or rejects its arguments.
     """
     report = report_of(death)
     return report.kind in _PERMANENT or report.exception.startswith(f"{USAGE}: ")

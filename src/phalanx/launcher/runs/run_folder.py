@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from phalanx.contract import events
 
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)  # the disk, and not the path, is to blame
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)  # the disk is to blame, not the path
 _ROOM = 1 << 14  # bytes that a new run folder must accept
 _TRIES = 100  # runs with one name that may be created at the same moment
 
@@ -72,7 +72,7 @@ class RunRecord:
         if self.ended is None and not self.here:
             return f"on {self.host}"
         if self.code is None:
-            return "killed"  # the agent had no chance to write its end
+            return "killed"  # the agent could not write its end
         if self.preempted:
             return "preempted"
         if stopper := stopped_by(self.code):
@@ -93,16 +93,16 @@ class RunFolder:
     def __init__(self, path: str, given: str = "") -> None:
         self.path = path
         self.name = os.path.basename(path)  # unique: if the given name is taken, it has a number
-        self.given = given or self.name  # the name before that
+        self.given = given or self.name  # the requested name
         self._events = open(os.path.join(path, "events.jsonl"), "ab", buffering=0)  # noqa: SIM115
         self._record: RunRecord | None = None
         self.link: str | None = None  # its entry in the list of runs, if the folder is elsewhere
         self.echo: Callable[[str], None] | None = None  # torchrun's --event-log-handler console
         self.listeners: list[Callable[[bytes], None]] = []  # called with the line of every event
         self._samples: BinaryIO | None = None
-        self.tell: Callable[[str], None] | None = None  # reports that the disk does not accept files any more
-        self._elsewhere = ""  # where new logs are written since then
-        self.note = ""  # why it is not where it should be
+        self.tell: Callable[[str], None] | None = None  # reports that the disk no longer accepts files
+        self._elsewhere = ""  # folder of new logs since then
+        self.note = ""  # why it is in another place
         self.stalled = 0.0  # seconds of stalls that ended by themselves
         self._stalls = False  # the run stalls, and no fault has followed from that
         self._preempted = False  # a checkpoint was written for a preemption
@@ -147,7 +147,7 @@ class RunFolder:
                 self.record(replace(self._record, world_size=world_size))
 
     def mark_preempted(self) -> None:
-        """Note that the run ends because of a preemption, with a checkpoint."""
+        """Record that the run ends because of a preemption, with a checkpoint."""
         self._preempted = True
 
     def is_preempted(self, code: int) -> bool:
@@ -214,7 +214,7 @@ class RunFolder:
     def _made(self, name: str) -> str:
         """Create a folder below this one; if the disk does not accept it, on another disk, so that the run continues.
 
-        If no disk accepts it, return its name all the same: output is then shown and not kept.
+        If no disk accepts it, return its name anyway: output is then shown and not kept.
         """
         path = os.path.join(self.path, name)
         try:
@@ -232,7 +232,7 @@ class RunFolder:
         return path
 
     def open_log(self, name: str) -> int:
-        """Open a log file of this folder for appending. If the disk does not accept it, what is written is dropped."""
+        """Open a log file of this folder for appending. If the disk does not accept it, written data is dropped."""
         try:
             path = os.path.join(self.path, name)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -313,7 +313,7 @@ def _check_room(path: str) -> None:
 
 
 def _names(name: str, *folders: str) -> Iterator[str]:
-    """Yield names that may be free: that of the user, then NAME.2 or the number after the highest one in use."""
+    """Yield names that may be free: the user's name, then NAME.2 or the number after the highest one in use."""
     yield name
     used = [
         entry[len(name) + 1 :] for folder in folders for entry in os.listdir(folder) if entry.startswith(f"{name}.")
@@ -324,7 +324,7 @@ def _names(name: str, *folders: str) -> Iterator[str]:
 
 
 def all_runs(base: str) -> Iterator[RunRecord]:
-    """Yield all recorded runs, oldest first. Skips what is unreadable."""
+    """Yield all recorded runs, oldest first. Skips unreadable ones."""
     found = []
     for path in _run_paths(base):
         records = list(in_folder(path))
@@ -351,7 +351,7 @@ def in_folder(folder: str) -> Iterator[RunRecord]:
 
 
 def read(folder: str) -> RunRecord | None:
-    """Read the record of a run folder, which may have been copied. None if it is none."""
+    """Read the record of a run folder, which may have been copied. None if there is none."""
     with contextlib.suppress(OSError, ValueError, TypeError), open(os.path.join(folder, "run.json")) as file:
         return replace(RunRecord(**json.load(file)), folder=os.path.realpath(folder))
     return None

@@ -56,7 +56,7 @@ def find(folder: str) -> list[WorkerLog]:
 
 
 class KnownRanks:
-    """The ranks that the events of a run name, on whichever host they are."""
+    """The ranks that the events of a run name, on any host."""
 
     def __init__(self, folder: str) -> None:
         self._path = os.path.join(folder, "events.jsonl")
@@ -153,7 +153,7 @@ def start_of_tail(path: str, lines: int) -> int:
 
 
 def harmless(line: bytes) -> str:
-    """Return a line as it looks when it is finished, without escapes and control characters that a terminal obeys."""
+    """Return a line in its final form, without escapes and control characters that a terminal interprets."""
     text = line.decode(errors="replace")
     if text.isprintable():
         return text

@@ -1,4 +1,4 @@
-"""How far a run got and why it ended, from the ends of its files."""
+"""The progress of a run and why it ended, from the ends of its files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunSummary:
     step: int | None = None  # the latest
     loss: float | None = None  # the latest; NaN if it was not finite
     faults: int = 0  # that it survived, as far as the end of the file shows
-    why: str = ""  # it ended; empty if it succeeded or is running
+    why: str = ""  # why it ended; empty if it succeeded or is running
 
 
 def of(record: RunRecord) -> RunSummary:
@@ -50,7 +50,7 @@ def _end_of(path: str) -> Iterator[events.AnyEvent]:
 
 
 def _measured(folder: str) -> tuple[int | None, float | None]:
-    """Return the latest step and loss. metrics.jsonl, if it is there, has those of the last moment, too."""
+    """Return the latest step and loss. metrics.jsonl, if it exists, also has the last moments."""
     seen: int | None = None
     sampled: list[events.MetricsMeasured] = []  # from the newest
     for line in reversed(history.end(os.path.join(folder, "samples.jsonl"), _END).splitlines()):
@@ -78,7 +78,7 @@ def _latest(measured: Iterator[events.MetricsMeasured]) -> tuple[int | None, flo
 
 
 def _step(found: tuple[int | None, float | None]) -> tuple[bool, int]:
-    """Order by what is known: a step with a loss, then the later step."""
+    """Sort key: a step with a loss first, then the later step."""
     step, loss = found
     return loss is not None, -1 if step is None else step
 

@@ -1,4 +1,4 @@
-"""Why a `phalanx.spawn` failed: the failure of each rank, and which of them is the first cause."""
+"""Explains why a `phalanx.spawn` failed: the failure of each rank, and which of them is the first cause."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SpawnFailure:
     rank: int
     text: str
     time: float
-    ours: bool = False  # it was ended by us
+    ours: bool = False  # we ended it
     traceback: str = ""
     exception: bytes = b""
     fix: str = ""
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """The sort key: the first cause first, consequences of another rank's end last."""
+        """The sort key: the first cause first, consequences of another rank's failure last."""
         return self.ours, root_cause.names_lost_peer(self.text), self.time
 
 
@@ -40,7 +40,8 @@ def find(
 ) -> SpawnFailure | None:
     """Return the failure of a rank; None: it succeeded.
 
-    `answer` is what it has sent, `code` how it exited at `ended` (None: not by itself). `stopped`: we ended the ranks.
+    `answer` is the message of the rank, `code` its exit code at `ended` (None: it did not exit by itself). `stopped`:
+    we ended the ranks.
     """
     if answer and "error" in answer:
         kept = {name: answer.get(name, empty) for name, empty in (("traceback", ""), ("exception", b""), ("fix", ""))}

@@ -1,4 +1,4 @@
-"""The ranks of one `phalanx.spawn`, as its caller sees them: started, shown, collected, ended."""
+"""The ranks of one `phalanx.spawn`, on the caller's side: started, shown, collected, ended."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _ADDRESS = "127.0.0.1"
 _SETTLE = 0.2  # seconds after a failure for other ranks to report theirs: the first cause may be reported second
 _LINGER = 5.0  # seconds for a rank that has reported a failure to end
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL
-_PATIENCE = 0.5  # seconds for what ends by itself: resource tracker, torch's manager of shared memory
-_STOP_TIMEOUT = 15.0  # seconds for the fork server to end all that
+_PATIENCE = 0.5  # seconds for processes that end by themselves: resource tracker, torch's manager of shared memory
+_STOP_TIMEOUT = 15.0  # seconds for the fork server to end all of them
 _NEVER = float("inf")
 
 
@@ -58,7 +58,7 @@ class SpawnGroup:
         self._kill_at = _NEVER  # the fork server was asked to end
         self._ready = False  # the fork server has imported torch
         self._hosts_store = False
-        self._lost = False  # it has ended unasked
+        self._lost = False  # it has ended unexpectedly
         self._ended = False
         self._broken: LaunchError | None = None
         self._pipes = RankPipes(ranks)
@@ -79,7 +79,7 @@ class SpawnGroup:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End whatever is left."""
+        """End everything that remains."""
         self._end()
         self._pipes.close()
 
@@ -113,7 +113,9 @@ class SpawnGroup:
                 self._check_deadlines()
 
     def _handle(self, message: wire.Message) -> None:
-        """Handle a message of the fork server. One order is on its way at a time, so neither side blocks the other."""
+        """Handle a message of the fork server. There is at most one open order, so that neither side blocks the
+        other.
+        """
         match message["is"]:
             case "ready":
                 self._ready, self._hosts_store = True, message["torch"]
@@ -173,7 +175,7 @@ class SpawnGroup:
 
     def _environment(self, rank: int) -> dict[str, str]:
         """Return the environment of a rank, as under `phalanx run` on one node."""
-        own = (RUN, RUN_FOLDER, LINE, MEMORY, TOPOLOGY)  # of this process, if it is a rank of something else
+        own = (RUN, RUN_FOLDER, LINE, MEMORY, TOPOLOGY)  # of this process, if it is a rank of another run
         environ = {
             name: value
             for name, value in environment().items()
@@ -242,13 +244,13 @@ class SpawnGroup:
     # -- their end
 
     def _stop(self, patience: float = 0.0) -> None:
-        """Have the fork server end everything below it, and itself."""
+        """Make the fork server end everything below it, and itself."""
         if self._kill_at == _NEVER:
             self._kill_at = time.monotonic() + _STOP_TIMEOUT
             self._send({"do": "end", "patience": patience, "grace": _GRACE})
 
     def _end(self) -> None:
-        """End the fork server, and show what is left in the pipes."""
+        """End the fork server, and show the remaining data in the pipes."""
         if self._ended:
             return
         self._ended = True
@@ -266,7 +268,7 @@ class SpawnGroup:
         self._pipes.finish()
 
     def _kill(self) -> None:
-        """Kill the fork server. Its ranks die with it, but not their children, which are killed here."""
+        """Kill the fork server. Its ranks end with it, but not their children, which are killed here."""
         below = linux.descendants(self._pid)
         for pid in (self._pid, *below):
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,7 +1,7 @@
-"""What the ranks of a `phalanx.spawn` print, in a terminal, a file or the cell of a notebook.
+"""The output of the ranks of a `phalanx.spawn`, in a terminal, a file or the cell of a notebook.
 
-Whole lines have the rank as a prefix. A progress bar of rank 0 is redrawn in place, below the lines of all ranks, where
-that is possible; elsewhere its last state is printed at the end.
+Whole lines have the rank as a prefix. A progress bar of rank 0 is redrawn in place, below the lines of all ranks, if
+possible; otherwise its last state is printed at the end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankOutput:
             self._print(done, rank, stream)
 
     def finish(self) -> None:
-        """Print what is left."""
+        """Print the remaining output."""
         for (rank, stream), model in self._models.items():
             self._print(model.end(), rank, stream)
 

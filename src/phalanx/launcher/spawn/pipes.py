@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SpawnedRank:
-    """What is known of a rank, and the read ends of its pipes."""
+    """What is known about a rank, and the read ends of its pipes."""
 
     ours: tuple[int, int, int]  # read ends: stdout, stderr, result
     stack: int  # the file for its stack
@@ -27,7 +27,7 @@ class SpawnedRank:
     answer: bytearray = field(default_factory=bytearray)
 
     def result(self) -> dict[str, Any] | None:
-        """Return what the rank has sent at its end; None: nothing, or only a part of it."""
+        """Return the message that the rank sent at its end; None: nothing, or only a part of it."""
         try:
             # From a process that we have started, over a pipe that only it has.
             return dict(pickle.loads(self.answer)) if self.answer else None  # noqa: S301
@@ -40,7 +40,7 @@ class RankPipes:
     """Three pipes per rank: stdout, stderr and its result."""
 
     def __init__(self, ranks: int) -> None:
-        self.open_ = contextlib.ExitStack()  # what is closed at the end
+        self.open_ = contextlib.ExitStack()  # closed at the end
         self.ranks: list[SpawnedRank] = []
         self.waiting: list[tuple[int, int, int]] = []  # write ends of the ranks that have not been ordered
         self.nothing = -1  # /dev/null
@@ -104,13 +104,13 @@ class RankPipes:
             self._output.show(data, rank, stream)
 
     def read_rest(self, fd: int, rank: int, stream: int) -> None:
-        """Read what is in a pipe now."""
+        """Read the data that is in a pipe now."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(fd, 1 << 16):
                 self.take(data, rank, stream)
 
     def finish(self) -> None:
-        """Read what is left in the pipes, and show incomplete lines."""
+        """Read the remaining data in the pipes, and show incomplete lines."""
         for fd, (rank, stream) in self.sources():
             self.read_rest(fd, rank, stream)
         self._output.finish()

@@ -70,14 +70,14 @@ def spawn(
                 failure = error
             else:
                 return values
-    raise failure.with_traceback(None) from None  # frames of phalanx say nothing about the failure of a rank
+    raise failure.with_traceback(None) from None  # frames of phalanx do not help with the failure of a rank
 
 
 def must_not_fork() -> str:
     """Return why ranks cannot be forks of this process; "": they can.
 
-    Threads are no reason. The thread pool of torch would hang a fork, but it belongs to the thread that uses it: ranks
-    are forked from a new thread, which has none, and make their own.
+    Threads are allowed. The thread pool of torch would hang a fork, but it belongs to the thread that uses it: ranks
+    are forked from a new thread, which has none, and create their own.
     """
     torch = sys.modules.get("torch")
     for name in ("cuda", "xpu"):
@@ -135,7 +135,7 @@ def _flush() -> None:
 
 
 def _start_fresh(theirs: socket.socket, call: Call, why: str) -> int:
-    """Start a fork server in a fresh interpreter. It inherits a file without a name that has the call."""
+    """Start a fork server in a fresh interpreter. It inherits a file without a name that contains the call."""
     payload = function_call.pack(*call, details=[f"they cannot be forks of this process: {why}"] if why else [])
     fd = os.memfd_create("phalanx-spawn")
     with open(fd, "wb") as file:

@@ -1,6 +1,6 @@
-"""Where the ranks of a `phalanx.spawn` are when its time is over, and which of them the others wait for.
+"""Where the ranks of a `phalanx.spawn` are at its timeout, and which of them the others wait for.
 
-Each rank has a file without a name, into which faulthandler writes its stack when the caller sends a signal. This works
+Each rank has a file without a name, to which faulthandler writes its stack when the caller sends a signal. This works
 while the rank waits in native code.
 """
 
@@ -45,7 +45,7 @@ def _is_whole(text: str) -> bool:
 
 
 def parse(text: str) -> tuple[Frame, ...]:
-    """Parse what faulthandler has written. Source lines are those that this process knows, also those of a notebook."""
+    """Parse the output of faulthandler. Source lines are those that this process knows, also those of a notebook."""
     found = [Frame(each["file"], int(each["line"]), each["name"]) for each in _END.finditer(text)]
     return tuple(_annotated(frame) for frame in found)
 
@@ -56,7 +56,7 @@ def _annotated(frame: Frame) -> Frame:
 
 
 def verdict(stacks: Mapping[int, tuple[Frame, ...]], world: int, waited: float) -> list[str]:
-    """Return lines about who waits for whom, then where each rank is."""
+    """Return lines about which rank waits for which, then where each rank is."""
     ranks = tuple(
         Rank(rank=rank, node=0, since=waited, threads=(ThreadStack(name="MainThread", frames=stack, main=True),))
         for rank, stack in sorted(stacks.items())

@@ -31,7 +31,7 @@ _CLOCK_ERROR = 15  # tenths of a second: if a node's clock is off by more, its s
 
 
 class NodeSamples(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a node sends to the leader every second."""
+    """The message that a node sends to the leader every second."""
 
     tick: int  # tenths of a second, by the leader's clock
     seconds: float
@@ -79,7 +79,7 @@ class Collector:
         await self._metrics.end()
 
     def measured(self, message: words.MeasuredStep) -> None:
-        """Take metrics from rank 0, which runs on this node."""
+        """Handle metrics from rank 0, which runs on this node."""
         self._metrics.send(message)
 
     # -- this node
@@ -101,7 +101,7 @@ class Collector:
                 self._publish(last=reading.last)
         if reading.last:
             self._metrics.concluded(attempt)
-            self._received.clear()  # other nodes have ended theirs too: what they send next is of the next attempt
+            self._received.clear()  # other nodes have ended theirs too: their next samples belong to the next attempt
         else:
             self._metrics.read_output(attempt)
         return own
@@ -118,7 +118,7 @@ class Collector:
     # -- all nodes, on the leader
 
     def receive(self, member: int, content: bytes) -> None:
-        """Take the samples of another node. Publish if they were the last ones missing."""
+        """Handle the samples of another node. Publish if they were the last ones missing."""
         samples = _decoder.decode(content)
         now = int((time.time() - self._coordinator.skew) * TENTHS)
         if abs(samples.tick - now) > _CLOCK_ERROR:
@@ -139,7 +139,7 @@ class Collector:
         }
 
     def _publish(self, *, last: bool = False) -> None:
-        """Write what has arrived for this second."""
+        """Write the samples that have arrived for this second."""
         own, now = self._own, time.monotonic()
         if own is None or not self._coordinator.leads:
             return
@@ -147,7 +147,7 @@ class Collector:
         infos, ranks = list(own.infos), list(own.ranks)
         members = self._coordinator.members()
         for member, received in self._received.items():
-            theirs = members.get(member, ())  # ranks may have moved to another node since
+            theirs = members.get(member, ())  # ranks may have moved to another node meanwhile
             infos += [info for info in received.samples.infos if info.rank in theirs]
             ranks += [sample for sample in _extended(received, own.tick, now) if sample.rank in theirs]
         self._write_infos(tuple(sorted(infos, key=lambda info: info.rank)), own.tick / TENTHS)
@@ -179,7 +179,7 @@ class Collector:
             task.add_done_callback(self._tasks.discard)
 
     async def _write_links(self, hosts: frozenset[str]) -> None:
-        """Write what is known of the network between these hosts. Reads in a thread: the disk may be slow."""
+        """Write the known links between these hosts. Reads in a thread: the disk may be slow."""
         home = run_folder.home(self._agent.plan.environ)
         known = await asyncio.to_thread(links.known, home, hosts)
         if known is not None:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _HEALTH_TIMEOUT = 0.6  # seconds for all error queries: a slow driver must not cost utilization and memory
 _RECENT = 3600.0  # seconds: older Xids belong to earlier runs
 
-_querying = threading.Lock()  # held during a query; a driver that hangs keeps it for good
+_querying = threading.Lock()  # held during a query; a driver that hangs keeps it forever
 
 
 async def query(devices: Sequence[Device | None], limit: float, *, health: bool = False) -> list[Gpu | None]:
@@ -59,7 +59,9 @@ async def query(devices: Sequence[Device | None], limit: float, *, health: bool 
 
 
 def read(devices: Sequence[Device | None], *, health: bool = False) -> list[Gpu | None]:
-    """Return one entry per device, None for what is no GPU or not reported. Imports NVML, which leaves a thread."""
+    """Return one entry per device, None for those that are not GPUs or not reported. Imports NVML, which leaves a
+    thread.
+    """
     nothing: list[Gpu | None] = [None] * len(devices)
     if not any(devices):
         return nothing
@@ -123,7 +125,9 @@ def with_errors(
 
 
 def _errors(nvml: Any, device: Device, reported: Sequence[xids.XidLine]) -> dict[str, Any]:
-    """Return the errors of a GPU; for a MIG slice, those of its GPU. What the driver does not report counts as none."""
+    """Return the errors of a GPU; for a MIG slice, those of its GPU. Values that the driver does not report count as
+    none.
+    """
 
     def known(name: str, *arguments: Any) -> Any:
         try:

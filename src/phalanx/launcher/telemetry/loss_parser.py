@@ -1,4 +1,4 @@
-"""Finds the loss of a script in what it prints, in the usual spellings."""
+"""Finds the loss of a script in its output, in the usual spellings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FALSE = frozenset(("no", "packet", "weight", "data", "without", "of", "power", 
 
 @dataclass(frozen=True)
 class ParsedLoss:
-    """What one line says."""
+    """The content of one line."""
 
     values: dict[str, float | None] = field(default_factory=dict)  # None: not a number
     step: int | None = None

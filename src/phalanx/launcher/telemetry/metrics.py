@@ -1,4 +1,4 @@
-"""Metrics of a training run, written by the leader: reported by rank 0, or read from what rank 0 prints."""
+"""Metrics of a training run, written by the leader: reported by rank 0, or parsed from its output."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class RunMetrics:
     def _write(self, message: words.MeasuredStep) -> None:
         now = time.time()
         kept = self._downsampler.keeps(now)
-        # A value that comes seldom, such as an accuracy, must not be lost because its line was not kept.
+        # A rare value, such as an accuracy, must not be lost because its line was not kept.
         self._unwritten.update(message.values)
         event = events.MetricsMeasured(
             time=round(now, 3),
@@ -100,7 +100,7 @@ class RunMetrics:
             self._unwritten.clear()
 
     def concluded(self, attempt: WorkerGroup | None) -> None:
-        """Write the last metrics of an attempt, whatever the downsampler says."""
+        """Write the last metrics of an attempt, regardless of the downsampler."""
         worker = _silent_first_rank(attempt) if attempt is not None else None
         if worker is not None and not self._reading:
             self._send_parsed(self._newest(worker.folder), _step(worker))
@@ -112,7 +112,7 @@ class RunMetrics:
     # -- scripts that report nothing
 
     def read_output(self, attempt: WorkerGroup) -> None:
-        """Look for a loss in what rank 0 printed. Called every second."""
+        """Look for a loss in the output of rank 0. Called every second."""
         worker = _silent_first_rank(attempt)
         if worker is not None and not self._reading:
             self._task = asyncio.get_running_loop().create_task(self._read_output(worker.folder, _step(worker)))
@@ -166,7 +166,7 @@ def _silent_first_rank(attempt: WorkerGroup) -> Worker | None:
     first = [worker for worker in attempt.workers.values() if worker.seat.rank == 0 and not worker.spare]
     if attempt.measured is not None or not first:
         return None
-    return max(first, key=lambda one: one.code is None)  # a dead one may still be listed beside its replacement
+    return max(first, key=lambda one: one.code is None)  # a dead one may still be listed besides its replacement
 
 
 def _step(worker: Worker) -> int:

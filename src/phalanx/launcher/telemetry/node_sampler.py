@@ -1,9 +1,8 @@
-"""The one poller of a node: reads every worker twice per second and hands the result to all consumers.
+"""The only poller of a node: reads every worker twice per second and passes the result to all consumers.
 
 Each tick reads the status slot and the kernel's counters of every worker once. Hang detector, step timings, collector
-and exits all work on that reading. What the leader needs from it travels in one message per second, with one section
-per consumer.
-Ticks fall on whole and half seconds of the leader's clock, so that samples of different nodes line up.
+and exits all use that reading. Data for the leader is sent in one message per second, with one section per consumer.
+Ticks are at whole and half seconds of the leader's clock, so that samples of different nodes align.
 """
 
 from __future__ import annotations
@@ -69,15 +68,15 @@ class NodeReading:
 
 
 class Consumer(Protocol):
-    """Works on readings of this node and, on the leader, on what other nodes send."""
+    """Processes readings of this node and, on the leader, data of other nodes."""
 
     section: str  # its part of the message
 
     def observe(self, reading: NodeReading) -> object | None:
-        """Process a reading of this node. Return what the leader needs from it, or None."""
+        """Process a reading of this node. Return the data for the leader, or None."""
 
     def receive(self, member: int, content: bytes) -> None:
-        """Process what the same consumer of another node returned. Called on the leader."""
+        """Process the data that the same consumer of another node returned. Called on the leader."""
 
 
 class NodeSampler:
@@ -96,7 +95,7 @@ class NodeSampler:
         self._rpc = rpc
         self.stats = ProcessStatsReader()
         self._consumers: tuple[Consumer, ...] = ()
-        self._attempt = attempt  # the latest: it may be over already
+        self._attempt = attempt  # the latest: it may already be over
         self._concluded: WorkerGroup | None = None
         self._second = 0
         self._gpus: dict[str, Gpu] = {}

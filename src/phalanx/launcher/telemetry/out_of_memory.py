@@ -1,7 +1,7 @@
-"""Whether the kernel has killed processes for memory, and how much memory is free, by cgroup and machine.
+"""Detects whether the kernel has killed processes for memory, and how much memory is free, by cgroup and machine.
 
-The counter of the machine rises with every such kill, also with those in other containers. By itself it only shows that
-a worker may have been killed for memory; the kernel log, if it can be read, names the process.
+The machine's counter increases with every such kill, also in other containers. By itself it only shows that a worker
+may have been killed for memory; the kernel log, if readable, names the process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MemoryKills:
     limit: int | None = None  # bytes that the cgroup may use
 
     def since(self, before: MemoryKills) -> str:
-        """Return in words what happened since `before`. Empty if nothing did."""
+        """Describe what happened since `before`. Empty if nothing did."""
         if self.group > before.group:
             limit = f" (limit {self.limit / 2**30:.1f} GiB)" if self.limit else ""
             return f"the kernel killed a process of this cgroup for using too much memory{limit}"
@@ -99,7 +99,7 @@ def _names(record: str, pid: int) -> bool:
 
 
 class MemoryKillWatch:
-    """Tells whether the kernel has killed a worker for memory, each time that one was killed."""
+    """Detects whether the kernel has killed a worker for memory, each time that one was killed."""
 
     def __init__(
         self,
@@ -115,8 +115,9 @@ class MemoryKillWatch:
         self._seen = 0.0
 
     def latest(self, pid: int) -> str:
-        """Return in words what the kernel did to this worker since the last call, or a moment before: several may be
-        killed at the same time."""
+        """Describe what the kernel did to this worker since the last call, or a moment before: several may be killed at
+        the same time.
+        """
         now = self._read()
         if text := now.since(self._before):
             self._text, self._seen = text, self._clock()
@@ -129,7 +130,7 @@ class MemoryKillWatch:
 
 
 def room(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
-    """Return how many bytes may still be used: by the machine, and by each cgroup of this process."""
+    """Return how many bytes are still available: on the machine, and in each cgroup of this process."""
     rooms = [_field(f"{proc}/meminfo", "MemAvailable:") * 1024]
     with contextlib.suppress(OSError), open(f"{proc}/self/cgroup") as file:
         for line in file.read().splitlines():

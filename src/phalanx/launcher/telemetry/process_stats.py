@@ -42,7 +42,7 @@ class ProcessStats:
 
 
 class ProcessStatsReader:
-    """Reads statistics of processes and remembers the previous counters, to compute rates."""
+    """Reads statistics of processes and keeps the previous counters, to compute rates."""
 
     def __init__(self) -> None:
         self._before: dict[int, _Count] = {}

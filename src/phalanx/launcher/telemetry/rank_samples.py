@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from phalanx.launcher.workers.worker import Worker
     from phalanx.launcher.workers.worker_group import WorkerGroup
 
-_LONGEST = RING - 4  # tenths of a second that a status slot remembers
-_HOLDS = 0.25  # seconds for which a look says where a rank is: the next one may be a little late
+_LONGEST = RING - 4  # tenths of a second that a status slot stores
+_HOLDS = 0.25  # seconds for which a look is valid: the next one may be slightly late
 _GPU_BUSY = 0.02  # of its time
 _SILENT = 0.5  # seconds: shorter silences are not reported
 _WINDOW = 5.0  # seconds over which samples per second are averaged
@@ -50,8 +50,8 @@ def letters(looks: Sequence[SlotLook], first: int, last: int, ahead: float, befo
 def shares(looks: Sequence[SlotLook], cores: float = math.inf) -> tuple[float, float, float]:
     """Return the shares of time spent on data, compute and waiting.
 
-    `cores` that the process has used: the script's own code counts as compute only as far as it has used a CPU. A look
-    cannot tell whether it computes or sleeps for some milliseconds.
+    `cores`: CPU cores that the process has used. The script's own code counts as compute only as far as it has used a
+    CPU: a look cannot tell whether it computes or sleeps for some milliseconds.
     """
     if not looks:
         return 0.0, 0.0, 0.0
@@ -82,7 +82,7 @@ class _Span:
 
 @dataclass
 class _WorkerHistory:
-    """What earlier samples of one worker saw."""
+    """Data of earlier samples of one worker."""
 
     last: SlotLook | None = None
     step: int = 0  # the latest that the worker reported
@@ -129,7 +129,7 @@ class RankSampleBuilder:
         """Return one sample per rank, for the time since the previous call."""
         tick = reading.tick
         ticks = tick - self._until if self._until is not None else TENTHS
-        first = tick - min(ticks if ticks >= 0 else TENTHS, _LONGEST)  # negative: the clock was set
+        first = tick - min(ticks if ticks >= 0 else TENTHS, _LONGEST)  # negative: the clock was changed
         self._until, self.seconds = tick, (tick - first) / TENTHS
         span = _Span(first, tick, reading.now, reading.wall - reading.now)
         workers = {each.worker.seat.rank: each for each in _of_ranks(reading, ranks)}
@@ -185,6 +185,6 @@ class RankSampleBuilder:
 
 
 def _of_ranks(reading: NodeReading, ranks: frozenset[int]) -> list[WorkerReading]:
-    """Return the started workers of these ranks, living ones last: a dead one may have been replaced just now."""
+    """Return the started workers of these ranks, live ones last: a dead one may just have been replaced."""
     found = [each for each in reading.workers if each.worker.pid and each.worker.seat.rank in ranks]
     return sorted(found, key=lambda each: each.worker.code is None)

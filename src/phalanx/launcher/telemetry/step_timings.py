@@ -1,6 +1,6 @@
 """Measures how long each rank spends per step on data, compute and waiting, and names the stragglers.
 
-Only whole, usual steps count: not what a rank does before its first steps or after its last.
+Only whole, usual steps count: not the time before a rank's first steps or after its last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _SEND_INTERVAL = 4.9  # seconds between two reports to the leader
 _WARMUP_STEPS = 2  # they take longer than the others
-_MIN_STEPS = 8  # that were seen of a rank before it is called a straggler unasked
+_MIN_STEPS = 8  # steps of a rank that must be seen before it is reported as a straggler
 _SURE = 4.0  # standard deviations of what was counted: equal ranks differ by less
 _OFTEN = 0.25  # share of GPU readings with a slowdown, from which on it is given as the reason
 _REPLY_TIMEOUT = 2.0  # seconds for node 0
@@ -49,7 +49,7 @@ class RankTiming:
     _gpu: Gpu | None = None
 
     def update(self, now: StatusReading, gpu: Gpu | None = None) -> None:
-        """Take a reading. A script whose steps cannot be seen counts from when it joined the others."""
+        """Add a reading. A script whose steps are not visible counts from when it joined the others."""
         if gpu is not None and gpu is not self._gpu:
             self._gpu = gpu
             self.gpu_readings += 1
@@ -160,7 +160,7 @@ class StepTimings:
     # -- all ranks
 
     def receive(self, member: int, content: bytes) -> None:
-        """Take the totals of another node."""
+        """Handle the totals of another node."""
         self._received[member] = _totals.decode(content)
 
     def totals(self) -> list[Total]:
@@ -169,7 +169,7 @@ class StepTimings:
         return sorted([*self._own(), *others], key=lambda total: total.rank)
 
     def final_report(self, *, succeeded: bool) -> str:
-        """Return what to print at the end of a run: the stragglers, or with --timings the table of all ranks."""
+        """Return the text for the end of a run: the stragglers, or with --timings the table of all ranks."""
         if not self._coordinator.leads:
             return ""
         totals = self.totals()

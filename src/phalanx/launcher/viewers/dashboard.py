@@ -1,7 +1,7 @@
 """The viewers that `phalanx run` starts itself: the page in a browser, and the screen on its terminal.
 
 The agent only listens on the port of the page. It starts the process that serves it on the first connection: a page
-that nobody opens costs no process and no imports. The process ends with the run.
+that is never opened costs no process and no imports. The process ends with the run.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Dashboard:
             self._give_up(f"{self._path(_FILE)} cannot be written: {error.strerror}")
             return
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._connected)
-        # Printed, and not an event: the key must not be in a file that others may see.
+        # Printed, not recorded as an event: the key must not be in a file that others may see.
         self._console.say(self._announcement(where, link, self._listener.getsockname()))
 
     def _announcement(self, where: PageAddress, link: str, bound: tuple[Any, ...]) -> str:
@@ -184,7 +184,7 @@ class Dashboard:
             self._give_up(str(error))
 
     def _page_exited(self) -> None:
-        """Start another one at the next connection."""
+        """Start another process at the next connection."""
         self._page = None
         if self._ending or self._listener is None:
             return

@@ -1,6 +1,6 @@
 """Serves events to viewers: first the past of the run, then everything as it happens.
 
-A slow viewer delays nobody: it gets fewer samples, and is dropped if it falls far behind; it may reconnect. A follower
+A slow viewer delays no one: it gets fewer samples, and is dropped if it falls far behind; it may reconnect. A follower
 gets the events from the leader, once for all its viewers.
 """
 
@@ -49,7 +49,9 @@ _viewer_requests: Decoder[ViewerRequest] = Decoder(ViewerRequest)
 
 
 class EventServer:
-    """Answers the request "watch" of viewers on this node, and of other nodes; `LogQueries` those about logs."""
+    """Answers the request "watch" of viewers on this node, and of other nodes; `LogQueries` answers those about
+    logs.
+    """
 
     def __init__(self, context: WatchContext) -> None:
         self._agent = context.agent
@@ -105,7 +107,7 @@ class EventServer:
 
     @property
     def _source(self) -> str:
-        """Return whose events viewers get: this node's while it leads or has not joined, else the leader's."""
+        """Return the source of events for viewers: this node while it leads or has not joined, otherwise the leader."""
         return "own" if self._coordinator.leads else "leader" if self._agent.all_joined else "early"
 
     def _publish(self, line: bytes) -> None:
@@ -143,7 +145,7 @@ class EventServer:
             self._members.pop(who, None)
 
     def _receive(self, who: int | None, missed: int, content: bytes) -> None:
-        """Take events from the leader."""
+        """Handle events from the leader."""
         if who is not None or self._coordinator.leads:
             return
         leader, lines = content[:_ID], content[_ID:]
@@ -212,7 +214,7 @@ class EventServer:
     async def _answer_past(self, who: int | None, content: bytes) -> bytes | None:
         if who is None or not self._coordinator.leads:
             return None
-        # Do not trust another node: a malformed request gets no answer.
+        # Other nodes are not trusted: a malformed request gets no answer.
         with contextlib.suppress(msgspec.MsgspecError, OSError, ValueError, OverflowError):
             request = _viewer_requests.decode(content)
             cursor = request.cursor or event_cursor.begin(self._folder.path, request.since)

@@ -1,4 +1,4 @@
-"""Answers requests for the logs of ranks, and searches them, on whichever node they are."""
+"""Answers requests for the logs of ranks, and searches them, on any node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.launcher.workers.watched import WatchContext
 
 NODE_TIMEOUT = 5.0  # seconds for another node
-_MOST_NOTES = 100  # about what a search left out
+_MOST_NOTES = 100  # about omitted parts of a search
 _UNREADABLE = "unreadable answer of a node"
 
 _queries: Decoder[LogQuery | SearchQuery] = Decoder(LogQuery | SearchQuery)
@@ -119,7 +119,7 @@ def node_timeout(to: int | None) -> float:
 
 
 def _found(answer: LogReply | SearchReply | QueryRefused, wanted: Sequence[int]) -> list[SearchResult]:
-    """Return what another node has found for its own ranks, or a note that says why it has not."""
+    """Return what another node has found for its own ranks, or a note with the reason if it found nothing."""
     if isinstance(answer, SearchReply):
         return [line for line in answer.found if line.rank in wanted or line.rank < 0]
     why = answer.why if isinstance(answer, QueryRefused) else _UNREADABLE

@@ -1,6 +1,6 @@
 """The runs of this machine for `phalanx ui`, from their folders.
 
-A summary is read again only when the files of a run have changed: a list of hundreds of runs is asked for every other
+A summary is read again only when the files of a run have changed: a list of hundreds of runs is requested every other
 second.
 """
 
@@ -47,7 +47,7 @@ class LocalRunList:
         self._read_only = read_only
         self._read: dict[str, _Read] = {}  # by folder
         self._compared: dict[str, tuple[Signature, ComparedRun]] = {}  # by folder, the latest last
-        self._lock = threading.Lock()  # a server asks from several threads
+        self._lock = threading.Lock()  # a server calls from several threads
 
     def entries(self) -> list[RunEntry]:
         """Return all runs, the newest first."""
@@ -58,11 +58,11 @@ class LocalRunList:
             return [self._entry(record) for record in reversed(records)]
 
     def source(self, key: str) -> Source:
-        """Return where a viewer gets a run from."""
+        """Return the source from which a viewer reads a run."""
         return views.of(self._find(key))
 
     def compared(self, key: str) -> ComparedRun:
-        """Return a run, as it is compared with others."""
+        """Return a run in the form used for comparison."""
         record = history.leading(self._find(key))
         signature = _signature(record.folder)
         with self._lock:
@@ -159,7 +159,7 @@ def _metadata(folder: str) -> RunMetadata | None:
 
 
 def _state(record: RunRecord) -> tuple[RunKind, str]:
-    """Return the state of a run, and its words."""
+    """Return the state of a run, and its description."""
     if record.alive:
         return "running", "running"
     if record.ended is None and not record.here:

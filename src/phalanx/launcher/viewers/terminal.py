@@ -48,7 +48,7 @@ class TerminalProcess:
         self._handle = -1
         self._saved: Attributes | None = None
         self._exited = asyncio.Event()
-        self._ending = False  # we told it to
+        self._ending = False  # we requested it
 
     @property
     def pids(self) -> frozenset[int]:

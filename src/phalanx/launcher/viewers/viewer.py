@@ -20,15 +20,15 @@ class Viewer(asyncio.Protocol):
     def __init__(self, left: Callable[[Viewer], None]) -> None:
         self._left = left
         self._transport: asyncio.Transport | None = None
-        self._held: deque[bytes] | None = deque()  # what happens while it is sent the past
-        self._behind = 0  # bytes of that
+        self._held: deque[bytes] | None = deque()  # events that happen while it receives the past
+        self._behind = 0  # bytes of these
         self._gone = False
         self._last = False  # nothing more follows
         self._room = asyncio.Event()
         self._room.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the transport."""
+        """Store the transport."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101
         transport.set_write_buffer_limits(_SAMPLES_LIMIT // 2)
         self._transport = transport
@@ -63,7 +63,7 @@ class Viewer(asyncio.Protocol):
             self._transport.write(line)
 
     async def send_past(self, lines: AsyncIterator[bytes]) -> None:
-        """Send the past, then what has happened meanwhile."""
+        """Send the past, then the events that have happened meanwhile."""
         try:
             async for part in lines:
                 if self._transport is None:

@@ -1,4 +1,4 @@
-"""Where viewers get the events and logs of a run from: its agent while it runs, its files afterwards."""
+"""Sources of the events and logs of a run for viewers: its agent while it runs, its files afterwards."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def of(run: RunRecord) -> Source:
 
 
 class LiveRun:
-    """A run with an agent on this host, on whichever node that is."""
+    """A run with an agent on this host, whichever node it is."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run.id
@@ -75,7 +75,7 @@ class LiveRun:
                 sock, early = await _in_daemon_thread(self._call)
             except LaunchError:
                 tries -= 1
-                # Its control socket does not exist yet, or not any more.
+                # Its control socket does not exist yet, or no longer.
                 if not tries and self._since is None:
                     raise
             else:
@@ -88,7 +88,7 @@ class LiveRun:
             yield event
 
     async def _rest(self) -> AsyncIterator[AnyEvent]:
-        """Yield what the agent had written but not sent before it ended."""
+        """Yield events that the agent had written but not sent before it ended."""
         folder = self._record.folder
         if os.path.basename(folder).startswith("node_"):  # its files have only its own events, not the leader's
             last = await asyncio.to_thread(_last, folder)

@@ -19,7 +19,7 @@ class _Adopted:
 
 
 class AdoptedProcesses:
-    """Signals and reaps the processes of a lost fork server. They are children of this process, a sub-reaper, now.
+    """Signals and reaps the processes of a lost fork server. They are now children of this process, a sub-reaper.
 
     `exited` gets the message that the fork server would have sent.
     """
@@ -34,7 +34,7 @@ class AdoptedProcesses:
         return frozenset(process.pid for process in self._processes.values())
 
     def adopt(self, name: str, pid: int) -> bool:
-        """Take over a process. False: it is gone."""
+        """Take over a process. False: it has ended."""
         try:
             handle = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -44,7 +44,7 @@ class AdoptedProcesses:
         return True
 
     def send_signal(self, name: str, number: int, *, alone: bool) -> bool:
-        """Send a signal to a process and its group, or to it alone. False: it is not one of these."""
+        """Send a signal to a process and its group, or to it alone. False: it was not adopted."""
         process = self._processes.get(name)
         if process is None:
             return False
@@ -73,6 +73,6 @@ class AdoptedProcesses:
         return process
 
     def close(self) -> None:
-        """Forget all of them, after the attempt."""
+        """Drop all of them, after the attempt."""
         for name in list(self._processes):
             self._forget(name)

@@ -36,7 +36,7 @@ class RegroupObserver(Protocol):
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:
-        """Handle what a rank reports about a halt."""
+        """Handle the report of a rank about a halt."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class WorkerGroupContext:
     console: Console
     observer: RegroupObserver
     note: Callable[[str], None]
-    # Called when a worker has failed. The decision comes later, in another call.
+    # Called when a worker has failed. The decision follows in another call.
     worker_failed: Callable[[WorkerFailure], None]
     log_forwarder: LogForwarder | None = None  # sends output to the leader
     echo: bool = True  # print output on this node
     memory: str = ""  # address of the snapshot memory; empty: none
     board: StatusBoard | None = None
-    probe_message: Callable[[str, wire.Message, list[int]], None] | None = None  # for messages that are no answer
+    probe_message: Callable[[str, wire.Message, list[int]], None] | None = None  # for messages that are not answers
     measured: Callable[[worker_messages.MeasuredStep], None] | None = None  # for metrics of rank 0
     blame: Blame | None = None  # explains the timeout of a rank
     memory_kill: Callable[[int], str] | None = None  # what the kernel reports about memory when this pid was killed
-    sources: SourceSnapshot | None = None  # the script and its modules, as the run began with them
+    sources: SourceSnapshot | None = None  # the script and its modules at the start of the run
     store_peers: StorePeers | None = None  # whether processes of other nodes may connect to the store; None: one node

@@ -25,7 +25,7 @@ class Failures:
         self._output = output
 
     def process_failure(self, worker: Worker) -> root_cause.ProcessFailure:
-        """Return what is known of a worker that has ended."""
+        """Return what is known about a worker that has ended."""
         error = ""
         with contextlib.suppress(OSError), open(f"{worker.folder}/error.json", errors="replace") as file:
             error = file.read(1 << 20)
@@ -85,7 +85,7 @@ class Failures:
         )
 
     def of_all(self, reason: str, place: str) -> WorkerFailure:
-        """Return the failure of something that all workers depend on."""
+        """Return the failure of a component that all workers depend on."""
         return self._make(reason, self._workers.values(), place, all_workers=not self._workers.living)
 
     def _make(

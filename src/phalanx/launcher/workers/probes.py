@@ -21,7 +21,7 @@ from phalanx.forkserver.probe.status_slot import SlotLook
 from phalanx.launcher.ipc.pending_replies import PendingReplies
 
 _SLOTS = 256  # more than a node has workers; unused slots use no memory
-_GONE = 2.0  # seconds without a look after which a probe with a closed channel is gone
+_GONE = 2.0  # seconds without a look after which a probe with a closed channel counts as ended
 
 
 class StatusBoard:
@@ -67,7 +67,7 @@ class ProbeClient:
     def __init__(self, board: StatusBoard, slot: int, on_message: Callable[[wire.Message, list[int]], None]) -> None:
         self._board = board
         self.slot = slot
-        self._on_message = on_message  # called with messages that are no answer
+        self._on_message = on_message  # called with messages that are not answers
         self._channel, self._worker_end = socket.socketpair()
         self._channel.setblocking(False)
         self._reader = wire.MessageReader()
@@ -86,12 +86,12 @@ class ProbeClient:
         self._board.set_rank(self.slot, rank)
 
     def handed_over(self) -> None:
-        """Close the worker's end of the channel here: the worker has it."""
+        """Close the worker's end of the channel here, after the worker has received it."""
         self._worker_end.close()
 
     @property
     def status(self) -> status_slot.StatusReading:
-        """Return what the probe has published. Empty if the worker has become another program, without a probe."""
+        """Return the published status of the probe. Empty if the worker has become another program, without a probe."""
         found = status_slot.read(self._board.memory, self.slot)
         if self._channel.fileno() < 0 and not found.text.get("ending") and time.monotonic() - found.looked > _GONE:
             return found._replace(looked=0.0, text={})
@@ -109,7 +109,7 @@ class ProbeClient:
     async def ask(self, what: str, *, timeout: float, fds: Sequence[int] = (), **more: Any) -> wire.Message | None:
         """Send a request and return the answer.
 
-        None: the interpreter lock is held, the worker is stopped, or it is gone.
+        None: the interpreter lock is held, the worker is stopped, or it has ended.
         """
 
         def send(number: int) -> None:
@@ -126,7 +126,7 @@ class ProbeClient:
             wire.send(self._channel, {"do": what, "id": 0})
 
     def _read(self) -> None:
-        """Read what has arrived, without waiting for the rest of a message."""
+        """Read the data that has arrived, without waiting for the rest of a message."""
         try:
             while (received := self._reader.receive(self._channel)) is not None:
                 message, fds = received

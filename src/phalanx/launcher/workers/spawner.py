@@ -1,4 +1,4 @@
-"""Starting the workers of an attempt."""
+"""Starts the workers of an attempt."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Spawner:
         try:
             fork_server.send(order, [stdin, out, err, *(probe.fds if probe is not None else ())])
         except OSError:
-            self._workers.forget(name)  # the fork server is gone: its reader reports it
+            self._workers.forget(name)  # the fork server has ended: its reader reports it
         else:
             if probe is not None:
                 probe.handed_over()
@@ -90,7 +90,9 @@ class Spawner:
         self._output.handed_over(seat.rank)
 
     def _keep_sources(self, order: wire.Message) -> None:
-        """Have the worker run what the run began with, if files have changed since: ranks must not mix versions."""
+        """Make the worker run the sources of the run's start, if files have changed since: ranks must not mix
+        versions.
+        """
         sources = self._context.sources
         changed = sources.changed() if sources is not None else {}
         if sources is not None and changed:
@@ -121,7 +123,7 @@ class Spawner:
         )
 
     def _stdin(self, plan: Plan, rank: int) -> int:
-        """Return the agent's stdin for one rank, if the terminal is its own to read; /dev/null for the others.
+        """Return the agent's stdin for one rank, if it may read the terminal; /dev/null for the others.
 
         A script from stdin (`phalanx run -`) is for all ranks, and each reads it from the start.
         """
@@ -141,11 +143,13 @@ class Spawner:
         return ProbeClient(board, slot, lambda message, fds: self._on_probe_message(name, message, fds))
 
     def connected(self, worker: Worker, hello: worker_messages.Hello) -> None:
-        """Remember the device and variables of a worker, for the one that may replace it."""
+        """Store the device and variables of a worker, for the one that may replace it."""
         self._hellos[worker.seat.local_rank] = hello
 
     def imported_too_early(self, worker: Worker, message: wire.Message) -> None:
-        """Handle a script that set variables which the fork server's imports had read: the next run knows them."""
+        """Handle a script that set variables which the fork server's imports had already read: the next run knows
+        them.
+        """
         if not message["late"]:
             self._output.repeats(worker.seat.rank)
         if self._hints is None:

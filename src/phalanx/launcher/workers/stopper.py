@@ -1,4 +1,4 @@
-"""Stopping the workers of an attempt."""
+"""Stops the workers of an attempt."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class Stopper:
                 self._channels.send(worker.pid, worker_messages.EndWorker(next_signal))
 
     def repeat(self) -> None:
-        """Send the last signal again: the fork server was lost, perhaps before it had passed the signal on."""
+        """Send the last signal again: the fork server was lost, possibly before it had forwarded the signal."""
         for name, _ in self._workers.living:
             self._workers.send_signal(name, self._last)
 
     def cancel(self) -> None:
-        """Send no more signals."""
+        """Stop sending signals."""
         if self._escalation is not None:
             self._escalation.cancel()

@@ -1,4 +1,5 @@
-"""Which connections from other nodes the store accepts: those of processes for which an agent of this run vouches.
+"""Decides which connections from other nodes the store accepts: those of processes for which an agent of this run
+vouches.
 
     rank ──TCP── store ── agent of the store ──encrypted── agent of the rank ── its kernel: whose socket is that?
 
@@ -31,7 +32,7 @@ _Host = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class PeerQuery(msgspec.Struct, frozen=True):
-    """Has a process of yours the socket with the address `near`, connected to `far`?"""
+    """Asks whether a process of the user has the socket with the address `near`, connected to `far`."""
 
     near: tuple[_Host, int]
     far: tuple[_Host, int]
@@ -64,7 +65,7 @@ class StorePeers:
         return _YES in replies
 
     async def _answer(self, sender: int | None, content: bytes) -> bytes | None:
-        """Answer the leader. Members ask nothing of this kind, and get no reply."""
+        """Answer the leader. Members never send this request, and get no reply."""
         if sender is not None:
             return None
         query = _queries.decode(content)
@@ -78,10 +79,10 @@ class StorePeers:
                 logger.warning("the kernel does not report which user connects: any user here can connect to the store")
         try:
             return not self._checks or self._lookup.user(near, far) == os.getuid()
-        except OSError:  # no address
+        except OSError:  # not an address
             return False
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the lookup."""
         if self._lookup is not None:
             self._lookup.close()

@@ -29,9 +29,9 @@ _MESSAGE = 4096  # bytes of a message of the store, at most
 
 
 def leave_key(plan: Plan, folder: RunFolder) -> None:
-    """Leave the key with which ranks of this run sign what they set in the store (`forkserver/signed_store.py`).
+    """Write the key with which ranks of this run sign values in the store (`forkserver/signed_store.py`).
 
-    On several nodes it follows from the token and the name of the run: all nodes know both, and nothing is sent.
+    With several nodes it is derived from the token and the name of the run: all nodes know both, and nothing is sent.
     """
     if plan.rendezvous is None:
         key = os.urandom(32)
@@ -41,7 +41,7 @@ def leave_key(plan: Plan, folder: RunFolder) -> None:
 
 
 class StoreProcess:
-    """Starts the store if this node hosts it, and replaces it if it ends or does not answer any more."""
+    """Starts the store if this node hosts it, and replaces it if it ends or no longer answers."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class StoreProcess:
         peers: StorePeers | None,
     ) -> None:
         self._plan = plan
-        self._listener = listener  # bound once: each attempt has a new store at the same address. None: another node's
+        # bound once: each attempt has a new store at the same address. None: another node hosts it
+        self._listener = listener
         self._workers = workers
         self._folder = folder
         self._note = note
@@ -64,9 +65,10 @@ class StoreProcess:
         self._asking: set[asyncio.Task[None]] = set()
         self._pid = 0  # 0: it does not run
         self._ordered = False  # from the fork server
-        self._link: socket.socket | None = None  # to the store: it sends a heartbeat each second, and who was refused
+        # to the store, which sends a heartbeat each second, and rejected callers
+        self._link: socket.socket | None = None
         self._liveness = Liveness(plan.recovery.worker_timeout, start=liveness.IMPORT_TIMEOUT)
-        self._failed_starts = 0  # in a row: stores that ended before they had answered
+        self._failed_starts = 0  # consecutive stores that ended before they had answered
         self._watch: asyncio.Task[None] | None = None
         self._restart: asyncio.TimerHandle | None = None
 
@@ -83,8 +85,7 @@ class StoreProcess:
     def prepare(self) -> None:
         """Start the store, or let the first connection start it.
 
-        Where torch is imported already, a store costs a fork. Elsewhere it costs an import, and many scripts never
-        use it.
+        If torch is already imported, a store costs a fork. Otherwise it costs an import, and many scripts never use it.
         """
         if self._listener is None or self._ordered:
             return
@@ -129,7 +130,7 @@ class StoreProcess:
             return
         except ConnectionResetError:
             data = b""
-        if not data:  # the store is gone: its exit is reported, too
+        if not data:  # the store has ended: its exit is also reported
             self._close_link()
             return
         match message := json.loads(data):
@@ -149,7 +150,7 @@ class StoreProcess:
         """Answer the store whether a process of another node may connect."""
         near, far = (str(message["near"][0]), message["near"][1]), (str(message["far"][0]), message["far"][1])
         admitted = self._peers is not None and await self._peers.admits(near, far)
-        with contextlib.suppress(OSError):  # the store is gone
+        with contextlib.suppress(OSError):  # the store has ended
             answer = json.dumps({"number": message["number"], "admitted": admitted}).encode("ascii")
             await asyncio.get_running_loop().sock_sendall(link, answer)
 
@@ -166,7 +167,7 @@ class StoreProcess:
                 self._kill(why)
 
     def kill_if_stopped(self) -> None:
-        """Replace a store that is stopped now rather than after a while: a group forms, or the workers end."""
+        """Replace a stopped store now instead of after a while: a group forms, or the workers end."""
         if self._pid and linux.state(self._pid) == "stopped":
             self._kill("stopped")
 
@@ -203,7 +204,7 @@ class StoreProcess:
         return True
 
     def move(self, plan: Plan, listener: socket.socket | None) -> None:
-        """Follow a new plan: stop or start the store if another node hosts it from now on or hosted it before."""
+        """Apply a new plan: stop or start the store if another node hosts it from now on or hosted it before."""
         before, self._plan, self._listener = self._listener, plan, listener
         if listener is before:
             self.kill_if_stopped()
@@ -216,7 +217,7 @@ class StoreProcess:
         self.prepare()
 
     def fork_server_lost(self, *, adopts: bool) -> None:
-        """Keep the store if it outlives its fork server, as a child of this process. Else it has died with it."""
+        """Keep the store if it outlives its fork server, as a child of this process. Otherwise it has ended with it."""
         if not adopts or not self._pid or not self._workers.adopted.adopt(NAME, self._pid):
             self._pid, self._ordered = 0, False
 

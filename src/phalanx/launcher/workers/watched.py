@@ -1,4 +1,4 @@
-"""The interface of the agent for what watches its workers."""
+"""The interface of the agent for the watchers of its workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WatchedAgent(Protocol):
-    """The agent, as far as those that watch its workers need it."""
+    """The agent, as far as the watchers of its workers need it."""
 
     all_joined: bool  # every node has joined
 
@@ -41,7 +41,7 @@ class WatchedAgent(Protocol):
 
 @dataclass(frozen=True)
 class WatchContext:
-    """What those that watch the workers work with: the agent, other nodes, callers on this node, the run folder."""
+    """What the watchers of the workers use: the agent, other nodes, callers on this node, the run folder."""
 
     agent: WatchedAgent
     coordinator: RpcCarrier

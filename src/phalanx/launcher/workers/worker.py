@@ -1,4 +1,4 @@
-"""A worker as its agent knows it, and what is known when one fails."""
+"""The agent's record of a worker, and what is known when one fails."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class GroupMembership:
 
 @dataclass
 class ExitContext:
-    """What is known about the end of a worker beside its exit code. Most of it comes before the exit."""
+    """What is known about the end of a worker besides its exit code. Most of it is known before the exit."""
 
     hung: bool = False  # it was killed because of a stall
     with_fork_server: bool = False  # it died with the fork server
     memory: str = ""  # what the kernel reports about memory, if it was killed for that
-    counts_as: int | None = None  # the exit code of one that was killed after its script was over
+    counts_as: int | None = None  # the exit code of a worker that was killed after its script was over
     mismatch: wire.Message | None = None  # its collective, if the ranks called different ones
     raised: wire.Message | None = None  # the state of its groups when an exception about other ranks ended its script
     deadline: float = 0.0  # until when it should exit after that
@@ -87,7 +87,7 @@ class ExitContext:
 
 @dataclass
 class Worker:
-    """A worker, as its agent knows it. `enter` moves it to the next state."""
+    """The agent's record of a worker. `enter` moves it to the next state."""
 
     seat: Seat
     folder: str
@@ -97,7 +97,7 @@ class Worker:
     ended: float = 0.0  # wall clock, as in error files
     last_heartbeat: float = 0.0  # 0: it has never connected
     spare: bool = False  # it waits to replace another worker
-    outlives: bool = False  # its fork server: it can regroup, and this process would adopt it
+    outlives: bool = False  # outlives its fork server: it can regroup, and this process would adopt it
     probe: ProbeClient | None = None
     progress: StepProgress = field(default_factory=StepProgress)
     membership: GroupMembership = field(default_factory=GroupMembership)
@@ -106,7 +106,7 @@ class Worker:
     _passed: set[WorkerState] = field(default_factory=set)  # states that it was in
 
     def enter(self, state: WorkerState) -> bool:
-        """Move to `state`. False: that state does not follow the current one, which stays."""
+        """Move to `state`. False: that state does not follow the current one, which is kept."""
         if state not in _FOLLOWS[self.state]:
             return False
         self.state = state
@@ -140,7 +140,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """What is known about a failure when it is noticed."""
+    """What is known about a failure when it is detected."""
 
     rank: int
     reason: str
@@ -148,15 +148,15 @@ class WorkerFailure:
     time: float
     lived: float
     step: int | None  # newest committed step of any worker here
-    all_workers: bool = False  # no worker is left that has the state
+    all_workers: bool = False  # no remaining worker has the state
     generation: int = -1  # of the worker; -1: it had not joined any
-    hope: Hope = "some"  # that another try succeeds
+    hope: Hope = "some"  # likelihood that a retry succeeds
     frames: tuple[str, ...] = ()  # lines about where the script failed
     idle: float = 0.0  # seconds since a worker here last reported a newer step
 
 
 def cuda_device(before: worker_messages.Hello | None, environ: Mapping[str, str]) -> int | None:
-    """Return the device on which a replacement may open a CUDA context early: that of the worker before it.
+    """Return the device on which a replacement may open a CUDA context early: that of the previous worker.
 
     None: the script of that worker has changed variables that CUDA reads, or used no device.
     """

@@ -55,7 +55,7 @@ class WorkerChannels:
                 connection.send(encoding.encode(message))
 
     def drain(self, pid: int) -> None:
-        """Handle all that a worker sent before it ended."""
+        """Handle everything that a worker sent before it ended."""
         while (connection := self._connection(pid)) is not None and self._server.receive(connection):
             pass
 

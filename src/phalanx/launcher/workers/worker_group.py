@@ -139,7 +139,9 @@ class WorkerGroup:
 
     @property
     def ending(self) -> bool:
-        """Return whether a rank is about to exit after an exception about others: the rest makes no progress."""
+        """Return whether a rank is about to exit after an exception about others: the remaining ranks make no
+        progress.
+        """
         return any(worker.exit.expected for worker in self.workers.values())
 
     @property
@@ -164,15 +166,15 @@ class WorkerGroup:
         self._regrouper.regroup(to)
 
     def hold(self, why: str) -> None:
-        """Let the workers leave their group and wait with their state in memory."""
+        """Make the workers leave their group and wait with their state in memory."""
         self._regrouper.hold(why)
 
     def refuse_regroup(self) -> None:
-        """Let workers that have lost a rank not wait for an assignment."""
+        """Tell workers that have lost a rank not to wait for an assignment."""
         self._regrouper.refuse()
 
     def halt(self, step: int | None) -> None:
-        """Have the ranks report their committed step (None), or halt at `step`."""
+        """Make the ranks report their committed step (None), or halt at `step`."""
         self._regrouper.halt(step)
 
     def stop(self, number: signal.Signals, reason: str, grace: float, *, already_sent: bool = False) -> None:
@@ -184,7 +186,7 @@ class WorkerGroup:
         self._stopper.stop(number, reason, grace, already_sent=already_sent)
 
     def use_fork_server(self, fork_server: ForkServerClient) -> None:
-        """Use another fork server, in place of one that was lost."""
+        """Use another fork server, instead of a lost one."""
         self.workers.fork_server = fork_server
         self.store.prepare()
 
@@ -221,7 +223,7 @@ class WorkerGroup:
         )
 
     def start_refused(self, name: str, why: str) -> None:
-        """Handle a process that the kernel refused to start."""
+        """Handle a process that the kernel did not start."""
         who = f"rank {self.workers[name].seat.rank}" if name in self.workers else "the store"
         self._context.console.say(f"{who} could not be started: {why}")
         if name in self.workers or name == store_process.NAME:
@@ -270,11 +272,11 @@ class WorkerGroup:
             if self.stopping or not self._timeout_victims.take(worker):
                 self._context.worker_failed(failure)
             if not self.stopping:
-                return  # the decision follows: regroup, or stop the rest
+                return  # the decision follows: regroup, or stop the remaining ranks
         self._check_end()
 
     def _channel_closed(self, pid: int) -> None:
-        """Handle a worker that was killed before the fork server can reap it: the others need not wait for that."""
+        """Handle a worker that was killed before the fork server can reap it, so that the others need not wait."""
         for name, worker in self.living:
             if worker.pid == pid and not self.stopping and linux.is_being_killed(pid):
                 self.worker_exited({"name": name, "pid": pid, "status": int(signal.SIGKILL), "peak": 0})
@@ -288,7 +290,7 @@ class WorkerGroup:
             )
 
     def _timed_out(self, victims: list[Worker]) -> None:
-        """Report the failure of workers that timed out, now that the cause is known if it can be."""
+        """Report the failure of workers that timed out, with the cause if it was found."""
         for worker in victims:
             if not self.stopping:
                 self._context.worker_failed(self.failures.of_worker(worker))
@@ -296,7 +298,7 @@ class WorkerGroup:
             self._check_end()
 
     def _check_end(self) -> None:
-        """End the attempt if all ranks have exited. Spares of this node are ended with it."""
+        """End the attempt if all ranks have exited. Spares of this node are ended, too."""
         if self._timeout_victims.asking:  # it is called again when the cause is known
             return
         if not self.living:
@@ -307,9 +309,9 @@ class WorkerGroup:
                 self.workers.send_signal(name, signal.SIGKILL)
 
     def fork_server_lost(self) -> bool:
-        """Adopt the workers that have outlived the fork server, and mark the others as exited: they died with it.
+        """Adopt the workers that have outlived the fork server, and mark the others as exited: they ended with it.
 
-        Return whether a rank has died with it.
+        Return whether a rank has ended with it.
         """
         adopts = self.workers.fork_server.is_child
         for name, worker in self.living:
@@ -331,7 +333,7 @@ class WorkerGroup:
         return any(worker.exit.with_fork_server for worker in self.workers.values() if not worker.spare)
 
     def _probe_message(self, name: str, message: wire.Message, fds: list[int]) -> None:
-        """Handle a message of a probe that is no answer."""
+        """Handle a message of a probe that is not an answer."""
         worker = self.workers.get(name)
         match message.get("is"):
             case "mismatch" if worker is not None:

@@ -35,7 +35,7 @@ class Workers(Mapping[str, Worker]):
         return iter(self._workers)
 
     def __len__(self) -> int:
-        """Return the number of workers, those that exited included."""
+        """Return the number of workers, including those that have exited."""
         return len(self._workers)
 
     @property
@@ -60,7 +60,7 @@ class Workers(Mapping[str, Worker]):
         return time.monotonic() - stepped if stepped else 0.0
 
     def with_pid(self, pid: int) -> Worker | None:
-        """Return the living worker with this pid."""
+        """Return the live worker with this pid."""
         return next((worker for _, worker in self.living if worker.pid == pid), None)
 
     def formed(self, generation: int) -> bool:

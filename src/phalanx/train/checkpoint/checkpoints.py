@@ -32,7 +32,7 @@ from phalanx.train.checkpoint.shares import share
 if TYPE_CHECKING:
     import torch
 
-_CLOSE_PATIENCE = 10.0  # seconds for saves that are under way, in a close after an error
+_CLOSE_PATIENCE = 10.0  # seconds for saves in progress, when closing after an error
 
 
 class Checkpoints:
@@ -40,8 +40,8 @@ class Checkpoints:
 
     busy      what a save does while `buffers` earlier ones are still being written: "wait" or "skip"
     patience  seconds for the slowest rank to write its share
-    key       signs checkpoints; those without its signature are refused. The same on all ranks
-    required  a folder that cannot be written is an error, and not only reported
+    key       signs checkpoints; those without its signature are rejected. The same on all ranks
+    required  raise an error if the folder is not writable, instead of reporting it
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Checkpoints:
         self._patience = patience
         self._required = required
         self.refused: CheckpointError | None = None  # why the folder cannot be used
-        self._generators = generators  # of this rank, beside the global ones of torch, Python and NumPy
+        self._generators = generators  # of this rank, besides the global ones of torch, Python and NumPy
         self._say = say if say is not None else _say
         self._queue = SaveQueue(self._peers, self._folder.path, buffers, self._say)
         self._reader = CheckpointReader(self._folder, self._peers, generators, self._say)
@@ -107,7 +107,7 @@ class Checkpoints:
         self._token = token
 
     def ready(self) -> bool:
-        """Open the folder. If that fails, raise if it is required, else report it and return False."""
+        """Open the folder. If that fails, raise if it is required; otherwise report it and return False."""
         try:
             self.open()
         except CheckpointError as error:
@@ -170,7 +170,7 @@ class Checkpoints:
 
     @property
     def under_way(self) -> int:
-        """How many saves this rank is still writing."""
+        """Number of saves that this rank is still writing."""
         return self._queue.under_way
 
     def wait(self) -> None:
@@ -182,9 +182,10 @@ class Checkpoints:
         self._queue.finish_all()
 
     def make_room(self) -> bool:
-        """If the disk has less room than the newest checkpoint takes, remove older ones that the next one replaces.
+        """If the disk has less free space than the newest checkpoint needs, remove older ones that the next one
+        replaces.
 
-        Return whether another try makes sense.
+        Return whether a retry makes sense.
         """
         removed: list[str] = by_main(self._peers, self._make_room) if self.refused is None else []
         if removed and self._peers.rank == 0:
@@ -206,7 +207,7 @@ class Checkpoints:
 
         broken    after an error on this rank: other ranks may not answer
         patience  seconds for other ranks to write; 0 if one of them is known to be dead
-        needless  what this rank has not written yet need not be written
+        needless  data that this rank has not written yet need not be written
         """
         if os.getpid() != self._pid:
             return  # a fork has no writing thread
@@ -228,7 +229,7 @@ class Checkpoints:
 
     @property
     def best_metric(self) -> str | None:
-        """The metric by which the best checkpoints are kept; None: only the last ones are."""
+        """The metric that selects the best checkpoints; None: only the last ones are kept."""
         return self._keeping.metric if self._keeping.best else None
 
     def is_best(self, value: float) -> bool:
@@ -239,7 +240,7 @@ class Checkpoints:
 
     @property
     def bad(self) -> Mapping[str, Sequence[str]]:
-        """Checkpoints that a load found to be corrupted, and why."""
+        """Checkpoints that a load found to be corrupted, with the reason."""
         return self._reader.bad
 
     def latest(self) -> Info | None:
@@ -254,7 +255,7 @@ class Checkpoints:
     def load(self, kept: Mapping[str, object], info: Info | None = None, *, random: bool = True) -> Info | None:
         """Restore in place from the newest intact checkpoint, or from `info`. Return None if there is none.
 
-        A corrupted checkpoint is reported and skipped; if it was asked for with `info`, CheckpointError is raised.
+        A corrupted checkpoint is reported and skipped; if it was requested with `info`, CheckpointError is raised.
         """
         self._queue.finish_all()
         return self._reader.load(kept, info, random=random)

@@ -53,7 +53,7 @@ def export(model: nn.Module, path: str | os.PathLike[str], peers: Broadcaster | 
             with contextlib.suppress(OSError):
                 os.unlink(part)
     for _ in wholes:
-        pass  # gathering needs all ranks, also if rank 0 could not write
+        pass  # gathering needs all ranks, even if rank 0 could not write
     failure = peers.broadcast(failure)
     if failure:
         raise CheckpointError(f"the model could not be written to {path}: {failure}", fix="export it to another place")
@@ -104,5 +104,5 @@ def _write_pt(wholes: Named, path: str) -> None:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with its own storage: a view would write all of the storage that it is part of."""
+    """Return a tensor with its own storage: for a view, the whole storage would be written."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -86,9 +86,9 @@ def contents(info: Info, manifest: Manifest, *, signed: bool = False) -> Content
 
 
 def differences(path: str, tables: Sequence[Table], *, signed: bool = False) -> list[str]:
-    """Return what was changed in these files of tensors since they were written. Reads all of them.
+    """Return the changes in these files of tensors since they were written. Reads all of them.
 
-    `signed`: compare their digests too, which nobody can forge.
+    `signed`: also compare their digests, which cannot be forged.
     """
     found = []
     for table in tables:
@@ -124,14 +124,14 @@ def read(contents: Contents, targets: Tensors) -> None:
 
 
 def needed(tables: Sequence[Table], targets: Tensors) -> list[int]:
-    """Return the ranks that have written what these targets need."""
+    """Return the ranks that have written data that these targets need."""
     return [table.rank for table, _ in _planned(tables, targets)[1]]
 
 
 def _planned(
     tables: Sequence[Table], targets: Tensors
 ) -> tuple[DefaultLoadPlanner, list[tuple[Table, list[tuple[Piece, ReadItem]]]]]:
-    """Return what to read from each file."""
+    """Return the parts to read from each file."""
     files = {(piece.name, tuple(piece.offsets)): (table, piece) for table in tables for piece in table.pieces}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), _metadata(tables), False)

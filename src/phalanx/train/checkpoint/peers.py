@@ -1,4 +1,4 @@
-"""The other ranks, as far as checkpoints need them. A `WorkerProcessGroup` is one."""
+"""The other ranks, as far as checkpoints need them. A `WorkerProcessGroup` implements this."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from phalanx.worker.process_group import seeds
 
 
 def taken(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
-    """Return the current state. It is cheap, because the training waits; `packed` makes JSON of it."""
+    """Return the current state. This is cheap, because the training waits; `packed` converts it to JSON."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()

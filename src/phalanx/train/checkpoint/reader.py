@@ -29,7 +29,7 @@ class CheckpointReader:
         self._peers = peers
         self._generators = generators
         self._say = say
-        self.bad: dict[str, list[str]] = {}  # checkpoints that a load found to be corrupted, and why
+        self.bad: dict[str, list[str]] = {}  # checkpoints that a load found to be corrupted, with the reason
 
     def latest(self) -> Info | None:
         """Return the newest checkpoint whose files all exist with the right size. `load` also verifies checksums."""
@@ -41,7 +41,7 @@ class CheckpointReader:
     def load(self, kept: Mapping[str, object], info: Info | None = None, *, random: bool = True) -> Info | None:
         """Restore in place from the newest intact checkpoint, or from `info`. Return None if there is none.
 
-        A corrupted checkpoint is reported and skipped; if it was asked for with `info`, CheckpointError is raised.
+        A corrupted checkpoint is reported and skipped; if it was requested with `info`, CheckpointError is raised.
         """
         names = [info.name] if info is not None else by_main(self._peers, self._folder.names)
         for name in names:
@@ -52,7 +52,7 @@ class CheckpointReader:
                     extra = unpacked(contents.values.extra, {})
                     return dataclasses.replace(contents.info, extra=extra)
             if info is None and by_main(self._peers, partial(self._is_gone, name)):
-                # A run that is still saving has removed it in the meantime: there is a newer one.
+                # A run that is still saving has removed it meanwhile: there is a newer one.
                 return self.load(kept, random=random)
             self.bad[name] = problems
             how = "refused" if self._folder.key else "corrupted"
@@ -91,7 +91,7 @@ class CheckpointReader:
         return contents, self._all_problems(problems)
 
     def _restore(self, kept: Mapping[str, object], contents: loading.Contents, random: bool) -> list[str]:
-        """Restore in place. Raises if something does not fit; returns what cannot be read, the same on all ranks."""
+        """Restore in place. Raises if something does not match; returns what cannot be read, the same on all ranks."""
         plain = contents.values.plain
         targets = state.targets(kept, plain, contents.shapes)
         problems: list[str] = []

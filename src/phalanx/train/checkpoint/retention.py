@@ -1,4 +1,4 @@
-"""Which checkpoints are no longer needed: a pure function."""
+"""Decides which checkpoints are no longer needed. A pure function."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ class Retention:
         return gone
 
     def replaceable(self, good: Sequence[Info], bad: Collection[str] = ()) -> list[str]:
-        """Return what would be surplus once another checkpoint is written. The newest good one is never removed."""
+        """Return the names that would be surplus once another checkpoint is written. The newest good one is never
+        removed.
+        """
         return replace(self, last=max(1, self.last - 1)).surplus(good, bad)
 
     def is_best(self, value: float, scores: Sequence[float]) -> bool:
-        """Return whether this value of the metric would be among the best, beside those that there are."""
+        """Return whether this value of the metric would be among the best, compared with the existing ones."""
         if not math.isfinite(value):
             return False
         sign = 1 if self.mode == "min" else -1
@@ -51,7 +53,7 @@ class Retention:
         return len(better) < self.best
 
     def _ranked(self, newest: Sequence[Info]) -> list[Info]:
-        """Return the best first, the newer of equal ones first, without those that have no number."""
+        """Return the best first, newer ones first if equal, without those that have no number."""
         sign = 1 if self.mode == "min" else -1
         scored = [(info.metrics.get(self.metric), info) for info in newest]
         numbers = [(sign * value, info) for value, info in scored if value is not None and math.isfinite(value)]

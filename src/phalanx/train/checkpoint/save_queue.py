@@ -1,5 +1,6 @@
 """The saves that are being written in the background, and the memory for them. Every rank makes the same calls in the
-same order."""
+same order.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _NICE = 10  # added to the niceness of the writing thread
 
 
 class SaveQueue:
-    """Saves under way, the oldest first. `folder`: its path, for messages."""
+    """Saves in progress, oldest first. `folder`: its path, for messages."""
 
     def __init__(self, peers: Peers, folder: str, buffers: int, say: Callable[[str], None]) -> None:
         self._peers = peers
@@ -35,7 +36,7 @@ class SaveQueue:
         # script that ends without closing still completes its saves.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_priority)
         self._failure: CheckpointError | None = None  # of the newest save that has ended
-        self._told: tuple[str, ...] = ()  # the reasons of the failure that was reported last
+        self._told: tuple[str, ...] = ()  # the reasons of the last reported failure
 
     def start(self, order: SaveRequest, chunks: Sequence[Chunk]) -> None:
         """Copy the chunks, and write them in the background. There must be a free buffer."""
@@ -47,7 +48,7 @@ class SaveQueue:
 
     @property
     def under_way(self) -> int:
-        """How many saves this rank is still writing."""
+        """Number of saves that this rank is still writing."""
         return sum(save.under_way for save in self._saves)
 
     def wait(self) -> None:
@@ -64,10 +65,10 @@ class SaveQueue:
             self.finish_oldest()
 
     def close(self, patience: float, *, needless: bool) -> None:
-        """End without the other ranks, and release the memory.
+        """Close without the other ranks, and release the memory.
 
         patience  seconds for other ranks to write
-        needless  what this rank has not written yet need not be written
+        needless  data that this rank has not written yet need not be written
         """
         limit = time.monotonic() + patience
         for save in self._saves if needless else ():
@@ -90,12 +91,14 @@ class SaveQueue:
         told = self._peers.gather(done, all=True)
         for place, save in enumerate(self._saves):
             if any(one[place][0] for one in told if len(one) > place):
-                save.give_up.set()  # on a full disk the rank may not even have been able to write why
-        for ended in zip(*told, strict=False):  # those that are complete everywhere
+                save.give_up.set()  # on a full disk the rank may not have been able to write even the reason
+        for ended in zip(*told, strict=False):  # those that are complete on all ranks
             self._conclude([failure for failure, _ in ended], ended[0][1])
 
     def finish_oldest(self, *, tell: bool = True) -> None:
-        """Wait for the oldest save. It stays in the queue until all ranks have answered, as one of them may be dead."""
+        """Wait for the oldest save. It stays in the queue until all ranks have answered, because one of them may be
+        dead.
+        """
         save = self._saves[0]
         save.written.wait()
         failures = self._peers.gather(save.failure, all=True)

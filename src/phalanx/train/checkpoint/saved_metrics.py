@@ -1,4 +1,4 @@
-"""The metrics of checkpoints, by which the best ones are kept."""
+"""The metrics of checkpoints, which select the best ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.train.checkpoint.retention import Retention
 
 
 class SavedMetrics:
-    """The metrics of the checkpoints in a folder, with those that are being written. For rank 0."""
+    """The metrics of the checkpoints in a folder, including those being written. For rank 0."""
 
     def __init__(self, folder: Folder, keeping: Retention) -> None:
         self._folder = folder
@@ -30,7 +30,7 @@ class SavedMetrics:
         return self._keeping.is_best(value, self._read_scores())
 
     def missing(self) -> str:
-        """Return why none is kept as one of the best: no checkpoint has the metric. Empty if one has, or none is."""
+        """Return why none is kept as one of the best: no checkpoint has the metric. Otherwise empty."""
         if not self._keeping.best or self._read_scores():
             return ""
         return (

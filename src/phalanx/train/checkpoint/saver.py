@@ -1,4 +1,4 @@
-"""One save in the background: each rank writes its share, rank 0 waits for all of them and commits.
+"""One save in the background: each rank writes its share; rank 0 waits for all of them and commits.
 
 The ranks communicate through the folder only: a thread must not use the collectives of the training.
 """
@@ -65,16 +65,16 @@ class SaveRequest:
 
 
 class Save:
-    """A save. `written` is set when this rank has its share on the disk; rank 0 then waits for the others."""
+    """A save. `written` is set when the share of this rank is on disk; rank 0 then waits for the others."""
 
     def __init__(self, order: SaveRequest, buffer: Buffer, placed: Sequence[Placed]) -> None:
         self.order = order
         self.buffer = buffer
         self.written = threading.Event()
         self.give_up = threading.Event()
-        self.needless = threading.Event()  # what is not on the disk yet need not be written
+        self.needless = threading.Event()  # data that is not on disk yet need not be written
         self.failure = ""  # this rank's own
-        self.outcome = ""  # rank 0's: why there is no checkpoint
+        self.outcome = ""  # of rank 0: why there is no checkpoint
         self._placed = placed
         self._ended = threading.Event()
 
@@ -104,7 +104,7 @@ class Save:
         except Exception as error:
             logger.debug("writing the share of rank %d", order.rank, exc_info=True)
             self.failure = _reason(error, order.staging)
-            # Remove the share first, to make room for the file that says why.
+            # Remove the share first, to make room for the file with the reason.
             for name in (tensor_file(order.rank), f"{table_file(order.rank)}.part"):
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(order.staging, name))
@@ -124,7 +124,7 @@ class Save:
 
 
 def _reason(error: Exception, staging: str) -> str:
-    """Return why a share was not written, without the name of the staging folder, which has the step in it."""
+    """Return why a share was not written, without the name of the staging folder, which contains the step."""
     if isinstance(error, OSError) and error.strerror:
         file = os.path.relpath(error.filename, staging) if _inside(error.filename, staging) else error.filename
         if isinstance(error, FileNotFoundError) and file != error.filename:
@@ -211,7 +211,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _gathered(order: SaveRequest, give_up: threading.Event) -> dict[str, bytes]:
-    """Wait for the tables of all ranks, and return them as they are on the disk."""
+    """Wait for the tables of all ranks, and return them as they are on disk."""
     wanted = {table_file(rank) for rank in range(order.world_size)}
     failures = {failure_file(rank): rank for rank in range(order.world_size)}
     limit = time.monotonic() + order.patience
@@ -239,7 +239,7 @@ def _gathered(order: SaveRequest, give_up: threading.Event) -> dict[str, bytes]:
 
 
 def _commit(order: SaveRequest, tables: dict[str, bytes]) -> None:
-    key = order.folder.key  # with it, rank 0 signs only what other ranks have signed
+    key = order.folder.key  # with it, rank 0 signs only data that other ranks have signed
     decoded = [integrity.opened(data, Table, name, key) for name, data in tables.items()]
     _check_whole(order, decoded)
     with open(f"{order.staging}/{STATE}", "rb") as file:
@@ -253,7 +253,7 @@ def _commit(order: SaveRequest, tables: dict[str, bytes]) -> None:
     manifest = Manifest(FORMAT, step, order.world_size, time.time(), __version__, torch_version, order.metrics, files)
     integrity.write_durably(f"{order.staging}/{MANIFEST}", integrity.sealed(manifest, key))
     order.folder.commit(order.staging, step)
-    # An old checkpoint that cannot be removed is no reason to fail.
+    # An old checkpoint that cannot be removed is not a failure.
     with contextlib.suppress(OSError, CheckpointError):
         _prune(order)
 
@@ -263,7 +263,7 @@ def _entry(name: str, data: bytes, *, signed: bool) -> Entry:
 
 
 def _check_whole(order: SaveRequest, tables: Sequence[Table]) -> None:
-    """Raise if the shares of all ranks are not the whole state, which only a load would notice otherwise."""
+    """Raise if the shares of all ranks are not the whole state, which otherwise only a load would detect."""
     written: dict[str, int] = {}
     whole: dict[str, int] = {}
     for table in tables:

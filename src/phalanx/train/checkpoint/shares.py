@@ -1,4 +1,4 @@
-"""Which part of the state this rank writes. Every rank computes the same answer without communication."""
+"""Decides which part of the state this rank writes. Every rank computes the same answer without communication."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def share(
     shards: bool | None = None,
     known: dict[str, Chunk] | None = None,
 ) -> list[Chunk]:
-    """Return the chunks that this rank writes: its shards, and a share of what all ranks have, divided by size.
+    """Return the chunks that this rank writes: its shards, and a share of the data that all ranks have, divided by
+    size.
 
     own     names of tensors that rank 0 writes
     shards  whether this rank writes its shards; None: if it is in the first replica
@@ -60,10 +61,10 @@ def share(
 
 @dataclass(frozen=True)
 class _Layout:
-    """How tensors of the same mesh and placements are sharded, as this rank sees it."""
+    """How tensors of the same mesh and placements are sharded, for this rank."""
 
     writes: bool
-    split: tuple[int, int, int] | None  # dimension, index of this rank, count; None: ask torch's planner
+    split: tuple[int, int, int] | None  # dimension, index of this rank, count; None: use torch's planner
 
     @classmethod
     def of(cls, tensor: DTensor, writes: bool | None) -> _Layout:
@@ -81,7 +82,7 @@ class _Layout:
 
 
 def _sharded(name: str, tensor: DTensor, layout: _Layout, known: dict[str, Chunk]) -> list[Chunk]:
-    part = tensor._local_tensor  # what `to_local` returns without autograd
+    part = tensor._local_tensor  # the result of `to_local` without autograd
     before = known.get(name)
     if before is not None and before.part is part:
         return [before]
@@ -96,7 +97,8 @@ def _sharded(name: str, tensor: DTensor, layout: _Layout, known: dict[str, Chunk
 
 def _offsets(name: str, tensor: DTensor, layout: _Layout) -> list[tuple[int, ...]]:
     """Return where this rank's part begins. torch's planner takes 0.2 ms per tensor: too long for a snapshot per
-    step."""
+    step.
+    """
     if layout.split is not None:
         dim, at, count = layout.split
         offsets = [0] * tensor.dim()

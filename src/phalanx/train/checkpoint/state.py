@@ -1,7 +1,7 @@
-"""The kept objects as tensors and plain values, and back.
+"""Converts the kept objects to tensors and plain values, and back.
 
 Names are those of the unwrapped model: the same with DDP, with FSDP and without, compiled or not. The state of an
-optimizer uses the names of its parameters, so that it fits any order and sharding.
+optimizer uses the names of its parameters, so that it matches any order and sharding.
 
 torch's `get_optimizer_state_dict` is similar, but makes a step of the optimizer to initialize its state, which counts
 afterwards, and supports one model per optimizer.
@@ -22,12 +22,12 @@ from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint.format.plain import Tensors, packed, tensor_names, unpacked
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-_EXTRA_STATE = "_extra_state"  # torch's name for what get_extra_state returns
+_EXTRA_STATE = "_extra_state"  # torch's name for the result of get_extra_state
 
 
 @dataclass
 class State:
-    """Tensors by name, and all else as JSON by the name of the object. Rank 0 writes the tensors in `own`."""
+    """Tensors by name, and other values as JSON by the name of the object. Rank 0 writes the tensors in `own`."""
 
     tensors: Tensors = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
@@ -57,12 +57,12 @@ def taken(kept: Mapping[str, object]) -> State:
     for name, thing in kept.items():
         if isinstance(thing, nn.Module):
             inner = unwrapped(thing)
-            # Shards are only used through `to_local`, and detaching them takes longer than all the rest.
+            # Shards are only used through `to_local`, and detaching them takes longer than everything else.
             own = inner.state_dict(keep_vars=True).items()
             values = {plain_name(key): value if isinstance(value, DTensor) else _detached(value) for key, value in own}
             before = set(state.tensors)
             state.plain[name] = packed(values, name, state.tensors)
-            # Buffers, such as running means, differ between ranks: those of rank 0 count.
+            # Buffers, such as running means, differ between ranks: those of rank 0 are used.
             learnt = {f"{name}.{plain_name(key)}" for key, _ in inner.named_parameters(remove_duplicate=False)}
             state.own |= set(state.tensors) - before - learnt
         elif isinstance(thing, torch.optim.Optimizer):
@@ -100,7 +100,7 @@ def targets(
     *,
     only: Container[str] | None = None,
 ) -> Tensors:
-    """Return memory for every tensor: a model's own, new memory for the rest. Raises if something does not fit."""
+    """Return memory for every tensor: a model's own, new memory for the rest. Raises if something does not match."""
     found: Tensors = {}
     for name, thing in kept.items():
         if only is not None and name not in only:
@@ -146,7 +146,7 @@ def restore(
 
 
 def _in_place(own: Any, value: Any) -> Any:
-    """Return the model's own tensor if the value was read into its memory: torch then copies nothing."""
+    """Return the model's own tensor if the value was read into its memory: then torch copies nothing."""
     if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and not isinstance(own, DTensor):
         same = own.data_ptr() == value.data_ptr() and own.shape == value.shape and own.stride() == value.stride()
         return own if same and own.dtype == value.dtype else value
@@ -195,7 +195,7 @@ def _optimizer_targets(
 
 
 def _beginnings(key: str) -> Iterator[str]:
-    """Yield the key up to each dot, the longest first: names have dots, and their state may be a list of tensors."""
+    """Yield the key up to each dot, longest first: names contain dots, and their state may be a list of tensors."""
     end = key.rfind(".")
     while end > 0:
         yield key[: end + 1]
@@ -213,7 +213,7 @@ def _optimizer_state(name: str, optimizer: torch.optim.Optimizer, kept: Mapping[
 def _by_place(
     name: str, optimizer: torch.optim.Optimizer, kept: Mapping[str, object], value: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the state with indices of parameters, as they are in the optimizer's groups now."""
+    """Return the state with indices of parameters, according to the optimizer's current groups."""
     names = _names(name, optimizer, kept)
     saved = [set(group["params"]) for group in value["param_groups"]]
     now = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -236,7 +236,7 @@ def _by_place(
 
 
 def _names(name: str, optimizer: torch.optim.Optimizer, kept: Mapping[str, object]) -> dict[torch.nn.Parameter, str]:
-    """Return the name of each of its parameters, with that of its kept model."""
+    """Return the names of the optimizer's parameters, prefixed with the name of their kept model."""
     known: dict[torch.nn.Parameter, str] = {}
     for given, thing in kept.items():
         if isinstance(thing, nn.Module):

@@ -1,1 +1,1 @@
-"""Which samples a rank reads, in which order."""
+"""Decides which samples a rank reads, and in which order."""

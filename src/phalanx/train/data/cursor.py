@@ -1,4 +1,4 @@
-"""Where a loader is in its data: what was read, what is committed, and what a resumed run continues with."""
+"""The position of a loader in its data: what was read, what is committed, and where a resumed run continues."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from phalanx.train.data.order import Position
 
 
 class LoaderCursor:
-    """The position of a loader. A position goes with the number of steps of its epoch."""
+    """The position of a loader. A position includes the number of steps of its epoch."""
 
     def __init__(self) -> None:
         self.go_to(Position())
 
     def go_to(self, position: Position, done: int = 0) -> None:
-        """Go to a position, `done` steps into its epoch. Nothing is known about the workers there."""
+        """Go to a position, `done` steps into its epoch. The state of the workers there is unknown."""
         self.committed = self.taken = (position, done)
         self.finished = False  # the last batch of the epoch was read
         self.resume: dict[str, Any] | None = None  # the state of the workers, until they are started
@@ -23,7 +23,8 @@ class LoaderCursor:
 
     def start(self) -> tuple[Position, int, dict[str, Any] | None]:
         """Return the committed position, and the state to start the workers with. Goes to the next epoch if the last
-        one is finished."""
+        one is finished.
+        """
         if self.finished:
             self.go_to(Position(self.committed[0].epoch + 1))
         self.taken = self.committed
@@ -40,5 +41,5 @@ class LoaderCursor:
 
     @property
     def workers_at_commit(self) -> bool:
-        """Whether the workers stand where the last commit is, in the middle of an epoch."""
+        """Whether the workers are at the position of the last commit, in the middle of an epoch."""
         return self.taken == self.committed and self.committed[1] > 0 and not self.finished

@@ -1,4 +1,4 @@
-"""How a data set is read: by index, as one stream of which ranks take their samples, or in shards."""
+"""Reads a data set: by index, as one stream from which ranks take their samples, or in shards."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class DatasetReader:
     seed: int
     shuffle: bool
     options: Mapping[str, Any]  # of torch's DataLoader
-    own_generator: torch.Generator | None  # that of `options`, seeded for every epoch; None: it is the script's
+    own_generator: torch.Generator | None  # that of `options`, seeded for every epoch; None: the script's own
     total: Callable[[int], int]  # sums an int over all ranks
 
     def assigned(self, part: BatchAssignment) -> IndexedData | ShardStream | Shards:
-        """Return the samples of one rank. Raises UsageError if they cannot be read as asked for."""
+        """Return the samples of one rank. Raises UsageError if they cannot be read as requested."""
         return self._in_order(part) if is_iterable(self.dataset) else self._by_index(part)
 
     def _by_index(self, part: BatchAssignment) -> IndexedData:
@@ -40,7 +40,7 @@ class DatasetReader:
         _refuse_nothing(len(dataset), part)
         if type(dataset) is TensorDataset and options["collate_fn"] is None:
             dataset, options = TensorBatches(dataset), {**options, "collate_fn": as_it_is}
-        # A script that seeds its workers itself is left alone.
+        # Do not interfere with a script that seeds its workers itself.
         seeded = options["num_workers"] > 0 and self.own_generator is not None and options.get("worker_init_fn") is None
         indices = BatchIndices(len(self.dataset), self.seed, self.shuffle, part, seeded)
         return IndexedData(SeededData(dataset) if seeded else dataset, indices, options)
@@ -69,7 +69,7 @@ class DatasetReader:
         return ShardStream(self.dataset, part, options, self.seed)
 
     def seed_workers(self, position: Position, rank: int) -> None:
-        """Seed the DataLoader for the samples from here on. Does nothing if the script has given a generator."""
+        """Seed the DataLoader for the samples from here on. Does nothing if the script has passed a generator."""
         if self.own_generator is not None:
             # Not torch's global generator: a DataLoader draws from it at every start, and a resumed run starts again.
             self.own_generator.manual_seed(rng.number(self.seed, position.epoch, position.consumed, rank))

@@ -12,7 +12,7 @@ from phalanx.train.data import rng
 from phalanx.train.data.assignment import AssignedBatch, BatchAssignment
 from phalanx.train.data.order import Order, Position, Step, steps
 
-_AHEAD = 4096  # places that are looked up at once: one by one would be too slow for small steps
+_AHEAD = 4096  # places that are looked up at once: single lookups would be too slow for small steps
 
 
 class IndexedData:
@@ -69,7 +69,7 @@ class BatchIndices:
         start = self.position.consumed + sum(self.part.batches[:rank])
         full, rest = divmod(self.length - self.position.consumed, whole)
         if full and self.part.tail == "every" and 0 < rest < len(self.part.batches):
-            full -= 1  # the last full step takes the rest, too
+            full -= 1  # the last full step includes the rest
         ahead = max(1, _AHEAD // batch)
         for first in range(0, full, ahead):
             numbers = torch.arange(first, min(first + ahead, full))
@@ -81,7 +81,7 @@ class BatchIndices:
 
 
 class TensorBatches:
-    """A TensorDataset that is read batch by batch: sample by sample takes ten times as long."""
+    """A TensorDataset that is read batch by batch: reading by sample takes ten times as long."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self._tensors = dataset.tensors
@@ -92,12 +92,12 @@ class TensorBatches:
 
 
 def as_it_is(batch: list[Any]) -> list[Any]:
-    """Return the batch: a `collate_fn` for batches that are tensors already."""
+    """Return the batch: a `collate_fn` for batches that are already tensors."""
     return batch
 
 
 class SeededData:
-    """The data set as a worker sees it, seeded for every batch."""
+    """The data set in a worker, seeded for every batch."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -161,8 +161,9 @@ class Loader:
         self._batches: weakref.WeakMethod[Callable[[Loader], Iterator[Any]]] | None = None
 
     def read_through(self, batches: Callable[[Loader], Iterator[Any]]) -> None:
-        """Let a loop over this loader be one over `batches(self)`, a method that reads it with `rest`."""
-        self._batches = weakref.WeakMethod(batches)  # a run keeps its loaders, and must not wait for the collector
+        """Make a loop over this loader call `batches(self)`, a method that reads it with `rest`."""
+        # a run holds its loaders; a strong reference would need the garbage collector
+        self._batches = weakref.WeakMethod(batches)
 
     def _assigned(self) -> IndexedData | ShardStream | Shards:
         return self._data.assigned(BatchAssignment(self.batches, self.rank, self.tail))
@@ -201,13 +202,13 @@ class Loader:
         return count_steps(len(self.dataset), self.batches, self.tail)
 
     def begin_evaluation(self) -> None:
-        """Read every sample exactly once from now on, as with train=False, if nothing else was asked for."""
+        """Read every sample exactly once from now on, as with train=False, unless another mode was requested."""
         if self.train is None and self.tail == "uneven":
             self.tail = "every"
             self._feed = self._assigned()
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the rest of the epoch: as `run.batches(loader)` does, if a run has made it."""
+        """Iterate over the rest of the epoch, like `run.batches(loader)` if the loader belongs to a run."""
         batches = self._batches() if self._batches is not None else None
         return self.rest() if batches is None else batches(self)
 
@@ -303,7 +304,7 @@ class Loader:
 
     @property
     def length(self) -> int | None:
-        """Samples of the whole data set. None: it is iterable, and they are not known."""
+        """Samples of the whole data set. None: it is iterable, and the number is unknown."""
         return len(self.dataset) if self._feed.kind == "indexed" else None
 
     def _workers_state(self) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The options of a loader: what is accepted, what follows from it, and what is refused in words."""
+"""The options of a loader: which are accepted, their defaults, and the messages for those that are rejected."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def refuse_samplers(**samplers: Any) -> None:
 
 
 def options_of(loader: DataLoader[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with which `run.loader` reads the data set of a DataLoader as that does.
+    """Return the options with which `run.loader` reads the data set of a DataLoader in the same way.
 
-    `given`: all options of `run.loader`. The batch size of the DataLoader is that of each rank, if they have none. An
-    option that the DataLoader has too must be left out.
+    `given`: all options of `run.loader`. The batch size of the DataLoader applies to each rank, if they have none. An
+    option that the DataLoader also has must be omitted.
     """
     sampler, iterable = loader.sampler, is_iterable(loader.dataset)
     shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement
@@ -125,7 +125,7 @@ def options_of(loader: DataLoader[Any], given: Mapping[str, Any]) -> dict[str, A
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Return whether the data set is read by iterating, not by index; raise UsageError if it is no data set."""
+    """Return whether the data set is read by iterating, not by index; raise UsageError if it is not a data set."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         if not hasattr(dataset, "__iter__"):
             raise UsageError(
@@ -148,5 +148,5 @@ def name_of(dataset: Any) -> str:
 
 
 def pins(device: Any) -> bool:
-    """Return whether batches for this device are put into pinned memory. None: the device is not known."""
+    """Return whether batches for this device are put into pinned memory. None: the device is unknown."""
     return bool(torch.cuda.is_available()) if device is None else str(device).startswith("cuda")

@@ -160,7 +160,7 @@ def share(position: Position, length: int, batches: tuple[int, ...], tail: Tail)
 
 def _share_every(position: Position, length: int, batches: tuple[int, ...]) -> Step | None:
     whole, ranks, left = sum(batches), len(batches), length - position.consumed
-    if left <= 0 or (left < ranks and position.consumed):  # a stream: the step before has taken them
+    if left <= 0 or (left < ranks and position.consumed):  # a stream: the previous step has taken them
         return None
     if left >= whole + ranks:
         counts = batches
@@ -216,7 +216,7 @@ def deal(global_batch: int, world_size: int, weights: Sequence[float] | None = N
 
 def _at_least_one(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     sizes = list(apportion(total, weights))
-    # A rank with nothing takes one from the rank with most.
+    # A rank without samples gets one from the rank with the most.
     for rank, size in enumerate(sizes):
         if not size:
             sizes[sizes.index(max(sizes))] -= 1

@@ -40,7 +40,7 @@ def state(device: Any) -> Any:
 
 
 def set_state(state: Any, device: Any) -> None:
-    """Restore what `state` returned."""
+    """Restore the result of `state`."""
     *near, far = state
     _restore((near[0], near[1], near[2]))
     if far is not None:
@@ -62,7 +62,7 @@ class FreshRng:
     and its step have used. Seeding all of them would take too long for a small step."""
 
     def __init__(self) -> None:
-        self.drawn: list[str] | None = None  # generators in use, beside torch's; None: no step was committed yet
+        self.drawn: list[str] | None = None  # generators in use, besides torch's; None: no step was committed yet
         self._before: tuple[Any, Any] | None = None  # at the first batch
         self._others: list[str] | None = None
 
@@ -115,7 +115,7 @@ class RngState:
             self._state = _state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values; empty if nothing was drawn, as usual, because it is sent with every batch."""
+        """Return plain values; usually empty, because nothing was drawn. It is sent with every batch."""
         python, torchs, numpys = self._state
         if (
             python == self._first[0]

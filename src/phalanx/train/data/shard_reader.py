@@ -33,7 +33,7 @@ class Elements:
             self._iterator: Any = iter(dataset)
 
     def take(self, number: int) -> list[Any]:
-        """Return this many elements, or what is left."""
+        """Return this many elements, or the remaining ones."""
         if self.ended:
             return []
         with self._reading():
@@ -70,7 +70,7 @@ class Elements:
 
 
 class RestOfEpoch:
-    """The rest of an epoch that was divided into shards: all shards, without what was read of each."""
+    """The rest of an epoch that was divided into shards: all shards, without the elements that were read."""
 
     def __init__(self, dataset: Any, parted: Parted, seed: int) -> None:
         self.dataset = dataset
@@ -91,7 +91,7 @@ class RestOfEpoch:
                 _part(self.dataset, rank * workers + worker, len(batches) * workers, self.seed, self.epoch)
                 for worker in range(workers)
             )
-            # As a DataLoader does: one batch per worker in turn, without those that have ended.
+            # Like a DataLoader: one batch per worker in turn, without those that have ended.
             done = 0
             while parts and done < self.parted.steps:
                 taken = len(parts[0].take(batch))
@@ -149,7 +149,7 @@ class PartReader:
         raise NotImplementedError
 
     def take(self, number: int) -> list[Any]:
-        """Return this many elements, or what is left, and count them."""
+        """Return this many elements, or the remaining ones, and count them."""
         taken = self.elements.take(number)
         self.read += len(taken)
         return taken
@@ -161,11 +161,11 @@ class PartReader:
 
     # torchdata's StatefulDataLoader calls these, in the worker.
     def state_dict(self) -> dict[str, Any]:
-        """Return where this worker is."""
+        """Return the position of this worker."""
         return {"read": self.read, "place": self.place, **self.elements.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the worker was that `state` comes from."""
+        """Continue at the position of the worker that `state` comes from."""
         self.read, self.place = state["read"], state["place"]
         self.elements.load_state_dict(state)
 
@@ -175,12 +175,12 @@ class StreamReader(PartReader):
 
     def open(self, dataset: Any) -> Elements:
         """Return all elements: every worker of every rank reads them."""
-        self._ahead: list[Any] = []  # read, and not given out
+        self._ahead: list[Any] = []  # read, but not returned yet
         return Elements(dataset, rng.number(self.seed, self.position.epoch))
 
     def __next__(self) -> tuple[list[Any], int, int, int]:
         whole = sum(self.deal.batches)
-        # The last full step of an evaluation takes the rest, if that is not enough for all ranks.
+        # The last full step of an evaluation includes the rest, if that is not enough for all ranks.
         extra = len(self.deal.batches) if self.deal.tail == "every" else 0
         del self._ahead[: max(0, self.place - (self.read - len(self._ahead)))]
         while self.read < self.place:

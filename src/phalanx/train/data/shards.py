@@ -48,7 +48,7 @@ def can_shard(dataset: Any) -> bool:
 
 
 class _Feed:
-    """What both ways have in common: a DataLoader for each time the data set is read."""
+    """The common part of both ways: a DataLoader for each time the data set is read."""
 
     kind = ""
 
@@ -73,10 +73,10 @@ class _Feed:
             yield from batches
         finally:
             if self._loader is loader:
-                self._loader = None  # torchdata's keeps its workers when a loop is left
+                self._loader = None  # torchdata's loader keeps its workers when a loop is left
 
     def _rewind(self, epoch: int) -> None:
-        """Reset a stateful data set to its start: it would continue where it was read to."""
+        """Reset a stateful data set to its start: otherwise it would continue where it was read last."""
         if self._start is not None and not self._exhausted:
             self._dataset.load_state_dict(self._start)
         if hasattr(self._dataset, "set_epoch"):
@@ -86,7 +86,7 @@ class _Feed:
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the state of the workers, if the data set has one and torchdata is installed."""
-        reads_ahead = self._deal.tail == "every"  # and the state does not have what was read
+        reads_ahead = self._deal.tail == "every"  # the state does not include elements that were read ahead
         known = is_stateful(self._loader) and not self._exhausted and not reads_ahead
         return self._loader.state_dict() if known else None
 
@@ -107,7 +107,7 @@ class ShardStream(_Feed):
         return BatchSource(StreamReader, self._dataset, self._deal, position, self.start, self._seed)
 
     def _read(self, position: Position, replay: int) -> Iterator[AssignedBatch]:
-        del replay  # the workers skip what was consumed
+        del replay  # the workers skip consumed elements
         for batch, count, size, total in self._loader:
             position = Position(position.epoch, position.consumed + total)
             yield AssignedBatch(batch, count, size, total, position)
@@ -126,7 +126,7 @@ class Shards(_Feed):
         self._total = total
 
     def rest(self, parted: Parted) -> ShardStream:
-        """Return a stream of what other ranks have left of the epoch."""
+        """Return a stream of the elements of the epoch that other ranks have not read."""
         stream = ShardStream(RestOfEpoch(self._dataset, parted, self._seed), self._deal, self._options, self._seed)
         stream.start = parted.consumed
         return stream
@@ -142,7 +142,7 @@ class Shards(_Feed):
         spare: tuple[Any, int] | None = None
         while True:
             batch, count, size = next(batches)
-            # An evaluation asks nobody: each rank reads its shard to the end.
+            # An evaluation does not communicate: each rank reads its shard to the end.
             total = count if self._deal.tail == "every" else self._total(count)
             if not total or (self._deal.tail == "drop" and total < sum(self._deal.batches)):
                 return

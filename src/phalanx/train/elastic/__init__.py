@@ -1,1 +1,1 @@
-"""Training through failures: regrouping, and the state that goes to new ranks."""
+"""Training through failures: regrouping, and the state that is handed over to new ranks."""

@@ -1,8 +1,8 @@
 """The loop of `phalanx.main`: when a rank dies, `train` is called again in a new process group, with its state.
 
-The agent learns of a death first, and sends every worker its new assignment. The connections of the old group are cut,
-so that no rank waits in one of its collectives any longer. The exception that this raises in the script is not the
-script's fault, and ends this call of `train`.
+The agent detects a death first, and sends every worker its new assignment. The connections of the old group are cut, so
+that no rank keeps waiting in one of its collectives. The resulting exception in the script is not the script's fault,
+and ends this call of `train`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _WARM_UP = 60.0  # seconds until the CUDA context is complete, at most
 
 @dataclass(frozen=True)
 class LastGroup:
-    """What this process has left of the last group that it was in."""
+    """What this process keeps from its last group."""
 
     offer: StateOffer | None = None  # the state that it holds
     waited: float = 0.0  # seconds since a checkpoint was due
     has_snapshots: bool = False  # there are snapshots in memory
-    step: int = 0  # the newest step that was committed, whether its state is left or not
+    step: int = 0  # the newest committed step, whether its state still exists or not
 
 
 class ElasticLoop:
@@ -65,8 +65,8 @@ class ElasticLoop:
         self._handover: Handover | None = None  # of the group that is being formed
         self._once = Once()
         self._halting = Halting(self._steps)
-        self._stuck = False  # `train` has raised, and the agent has not said yet what follows
-        self._assignment: messages.Assignment | None = None  # of the group that is being formed, or was
+        self._stuck = False  # `train` has raised, and the agent has not sent what follows
+        self._assignment: messages.Assignment | None = None  # of the group that is being formed, or was formed
         self._rescuing = threading.Lock()
         hello = messages.Hello(cuda_device(options.get("device")), for_cuda(environment()))
         self._channel = AgentChannel(
@@ -104,12 +104,12 @@ class ElasticLoop:
                 if not self._is_regroup(error, assignment):
                     raise
             self._leave()
-            sys.excepthook = excepthook  # torch puts another one around it for every group
+            sys.excepthook = excepthook  # torch wraps it for every group
 
     def _is_regroup(self, error: Exception, assignment: messages.Assignment) -> bool:
         """Return whether `error` is the consequence of a lost rank: the agent then has a newer assignment.
 
-        A rank may notice that another one has died before the agent does. Errors of the script are raised at once.
+        A rank may detect the death of another one before the agent does. Errors of the script are raised at once.
         """
         self._stuck = True
         moved = self._channel.has_moved(assignment)
@@ -172,7 +172,7 @@ class ElasticLoop:
         )
 
     def _check_group(self, membership: Membership, assignment: messages.Assignment) -> None:
-        """Raise before gradients are used that an aborted NCCL operation has left incomplete: NCCL raises nothing."""
+        """Raise before the use of gradients that an aborted NCCL operation has left incomplete: NCCL raises nothing."""
         import torch
 
         if membership.device.type == "cuda":
@@ -208,15 +208,14 @@ class ElasticLoop:
     def _holds(self) -> bool:
         """Return whether this rank has the whole state, so that a rank that cannot leave its group can be replaced.
 
-        With sharded replicas it has one shard, and ranks that have others must not be given up early. Without
-        replicas, a lost shard comes from a snapshot in any case.
+        With sharded replicas it has one shard, and ranks with other shards must not be given up early. Without
+        replicas, a lost shard always comes from a snapshot.
         """
         offer = self._last.offer
         return offer is not None and not (offer.sharded and shard_placement.is_replicated(offer.kept))
 
     def _left(self) -> None:
-        """Report that the old group is left: what takes longer from here on, such as a disk, is no reason to replace
-        this rank."""
+        """Report that the old group is left: later delays, such as a slow disk, are no reason to replace this rank."""
         self._channel.send(messages.Entering(self._channel.generation, self._holds()))
 
     def _destroy(self) -> None:
@@ -237,7 +236,7 @@ class ElasticLoop:
     def _received(self, message: messages.Halt | messages.Rescue | messages.EndWorker) -> None:
         if isinstance(message, messages.EndWorker):
             self._ignored.die(message.signal)
-        elif isinstance(message, messages.Rescue):  # may take long, and more messages may come
+        elif isinstance(message, messages.Rescue):  # may take long, and more messages may arrive
             threading.Thread(target=self._rescue, name="phalanx-rescue", daemon=True).start()
         elif message.step is not None:
             self._halting.settle(message.step)
@@ -260,7 +259,7 @@ class ElasticLoop:
     def _rescued(self) -> messages.Rescued:
         """Copy the state to memory while the main thread sleeps in an operation of a lost group.
 
-        If it wakes up, it commits nothing: `_should_halt` refuses the next step.
+        If it wakes up, it commits nothing: `_should_halt` rejects the next step.
         """
         from phalanx.train.snapshot.rescue import rescue, stillness
         from phalanx.worker.snapshot_memory import SnapshotMemoryClient
@@ -302,12 +301,13 @@ class ElasticLoop:
         return 0 if recovery is None else recovery.counter.steps
 
     def _heartbeat(self) -> messages.Heartbeat:
-        """Return how far the training is. Called by the thread of the channel."""
+        """Return the progress of the training. Called by the thread of the channel."""
         recovery = self._recovery
         if recovery is not None:
             return messages.Heartbeat(recovery.counter.steps, recovery.counter.samples)
         if self._assignment is not None and self._channel.has_moved(self._assignment):
-            self._aborter.cut()  # again: what the main thread waits for now may not have existed the first time
+            # again: the operation that the main thread now waits for may not have existed the first time
+            self._aborter.cut()
         return messages.Heartbeat(0)
 
     def close(self) -> None:
@@ -319,7 +319,8 @@ class ElasticLoop:
 
 def _is_broken(run: Run | None) -> bool:
     """Return whether the CUDA context is broken: after an illegal address, a device assert or a memory error every call
-    fails, and only another process can continue."""
+    fails, and only another process can continue.
+    """
     if run is None or run.device.type != "cuda":
         return False
     import torch
@@ -332,7 +333,7 @@ def _is_broken(run: Run | None) -> bool:
 
 
 def _patience(error: Exception, whole: float) -> float:
-    """Return how many seconds to wait for the agent's news of a death that may have caused `error`.
+    """Return how many seconds to wait for the agent to report a death that may have caused `error`.
 
     torch reports a lost peer with many different texts, but always with these types. Most other errors of these types
     are the script's own, and are not delayed for long.

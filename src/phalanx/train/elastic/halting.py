@@ -1,7 +1,7 @@
-"""Halt at a step that all ranks agree on while they train: no rank waits in a collective for one that has halted.
+"""Halts at a step that all ranks agree on during the training: no rank waits in a collective for one that has halted.
 
-The agent asks. Each rank answers at once, from a thread, which step it has committed, and then does at most one more.
-All halt one step after the newest of these: every rank can reach it, and none has passed it.
+The agent requests it. Each rank answers at once, from a thread, which step it has committed, and then makes at most one
+more. All halt one step after the newest of these: every rank can reach it, and none has passed it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 
 class Halted(BaseException):
-    """The training ends at this step because it was asked to, with a checkpoint. `except Exception` does not catch it:
-    it is not an error."""
+    """The training ends at this step as requested, with a checkpoint. `except Exception` does not catch it: it is not
+    an error.
+    """
 
     def __init__(self, step: int) -> None:
         super().__init__(f"halted at step {step}")
@@ -20,7 +21,7 @@ class Halted(BaseException):
 
 
 class Halting:
-    """The halt of one training. `steps` returns how many steps are committed."""
+    """The halt of one training. `steps` returns the number of committed steps."""
 
     def __init__(self, steps: Callable[[], int]) -> None:
         self.asked = False

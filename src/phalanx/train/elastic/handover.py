@@ -1,9 +1,9 @@
-"""The handover: state goes from living ranks to new ones, as raw tensors from memory to memory.
+"""The handover: state is sent from live ranks to new ones, as raw tensors from memory to memory.
 
-After a failure every survivor holds the state of its last committed step; usually that is the same for all. Training
-resumes from the newest. Ranks learn who holds what when they meet (`StateOffer.encoded`), so there is nothing to agree
-on later. The holders copy the state to shared memory for new ranks on their node at once, while those are still making
-their objects, and continue without waiting for them.
+After a failure every survivor has the state of its last committed step; usually that is the same for all. Training
+resumes from the newest. Ranks exchange who has what when they meet (`StateOffer.encoded`), so there is nothing to agree
+on later. The holders immediately copy the state to shared memory for new ranks on their node, while those are still
+creating their objects, and continue without waiting for them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Deal:
 
     @classmethod
     def of(cls, encoded: Sequence[str], nodes: Sequence[Sequence[int]]) -> Deal:
-        """Decide by the offers of all ranks. There are no holders if no rank has a state, or if they have shards."""
+        """Decide from the offers of all ranks. There are no holders if no rank has a state, or if they have shards."""
         found = offers(encoded)
         places = [(step, epoch) for step, epoch, *_ in found]
         newest = max(places)
@@ -54,13 +54,13 @@ class Deal:
         return tuple(holder for holder in self.holders if holder in node)
 
     def giver(self, rank: int) -> int:
-        """Return the holder that sends the state to a rank by the backend, on the same node if possible."""
+        """Return the holder that sends the state to a rank through the backend, on the same node if possible."""
         choice = self.near(rank) or self.holders
         return choice[self.lacking.index(rank) % len(choice)]
 
 
 class Handover:
-    """The handover of one generation, as one rank sees it."""
+    """The handover of one generation, for one rank."""
 
     def __init__(self, membership: Membership, offer: StateOffer | None) -> None:
         self._rank = membership.placement.rank
@@ -75,7 +75,9 @@ class Handover:
         self.spoilt = False  # the objects of the offer are being overwritten
 
     def _settled(self, offer: StateOffer | None) -> StateOffer | None:
-        """Return what this rank holds once a prepared step is committed or dropped, as the offers of all ranks say."""
+        """Return what this rank has once a prepared step is committed or dropped, according to the offers of all
+        ranks.
+        """
         if offer is None or offer.pending is None:
             return offer
         if self._shards is not None and self._shards.step == offer.step + 1:
@@ -130,7 +132,7 @@ class Handover:
         return self._receive(kept)
 
     def conclude(self) -> None:
-        """Free the shared memory after the first step, which all ranks had to take part in."""
+        """Free the shared memory after the first step, in which all ranks took part."""
         if self._packing is not None:
             self._store.wait(*(f"taken {rank}" for rank in self._takers()))
             self.close()
@@ -187,7 +189,7 @@ class Handover:
         return ReceivedState(received["step"], received["epoch"], received["layouts"] if deal.alike else [])
 
     def _shapes(self, received: Mapping[str, Any]) -> dict[str, Shape]:
-        """Return the shapes of the tensors in a label. What was on a GPU is received there, as on the giver."""
+        """Return the shapes of the tensors in a label. Tensors on a GPU are received on a GPU."""
         device, there = self._membership.device, shapes(received)
         if device.type != "cuda":
             return there
@@ -195,7 +197,7 @@ class Handover:
         return there | {name: _OnDevice(there[name].dtype, there[name].shape, device) for name in far}
 
     def _by_backend(self, near: bool) -> tuple[bool, ...]:
-        """Return which tensors are sent by the backend: those on a GPU (True), those on the CPU (False)."""
+        """Return which tensors are sent through the backend: those on a GPU (True), those on the CPU (False)."""
         return () if near and self._by_memory else (True,) if near else (True, False)
 
     def _wire(self, far: bool) -> torch.device:
@@ -214,7 +216,7 @@ class _OnDevice(Shape):
 
 @dataclass(frozen=True)
 class _InMemfd(Shape):
-    """A tensor in a memfd that only this rank reads: it can use that very memory."""
+    """A tensor in a memfd that only this rank reads: it can use that memory directly."""
 
     name: str
     memfd: OpenedMemfd
@@ -235,7 +237,7 @@ def _share(tensors: Mapping[str, torch.Tensor], place: int, count: int) -> dict[
 
 
 def _move_state(kept: Mapping[str, object], offer: StateOffer) -> None:
-    """Move what this rank offers to the objects that it has now. Many are the same objects."""
+    """Move the offered state to the current objects of this rank. Many are the same objects."""
     changed = {name for name, thing in kept.items() if thing is not offer.kept.get(name)}
     if not changed:
         return
@@ -248,6 +250,6 @@ def _move_state(kept: Mapping[str, object], offer: StateOffer) -> None:
             source = held.tensors[name]
             if any(name.startswith(f"{model}.") for model in models):
                 target.copy_(source)
-            else:  # an optimizer takes the tensors themselves: nothing else uses them
+            else:  # an optimizer takes over the tensors themselves: nothing else uses them
                 targets[name] = source
     state.restore(kept, held.plain, targets, only=changed)

@@ -1,4 +1,4 @@
-"""Objects that a process makes once, however often its group forms: models, optimizers, compiled code."""
+"""Objects that a process creates once, however often its group forms: models, optimizers, compiled code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class _Made:
     name: str
     thing: Any
-    rng: Any  # the random state after it was made
+    rng: Any  # the random state after it was created
 
 
 class Once:
@@ -34,18 +34,18 @@ class Once:
     def enter(self) -> None:
         """Start again with the first object, when `train` is called.
 
-        If one of them was sharded by FSDP, all are made again: it is tied to a group that is gone.
+        If one of them was sharded by FSDP, all are created again: it is tied to a group that no longer exists.
         """
         self._asked = 0
         if any(_is_sharded(part) for made in self._made for part in _parts(made.thing)):
             self._made.clear()
 
     def forget(self) -> None:
-        """Forget all objects: they belong to no committed step."""
+        """Drop all objects: they belong to no committed step."""
         self._made.clear()
 
     def get(self, make: Callable[[], T], device: Any) -> T:
-        """Return the next object; call `make` for it if it does not exist yet."""
+        """Return the next object; call `make` to create it if it does not exist yet."""
         name, place = _name(make), self._asked
         if place < len(self._made):
             made = self._made[place]

@@ -1,6 +1,6 @@
 """Tensors in a memfd: one process fills it, others of the same user and host read it.
 
-A memfd has no name, so nothing is left of it when the process that made it has ended, however it ended.
+A memfd has no name, so it is freed when the process that created it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from phalanx.train.elastic import staged_copies
 from phalanx.train.elastic.staged_copies import memory
 from phalanx.worker.process_group import objects
 
-ALIGNED = 64  # bytes, as torch's own memory is
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # page faults one by one take longer than the copy
-_NAME = "phalanx-handover"  # as the kernel shows it
+ALIGNED = 64  # bytes, like torch's own memory
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # single page faults take longer than the copy
+_NAME = "phalanx-handover"  # name that the kernel shows
 
 
 class MemfdTensors:
-    """Tensors that were copied to a memfd. `address` is all that a reader needs."""
+    """Tensors that were copied to a memfd. A reader needs only `address`."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], label: dict[str, object]) -> None:
         self._fd = shared_memory.create_unsealed(_NAME)
@@ -68,7 +68,7 @@ class PackingThread:
             self._future.set_exception(error)
 
     def result(self) -> None:
-        """Wait until the memfd is filled; raise what the thread raised."""
+        """Wait until the memfd is filled; raise the exception of the thread."""
         self._future.result()
 
     def close(self) -> None:
@@ -95,7 +95,8 @@ class OpenedMemfd:
         pid, fd, start, length = map(int, address.split())
         try:
             self._fd = shared_memory.open_of(pid, fd, _NAME, size=start + length)
-        except shared_memory.ForeignMemoryError as error:  # the address comes from the store, and might name anything
+        # the address comes from the store, and might refer to anything
+        except shared_memory.ForeignMemoryError as error:
             raise JoinError(f"what process {pid} hands over is not the state of a training: {error}") from None
         except OSError as error:
             raise JoinError(
@@ -120,7 +121,7 @@ class OpenedMemfd:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self.label["places"][name]).view(shape)
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors to targets of the same names. Targets that are in the memfd already are left alone."""
+        """Copy the tensors to targets of the same names. Skip targets that are already in the memfd."""
         places = self.label["places"]
         staged_copies.read(self._fd, [(targets[name], places[name]) for name in self.names() if targets[name].is_cuda])
         for name in self.names():
@@ -151,7 +152,7 @@ class OpenedMemfd:
 
 
 def _written(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
-    """Write the tensors; return where each one is in the file, and where the last one ends."""
+    """Write the tensors; return the position of each in the file, and the end of the last."""
     places, end = {}, 0
     for name, tensor in tensors.items():
         places[name] = end
@@ -162,13 +163,13 @@ def _written(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, in
 
 
 def _copied(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
-    """Do the same for tensors on a GPU."""
+    """Same for tensors on a GPU."""
     places, end = {}, 0
     for name, tensor in tensors.items():
         places[name] = end
         end += tensor.nbytes + -tensor.nbytes % ALIGNED
     if end:
-        os.posix_fallocate(fd, 0, end)  # writing would allocate it as well, page by page
+        os.posix_fallocate(fd, 0, end)  # otherwise writing would allocate it page by page
     staged_copies.write(fd, [(tensor, places[name]) for name, tensor in tensors.items()])
     os.lseek(fd, end, os.SEEK_SET)
     return places, end

@@ -1,7 +1,7 @@
-"""What a run knows about the groups before it, and what it can offer to the next one.
+"""What a run knows about earlier groups, and what it can offer to the next one.
 
-The elastic loop makes a `Generation` for every group that forms, and a `RecoveryState` of it for the run. A run outside
-of the loop has one too, which says that there was nothing before.
+The elastic loop creates a `Generation` for every group that forms, and from it a `RecoveryState` for the run. A run
+outside of the loop also has one, which says that there was no earlier group.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ Layouts = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class AgentHooks:
-    """What the elastic loop wants to know about a run."""
+    """What the elastic loop needs to know about a run."""
 
-    first_step: Callable[[int, int], None] | None = None  # committed; and the newest step before the group was lost
+    # the committed step, and the newest step before the group was lost
+    first_step: Callable[[int, int], None] | None = None
     checkpoint_folder: Callable[[str], None] | None = None
     should_halt: Callable[[int], bool] | None = None  # asked between steps
-    measured: Callable[[MeasuredStep], None] | None = None  # now and then, on rank 0
+    measured: Callable[[MeasuredStep], None] | None = None  # at intervals, on rank 0
     batch_skipped: Callable[[int, str, float], None] | None = None  # on rank 0: step, what was not finite, seconds lost
     check_group: Callable[[], None] | None = None  # raises if the group was lost, so that gradients may be incomplete
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One formation of the process group, as the elastic loop describes it to the run."""
+    """One formation of the process group, as described by the elastic loop for the run."""
 
     number: int = 0
-    training: int = field(default_factory=lambda: next(trainings))  # which training of this process
+    training: int = field(default_factory=lambda: next(trainings))  # number of the training in this process
     once: Once | None = None  # for `run.once`, in a process that can regroup
     handover: Handover | None = None
-    waited: float = 0.0  # seconds since a checkpoint was due, in the group before
+    waited: float = 0.0  # seconds since a checkpoint was due, in the previous group
     halt: bool = False  # end as soon as the state is restored and saved
     hooks: AgentHooks = AgentHooks()
 
@@ -72,7 +73,7 @@ class SnapshotSource(Protocol):
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run that recovery is about."""
+    """The parts of a run that recovery uses."""
 
     membership: Membership
     kept: KeptObjects
@@ -83,16 +84,16 @@ class RunParts:
 
 
 class RecoveryState:
-    """Where the state of a run comes from, and what this rank could hand over."""
+    """The source of a run's state, and what this rank could hand over."""
 
     def __init__(self, generation: Generation | None = None, offer: StateOffer | None = None) -> None:
         self.generation = generation if generation is not None else Generation()
-        # What this process held when the last group was lost, until the state is restored. It must not be kept longer:
-        # through it, each run would hold all runs before.
+        # What this process had when the last group was lost, until the state is restored. Drop it afterwards: each run
+        # would hold all earlier runs through it.
         self.offer = offer
         self.waited = self.generation.waited
-        self.before = 0  # the newest step that was committed before the last group was lost
-        self.from_peers = False  # the state was handed over by living ranks
+        self.before = 0  # the newest step committed before the last group was lost
+        self.from_peers = False  # the state was handed over by live ranks
         self.from_snapshot = False  # the state comes from a snapshot in memory
         self.models = EqualModels()
         self._report = self.generation.hooks.first_step
@@ -100,15 +101,15 @@ class RecoveryState:
         self._epoch_end: tuple[int, Loader, Any, OptimizerSettings] | None = None  # steps, data, its position
 
     def attach(self, parts: RunParts) -> None:
-        """Connect this with the parts of the run that it is about."""
+        """Connect this with the parts of the run."""
         self._parts = parts
         check = self.generation.hooks.check_group
-        # Elsewhere an aborted operation raises by itself.
+        # On other devices an aborted operation raises by itself.
         if check is not None and parts.membership.device.type == "cuda":
             parts.stepper.hooks.before_update.append(check)
 
     def commit_in_two_phases(self, loaders: Callable[[], list[Loader]]) -> None:
-        """Let all ranks confirm an update before any rank makes it, if a lost rank is to be replaced."""
+        """Make all ranks confirm an update before any rank makes it, if a lost rank can be replaced."""
         check = self.generation.hooks.check_group
         if check is not None and self._two_phase is None and self._parts.membership.placement.world_size > 1:
             from phalanx.train.elastic.two_phase import TwoPhaseCommit
@@ -123,14 +124,14 @@ class RecoveryState:
             )
 
     def release(self) -> None:
-        """Let go of the parts of the run, which would keep its connections until the garbage collector runs."""
+        """Release the parts of the run, which would keep its connections until the garbage collector runs."""
         if self._two_phase is not None:
             self._two_phase.close()
         self._two_phase = None
         self._parts.stepper.hooks.before_update.clear()
 
     def take_over(self) -> None:
-        """Restore from a living rank, if there is one: whatever is on the disk is older."""
+        """Restore from a live rank, if there is one: its state is newer than any on disk."""
         self.before = self.offer.step if self.offer is not None else 0
         handover = self.generation.handover
         received = handover.complete(self._parts.kept.everything()) if handover is not None else None
@@ -146,21 +147,21 @@ class RecoveryState:
         return 0 if holder is None and number else holder
 
     def restored(self) -> None:
-        """The kept objects hold the state of a committed step from now on."""
+        """Record that the kept objects have the state of a committed step from now on."""
         self._parts.kept.ready, self.offer, self._parts.counter.start = True, None, self._parts.counter.steps
 
     def layout_for(self, model: Any, how: str) -> list[list[int]] | None:
         """Return the bucket layout for a model that is the same on all ranks, [] if unknown; None: it may differ."""
         handover = self.generation.handover
         if how == "ddp" and handover is not None and handover.awaited and not self._parts.kept.ready:
-            self.models.postpone(model)  # rank 0 may be new, and another rank have the state to resume from
+            self.models.postpone(model)  # rank 0 may be new, and another rank may have the state to resume from
             return []
         if not (self.from_peers or self.from_snapshot) or not self._parts.kept.has_model(model):
             return None
         return self.models.next_layout()
 
     def epoch_ended(self, data: Loader) -> None:
-        """Note the settings at the end of an epoch: after a failure the script does again what it does there."""
+        """Record the settings at the end of an epoch: after a failure the script repeats what it does there."""
         if self.generation.regroups:
             settings = OptimizerSettings(self._parts.kept.objects)
             self._epoch_end = self._parts.counter.steps, data, data.position, settings
@@ -175,12 +176,12 @@ class RecoveryState:
 
     @property
     def counter(self) -> TrainingProgress:
-        """How far the training is."""
+        """The progress of the training."""
         return self._parts.counter
 
     @property
     def torn(self) -> bool:
-        """Whether an update has begun and its step is not committed: the kept objects belong to no step."""
+        """Whether an update has begun and its step is not committed: then the kept objects belong to no step."""
         return self._parts.stepper.torn
 
     @property
@@ -194,7 +195,7 @@ class RecoveryState:
         return self._parts.checkpoints.waited(self.waited)
 
     def current_offer(self, *, asleep: bool = False) -> StateOffer | None:
-        """Return what this rank holds, as of its last committed step. None: nothing that training could resume from.
+        """Return what this rank has, as of its last committed step. None: nothing from which training could resume.
 
         `asleep`: the main thread is in the middle of the next step, so its tensors are not touched.
         """
@@ -232,7 +233,7 @@ class EqualModels:
     def __init__(self) -> None:
         self.layouts: Layouts = []  # of the buckets of models that were wrapped in the group before
         self._wrapped = 0
-        self._unequal: list[Any] = []  # wrapped before the state was restored that they may be part of
+        self._unequal: list[Any] = []  # wrapped before the restore of the state that they may be part of
 
     def next_layout(self) -> list[list[int]]:
         """Return the bucket layout for the next model; [] if it is unknown."""
@@ -240,7 +241,7 @@ class EqualModels:
         return self.layouts[self._wrapped - 1] if self._wrapped <= len(self.layouts) else []
 
     def postpone(self, model: Any) -> None:
-        """Broadcast this model in `make_equal`, if it is not among the restored objects then."""
+        """Broadcast this model in `make_equal`, unless it is among the restored objects then."""
         self._unequal.append(model)
 
     def make_equal(self, kept: KeptObjects, world_size: int) -> None:

@@ -1,8 +1,8 @@
-"""The handover of shards from living ranks to new ones, if each lost shard has a replica.
+"""The handover of shards from live ranks to new ones, if each lost shard has a replica.
 
-A new rank gets its shard from a rank that holds the same one, by the backend of the group. If the model is sharded
-differently than before (another number of ranks, or `run.keep` before `run.wrap`), every shard goes to all ranks, one
-tensor at a time, and each keeps its part.
+A new rank gets its shard from a rank that has the same one, through the backend of the group. If the model is sharded
+differently than before (another number of ranks, or `run.keep` before `run.wrap`), every shard is sent to all ranks,
+one tensor at a time, and each keeps its part.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from phalanx.worker.rendezvous.store import Store
 
 @dataclass(frozen=True)
 class ShardDeal:
-    """Which ranks hold which shards of the newest complete state, and which rank sends them to which."""
+    """Which ranks have which shards of the newest complete state, and which rank sends them to which."""
 
     step: int
     count: int  # shards of the whole
-    holders: Mapping[int, int]  # rank -> the shard that it holds
+    holders: Mapping[int, int]  # rank -> its shard
     nodes: Sequence[Sequence[int]]
     ranks: int
 
     @classmethod
     def of(cls, offers: Sequence[Offer], nodes: Sequence[Sequence[int]]) -> ShardDeal | None:
-        """Decide by the offers of all ranks. None: no rank has a shard, or one is lost.
+        """Decide from the offers of all ranks. None: no rank has a shard, or one is lost.
 
-        Epochs are not compared: at the end of an epoch a slower rank may still be in the one before.
+        Epochs are not compared: at the end of an epoch a slower rank may still be in the previous one.
         """
         found: dict[tuple[int, int], dict[int, int]] = {}
         prepared: dict[tuple[int, int], dict[int, int]] = {}
@@ -57,25 +57,25 @@ class ShardDeal:
 
     @property
     def lacking(self) -> tuple[int, ...]:
-        """The ranks that hold no shard."""
+        """The ranks without a shard."""
         return tuple(rank for rank in range(self.ranks) if rank not in self.holders)
 
     def keeps(self, indices: Sequence[int] | None) -> bool:
         """Return whether the model is sharded as before, and every holder keeps its shard.
 
-        `indices`: the shard of each rank from now on; None: not known yet.
+        `indices`: the shard of each rank from now on; None: unknown.
         """
         if indices is None or max(indices) + 1 != self.count:
             return False
         return all(indices[rank] == shard for rank, shard in self.holders.items())
 
     def givers(self, indices: Sequence[int] | None) -> dict[int, int]:
-        """Return the sender for each rank that holds no shard.
+        """Return the sender for each rank without a shard.
 
-        It holds the same shard if shards are kept, and is on the same node if possible.
+        It has the same shard if shards are kept, and is on the same node if possible.
         """
         same = self.keeps(indices)
-        given: dict[int, int] = {}  # how many ranks each one sends to
+        given: dict[int, int] = {}  # number of ranks that each one sends to
         chosen = {}
         for rank in self.lacking:
             choice = [one for one, shard in self.holders.items() if not same or (indices and shard == indices[rank])]
@@ -92,7 +92,7 @@ class ShardDeal:
 
 
 class ShardHandover:
-    """The handover of shards in one generation, as one rank sees it."""
+    """The handover of shards in one generation, for one rank."""
 
     def __init__(self, membership: Membership, store: Store, deal: ShardDeal) -> None:
         self._membership, self._store, self._deal = membership, store, deal
@@ -133,7 +133,7 @@ class ShardHandover:
             tensor_transfer.receive(mine, giver, self._wire(far))
 
     def _spread(self, named: dict[str, Any], own: Tensors, targets: Tensors) -> None:
-        """Send all shards to all ranks; each takes the part that it holds now."""
+        """Send all shards to all ranks; each keeps the part that it now has."""
         senders = self._deal.senders()
         for name, dtype, shape, far, dim in named["tensors"]:
             if dim is None:
@@ -155,7 +155,7 @@ class ShardHandover:
 
 
 def divided(whole: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
-    """Return views of the tensor, sharded as FSDP does: equal parts, but the last ones may be smaller or empty."""
+    """Return views of the tensor, sharded like FSDP: equal parts, except that the last ones may be smaller or empty."""
     size = whole.shape[dim]
     each = -(-size // count)
     begins = [min(place * each, size) for place in range(count)]
@@ -177,7 +177,7 @@ def receive_label(store: Store, taker: int, giver: int, wire: torch.device) -> d
 
 
 def _names(named: Mapping[str, Any], far: bool, same: bool) -> list[str]:
-    """Return the names of tensors that go from one rank to another; shards only if both hold the same one."""
+    """Return the names of tensors that one rank sends to another; shards only if both have the same one."""
     return [name for name, _, _, on_gpu, dim in named["tensors"] if on_gpu is far and (same or dim is None)]
 
 

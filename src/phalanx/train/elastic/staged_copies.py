@@ -1,8 +1,8 @@
 """Copies between the memory of a GPU and a file in memory.
 
-Mapping a file of 400 MB takes longer than all copies: each of its 100,000 pages is mapped by itself. So a few threads
+Mapping a file of 400 MB takes longer than all copies: each of its 100,000 pages is mapped separately. So a few threads
 read and write the file, with a buffer between it and the GPU. The buffers are not page-locked: that would wait until
-the driver has freed the memory of the rank that has died.
+the driver has freed the memory of the dead rank.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from phalanx.errors import JoinError
 BUFFER = 4 << 20  # bytes, of each thread
 _THREADS = 4
 
-Piece = tuple[torch.Tensor, int]  # bytes, and where they are in the file
+Piece = tuple[torch.Tensor, int]  # bytes, and their position in the file
 
 
 def write(fd: int, tensors: Sequence[Piece]) -> None:
-    """Write each tensor at its place in the file."""
+    """Write each tensor at its position in the file."""
 
     def copy(buffer: torch.Tensor, piece: torch.Tensor, place: int) -> None:
         buffer.copy_(piece)
@@ -36,7 +36,7 @@ def write(fd: int, tensors: Sequence[Piece]) -> None:
 
 
 def read(fd: int, targets: Sequence[Piece]) -> None:
-    """Fill each target from its place in the file."""
+    """Fill each target from its position in the file."""
 
     def copy(buffer: torch.Tensor, piece: torch.Tensor, place: int) -> None:
         view = memory(buffer)

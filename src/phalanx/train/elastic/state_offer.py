@@ -1,4 +1,4 @@
-"""The state that a rank holds when its group is lost, and how it offers that to the other ranks."""
+"""The state that a rank has when its group is lost, and its offer to the other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.train.settings import OptimizerSettings
 
 @dataclass(frozen=True)
 class StateOffer:
-    """What a rank held when its group was lost, as of its last committed step."""
+    """What a rank had when its group was lost, as of its last committed step."""
 
     step: int
     epoch: int
@@ -41,24 +41,24 @@ class StateOffer:
         return msgspec.json.encode([self.step, self._epoch(), shard, laid_out, self.pending is not None]).decode()
 
     def roll_forward(self) -> StateOffer:
-        """Commit the prepared step, which other ranks have committed; return what this rank holds then."""
+        """Commit the prepared step, which other ranks have committed; return what this rank then has."""
         assert self.pending is not None  # noqa: S101
         self.pending()
         return replace(self, step=self.step + 1, settings=OptimizerSettings(self.kept), pending=None)
 
     def discard(self) -> StateOffer:
-        """Drop the prepared step, which no rank has committed; return what this rank holds then."""
+        """Drop the prepared step, which no rank has committed; return what this rank then has."""
         for thing in self.kept.values():
             if hasattr(thing, "zero_grad"):
                 thing.zero_grad(set_to_none=True)
         return replace(self, pending=None)
 
     def _epoch(self) -> int:
-        """Return the epoch that the loaders are in: after the last step of an epoch some ranks may be in the next."""
+        """Return the epoch of the loaders: after the last step of an epoch some ranks may be in the next."""
         return max([self.epoch, *(thing.epoch for thing in self.kept.values() if isinstance(thing, Loader))])
 
     def put_back(self) -> None:
-        """Restore the optimizer settings: the script may have changed them in objects that it did not make again."""
+        """Restore the optimizer settings: the script may have changed them in objects that it did not create again."""
         if self.settings is not None:
             self.settings.put_back()
 
@@ -76,7 +76,7 @@ _offer: msgspec.json.Decoder[Offer] = msgspec.json.Decoder(Offer)
 
 @dataclass(frozen=True)
 class ReceivedState:
-    """Where a state that was handed over is from."""
+    """The origin of a state that was handed over."""
 
     step: int
     epoch: int
@@ -89,7 +89,7 @@ def offers(encoded: Sequence[str]) -> list[Offer]:
 
 
 def label(held: State, offer: StateOffer) -> dict[str, Any]:
-    """Return all that the receiver needs beside the bytes.
+    """Return everything that the receiver needs besides the bytes.
 
     For each tensor: name, dtype, shape, whether it is on a GPU, and along which dimension it is sharded.
     """

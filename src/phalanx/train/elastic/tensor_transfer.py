@@ -1,4 +1,4 @@
-"""Tensors sent from one rank to another by the backend: in a few large pieces, not one message per tensor."""
+"""Sends tensors from one rank to another through the backend: in a few large pieces, not one message per tensor."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from phalanx.worker.rendezvous.membership import Membership
 
-SMALL = 1 << 20  # bytes: below this, tensors go together
-LARGE = 1 << 29  # above this, in several pieces
+SMALL = 1 << 20  # bytes: smaller tensors are sent together
+LARGE = 1 << 29  # larger tensors are sent in several pieces
 
 
 CPU = torch.device("cpu")
 
 
 def wire(membership: Membership, far: bool) -> torch.device:
-    """Return the device that tensors are sent from. `far`: the sender has them on a GPU."""
+    """Return the device from which tensors are sent. `far`: the sender has them on a GPU."""
     backend = membership.backend
     return membership.device if "nccl" in backend and (far or "gloo" not in backend) else CPU
 

@@ -1,10 +1,10 @@
 """Two-phase commit of an update, for models whose lost shards come from replicas.
 
 Without it, a death while gradients are reduced can leave some ranks with the update of step N and others without, and
-no step of which every shard is left. So:
+no step for which every shard still exists. So:
 
-prepare   The gradients of this rank are complete. It tells all ranks with a small all_reduce.
-commit    All ranks are prepared. The optimizer steps.
+    prepare   The gradients of this rank are complete. It informs all ranks with a small all_reduce.
+    commit    All ranks are prepared. The optimizer steps.
 
 A rank that loses its group in between keeps the gradients. If any rank has committed, every rank was prepared; those
 that have not committed do so when the survivors meet (`StateOffer.roll_forward`). If none has, all discard them.
@@ -29,7 +29,7 @@ class TwoPhaseCommit:
     """The prepared update of one rank.
 
     check    raises if the group was lost: gradients may then be incomplete
-    loaders  returns the loaders whose batches the step at hand has used
+    loaders  returns the loaders whose batches the current step has used
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TwoPhaseCommit:
         stepper.hooks.before_commit = self._prepare
 
     def close(self) -> None:
-        """Prepare no further steps; what is pending remains."""
+        """Prepare no further steps; a pending one remains."""
         self._stepper.hooks.before_commit = None
 
     def _prepare(self, opt: Any, scheduler: Any) -> None:

@@ -1,1 +1,1 @@
-"""The objects and values that `run.keep` holds, and the check that all ranks hold the same."""
+"""The objects and values of `run.keep`, and the check that all ranks have the same."""

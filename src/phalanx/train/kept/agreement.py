@@ -1,4 +1,4 @@
-"""What all ranks of a training must have in common: seed, models and data sets.
+"""Checks what all ranks of a training must have in common: seed, models and data sets.
 
 Ranks that differ train without an error for a while, and then fail far from the cause. So each rank describes what it
 has, before the state is restored and at the first step, and the descriptions are compared.
@@ -19,7 +19,7 @@ from phalanx.train.kept.kept_objects import KeptObjects
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 Description = dict[str, str]  # what is described -> its value on this rank
-_SHOWN = 4  # differences that a message has
+_SHOWN = 4  # maximum number of differences in a message
 _FIXES = {
     "seed": "phalanx.main(train, seed=0), with the same seed on every rank; run.wrap then seeds each rank differently",
     "data": "give every rank the same data set and options: run.loader divides the samples among the ranks",
@@ -29,7 +29,7 @@ _FIXES = {
 
 
 def describe_model(model: Any, name: str) -> Description:
-    """Describe the parameters of a model. Those whose shape is not that of the whole parameter are left out."""
+    """Describe the parameters of a model. Parameters whose shape is not that of the whole parameter are omitted."""
     found = {}
     for path, parameter in model.named_parameters():
         whole = not torch.nn.parameter.is_lazy(parameter) and "FlatParameter" not in type(parameter).__name__
@@ -54,7 +54,8 @@ def _batches(loader: Loader) -> str:
 def disagreement(
     descriptions: Sequence[Description], reference: int | None = None
 ) -> tuple[UsageError, set[int]] | None:
-    """Return an error that shows what differs, and the ranks that differ from the rank `reference`; None if all agree.
+    """Return an error that shows the differences, and the ranks that differ from the rank `reference`; None if all
+    agree.
 
     `reference` None: no rank is known to be right, and the error concerns all of them.
     """
@@ -91,10 +92,10 @@ class Agreement:
         self._kept = kept
         self._reference = reference
         self._compared: set[int] = set()  # data that was compared, by identity
-        self.complete = False  # nothing is left to compare
+        self.complete = False  # there is nothing more to compare
 
     def compare_kept(self, group: WorkerProcessGroup) -> None:
-        """Compare all that `run.keep` was given."""
+        """Compare all arguments of `run.keep`."""
         from phalanx.train.checkpoint.state import unwrapped
 
         found: Description = {}
@@ -112,7 +113,7 @@ class Agreement:
         self._compare(group, describe_model(model, type(model).__name__))
 
     def compare_data(self, group: WorkerProcessGroup, data: Any) -> None:
-        """Compare what the first step has read, if it was not kept."""
+        """Compare the data that the first step has read, if it was not kept."""
         self.complete = True
         known = isinstance(data, Loader) and id(data) not in self._compared
         self._compare(group, describe_loader(data, "loader") if known else {})

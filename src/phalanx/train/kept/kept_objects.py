@@ -1,4 +1,4 @@
-"""The state of a training: what `run.keep` was given, and how far it is."""
+"""The state of a training: the arguments of `run.keep`, and the progress."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from phalanx.train.stepping.stepper import Stepper
 
 @dataclass(slots=True, eq=False)
 class TrainingProgress:
-    """How far a training is."""
+    """The progress of a training."""
 
     steps: int = 0  # committed, since the very first start of the training
     epoch: int = 0
-    epochs: int | None = None  # how many `run.epochs` was asked for
+    epochs: int | None = None  # argument of `run.epochs`
     start: int = 0  # the committed step from which this generation started
     samples: int = -1  # committed by this rank in this generation; -1: not counted
 
 
 class KeptObjects:
-    """The objects and values that `run.keep` was given, by name. The state of the stepper is kept with them."""
+    """The objects and values that were passed to `run.keep`, by name. The state of the stepper is kept with them."""
 
     def __init__(self, stepper: Stepper) -> None:
         self.objects: dict[str, Any] = {}
         self.values = KeptValues()
-        self.ready = False  # restored: the objects hold the state of a committed step
+        self.ready = False  # restored: the objects have the state of a committed step
         self._stepper = stepper
 
     def add(self, unnamed: Sequence[object], named: Mapping[str, object]) -> bool:
-        """Keep what `run.keep` was given. Return whether there were objects, which can only be given once."""
+        """Add the arguments of `run.keep`. Return whether there were objects, which can only be passed once."""
         objects, values = divided(unnamed, named)
         if objects and self.objects:
             both = ", ".join((*self.objects, *objects))
@@ -51,17 +51,17 @@ class KeptObjects:
         return bool(objects)
 
     def adopt(self) -> None:
-        """Give optimizers that were made before FSDP sharded the model the parameters that there are now."""
+        """Give optimizers that were created before FSDP sharded the model the current parameters."""
         for kept in self.objects.values():
             if hasattr(kept, "param_groups"):
                 self._stepper.adopt(kept)
 
     def everything(self) -> Mapping[str, object]:
-        """Return all that a checkpoint contains, by name."""
+        """Return everything that a checkpoint contains, by name."""
         return {**self.objects, "phalanx.values": self.values, "phalanx.stepper": self._stepper}
 
     def committed(self) -> Mapping[str, object]:
-        """Return the same, with the values of the last committed step. Objects are in that state already."""
+        """Return the same, with the values of the last committed step. Objects are already in that state."""
         return {**self.everything(), "phalanx.values": self.values.committed}
 
     def has(self, thing: object) -> bool:
@@ -86,7 +86,7 @@ class KeptObjects:
         return [kept for kept in self.objects.values() if isinstance(kept, Loader)]
 
     def drop_unfinished_step(self, *, gradients: bool = True) -> None:
-        """Leave nothing behind of a step that was not committed: whole FSDP parameters, gradients."""
+        """Discard a step that was not committed: whole FSDP parameters, gradients."""
         for kept in self.objects.values():
             for part in kept.modules() if isinstance(kept, torch.nn.Module) else ():
                 if hasattr(part, "reshard"):
@@ -128,7 +128,7 @@ def _has_state(thing: object) -> bool:
 
 
 def _kind(thing: object) -> str:
-    """Return a name for an object that was given none. A checkpoint is found again by it."""
+    """Return a name for an object without one. A checkpoint is found again by it."""
     if isinstance(thing, torch.nn.Module):
         return "model"
     if isinstance(thing, torch.optim.Optimizer):

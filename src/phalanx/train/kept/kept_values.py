@@ -21,7 +21,7 @@ _TENSOR = "$kept tensor"
 
 
 class KeptValues(MutableMapping[str, Any]):
-    """`run.state`: a dict of plain values. It remembers the values that belong to the last committed step.
+    """`run.state`: a dict of plain values. It stores the values that belong to the last committed step.
 
     After a failure the script repeats what it did after that step: values that it had set there are reset first.
     """
@@ -56,19 +56,20 @@ class KeptValues(MutableMapping[str, Any]):
         return f"run.state: {self._values!r}"
 
     def give(self, values: Mapping[str, Any]) -> None:
-        """Take what `run.keep` was given. Before the loop these are defaults, which do not replace restored values."""
+        """Set the values of `run.keep`. Before the loop these are defaults, which do not replace restored values."""
         self.update({name: value for name, value in values.items() if name not in self._restored})
 
     def commit(self, *, stepped: bool = False) -> None:
-        """Remember the values as they are now: what has set them is not repeated after a failure. `stepped`: a step is
-        committed, and the script may set more for it until it asks for the next batch."""
+        """Store the current values: the code that has set them is not repeated after a failure. `stepped`: a step is
+        committed, and the script may set more for it until it requests the next batch.
+        """
         self._stepped = stepped
         self._restored = set()  # the loop has begun
         if self._values or self._committed:
             self._committed = {name: copied(value, name) for name, value in self._values.items()}
 
     def commit_after_step(self) -> None:
-        """Remember the values when the next batch is asked for, if the step of the current one is committed."""
+        """Store the values when the next batch is requested, if the step of the current one is committed."""
         if self._stepped:
             self.commit()
 
@@ -94,7 +95,7 @@ class KeptValues(MutableMapping[str, Any]):
 
 
 class CommittedValues:
-    """The values of the last committed step, whenever they are asked for: a prepared step may be committed late."""
+    """The values of the last committed step at the time of the call: a prepared step may be committed late."""
 
     def __init__(self, values: KeptValues) -> None:
         self._values = values
@@ -104,11 +105,11 @@ class CommittedValues:
         return packed(self._values._committed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: what was committed does not change."""
+        """Do nothing: committed values do not change."""
 
 
 def is_value(thing: object) -> bool:
-    """Return whether `run.keep` would keep this as a value, and not as an object that has a state."""
+    """Return whether `run.keep` would treat this as a value, not as an object with a state."""
     return isinstance(thing, (*_ATOMS, list, tuple, dict, torch.Tensor)) or _is_numpy_scalar(thing)
 
 
@@ -174,8 +175,8 @@ def _detached(value: torch.Tensor, path: str) -> torch.Tensor:
     return value.detach().clone()
 
 
-# -- as JSON. Tensors are bytes here, and not tensors of the state: ranks share the work of copying those, by name, and
-# a rank might have a value that another one has not.
+# -- as JSON. Tensors are stored as bytes here, not as tensors of the state: ranks share the work of copying those, by
+# name, and a rank might have a value that another rank does not have.
 
 
 def packed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Checks for mistakes that a script would not notice by itself."""
+"""Checks for mistakes in a script that raise no error."""

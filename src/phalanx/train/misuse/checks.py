@@ -1,6 +1,6 @@
-"""Mistakes that a script would not notice by itself: each is reported once, at the script's line, with what to type.
+"""Detects mistakes in a script that raise no error. Each is reported once, at the script's line, with what to type.
 
-The checks look at the first steps only.
+The checks cover the first steps only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOT_IN_STEP = (
 
 
 class MisuseChecks:
-    """Looks at the first steps of a script. `done` when there is nothing left to look at."""
+    """Checks the first steps of a script. `done` when there is nothing more to check."""
 
     def __init__(self, membership: Membership, kept: KeptObjects, warnings: ScriptWarnings, *, survives: bool) -> None:
         self._comparison = RankComparison(membership)
@@ -54,13 +54,13 @@ class MisuseChecks:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to look at."""
+        """Whether there is nothing more to check."""
         return self._commits > 0 and self._comparison.done
 
     # -- called by the run
 
     def reading(self) -> None:
-        """A loop of `run.batches` begins: watch for `opt.step()` until the first `run.step`."""
+        """Handle the start of a loop of `run.batches`: watch for `opt.step()` until the first `run.step`."""
         if self._hook is None and not self._stepped and torch.is_grad_enabled():
             here = weakref.ref(self)
 
@@ -72,7 +72,7 @@ class MisuseChecks:
             self._hook = register_optimizer_step_post_hook(stepped)
 
     def stepping(self, opt: Any) -> None:
-        """`run.step(opt)` begins."""
+        """Handle the start of `run.step(opt)`."""
         self.unhook()
         if self._stepped:
             return
@@ -81,11 +81,13 @@ class MisuseChecks:
             self._comparison.take_parameters([one for group in opt.param_groups for one in group["params"]])
 
     def first_forward(self, given: Any) -> None:
-        """A wrapped model is called for the first time, with these arguments."""
+        """Handle the first call of a wrapped model, with these arguments."""
         self._comparison.take_arguments(given)
 
     def committed(self, data: Any, *, idle: bool) -> None:
-        """`run.step` has committed a step, with a batch of `data`; `idle`: an optimizer found no gradient."""
+        """Handle a step that `run.step` has committed, with a batch of `data`; `idle`: an optimizer found no
+        gradient.
+        """
         self._commits += 1
         if idle:
             self._tell("gradient", NO_GRADIENT)
@@ -100,20 +102,20 @@ class MisuseChecks:
             self._tell(*found)
 
     def batch_done(self) -> None:
-        """The script asks for the next batch: all that it does in a step is done."""
+        """Handle the request for the next batch: the script has done everything for the current step."""
         if self._scheduled is not None:
             if self._scheduled != self._updates_counted():
                 self._tell("scheduler", NOT_IN_STEP)
             self._scheduled = None
 
     def unhook(self) -> None:
-        """Do not watch for `opt.step()` any longer."""
+        """Stop watching for `opt.step()`."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def close(self) -> None:
-        """Look for the values of the other ranks a last time."""
+        """Read the values of the other ranks a last time."""
         self.unhook()
         for found in self._comparison.close():
             self._tell(*found)

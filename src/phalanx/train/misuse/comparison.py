@@ -1,6 +1,6 @@
-"""One small value per rank in the store: does each rank train a separate model, or read the same samples?
+"""Compares one small value per rank through the store: does each rank train a separate model, or read the same samples?
 
-Nobody waits for it: rank 0 looks for the values of the others at a few later steps.
+No rank waits for it: rank 0 looks for the values of the others at a few later steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Found = tuple[str, str]  # a subject and a text
 
 
 class RankComparison:
-    """Compares parameters before and after the first steps, and data sets. `done` when there is nothing left to do."""
+    """Compares parameters before and after the first steps, and data sets. `done` when there is nothing more to do."""
 
     def __init__(self, membership: Membership) -> None:
         self.done = membership.placement.world_size == 1
@@ -50,25 +50,25 @@ class RankComparison:
         self._key = f"phalanx/misuse/{next(_numbers)}"
         self._parameters: list[Any] = []  # of the first optimizer
         self._before: list[float] | None = None  # their values before the first step
-        self._data: Any = None  # a DataLoader that is trained with
+        self._data: Any = None  # a DataLoader used for training
         self._drawn = 0  # batches until the first commit
-        self._shapes: list[tuple[int, ...]] | None = None  # of what the model was given first; None: not known
+        self._shapes: list[tuple[int, ...]] | None = None  # shapes of the first arguments of the model; None: unknown
         self._published = False
 
     def take_parameters(self, parameters: Sequence[Any]) -> None:
-        """Take the parameters of an unwrapped model, before the first step."""
+        """Store the parameters of an unwrapped model, before the first step."""
         self._before, self._parameters = sampled(parameters), list(parameters)
 
     def take_arguments(self, given: Any) -> None:
-        """Take the arguments of the first forward of a wrapped model."""
+        """Store the arguments of the first forward of a wrapped model."""
         self._shapes = [tuple(leaf.shape) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
 
     def take_data(self, data: Any, *, drawn: int = 0) -> None:
-        """Take a DataLoader of the script, or what it reads; `drawn`: how many batches it has drawn."""
+        """Store a DataLoader of the script, or the data it reads; `drawn`: number of batches it has drawn."""
         self._data, self._drawn = data, drawn
 
     def committed(self, step: int) -> list[Found]:
-        """Publish or look, after a committed step. Return what was found."""
+        """Publish or read values, after a committed step. Return the findings."""
         if self.done or (self._before is None and self._data is None):
             self.done = True
             return []
@@ -82,7 +82,7 @@ class RankComparison:
         return found
 
     def close(self) -> list[Found]:
-        """Look for the values of the other ranks a last time."""
+        """Read the values of the other ranks a last time."""
         found = self._look() if not self.done and self._rank == 0 and self._published else []
         self.done = True
         return found
@@ -96,10 +96,10 @@ class RankComparison:
             self._published = True
 
     def _described_data(self) -> list[int] | None:
-        """Return what is equal on all ranks that read the same samples. None: the script divides them.
+        """Return a description that is equal on all ranks that read the same samples. None: the script divides them.
 
-        A script may read all samples on every rank, and give its model a part of each batch, or every so many batches:
-        then ranks have drawn different numbers of batches at their first commit.
+        A script may read all samples on every rank, and pass its model a part of each batch, or every n-th batch: then
+        ranks have drawn different numbers of batches at their first commit.
         """
         checksum = fingerprint(self._data)
         if checksum is None or (self._shapes is not None and not has_batch(self._shapes, self._data)):
@@ -127,7 +127,7 @@ class RankComparison:
 
 @contextlib.contextmanager
 def _harmless() -> Iterator[None]:
-    """A check must not end a training: the store may be gone."""
+    """Suppress errors: a check must not end a training, and the store may have ended."""
     try:
         yield
     except (RuntimeError, ValueError, KeyError, TypeError):

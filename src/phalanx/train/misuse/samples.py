@@ -1,4 +1,4 @@
-"""What ranks compare: values of parameters, and checksums of data sets that nobody reads for that."""
+"""The values that ranks compare: parameters, and checksums of data sets, computed without reading samples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 logger = logging.getLogger(__name__)
-_PARAMETERS, _ELEMENTS, _DEPTH = 64, 4, 4  # how much is compared
+_PARAMETERS, _ELEMENTS, _DEPTH = 64, 4, 4  # limits of the comparison
 
 
 def sampled(parameters: Sequence[Any]) -> list[float] | None:
-    """Return some values of trained parameters. None: they are sharded, so that ranks hold different ones."""
+    """Return some values of trained parameters. None: they are sharded, so ranks have different ones."""
     trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
     if not trained or any(_is_sharded(parameter) for parameter in trained):
         return None
@@ -40,8 +40,8 @@ def _is_sharded(parameter: Any) -> bool:
 def differ(before: Sequence[list[float] | None], after: Sequence[list[float] | None]) -> bool:
     """Return whether all ranks had the same values before, and have different ones now.
 
-    The difference is compared with what the steps have changed: rounding is no difference. Ranks that began with
-    different values, or with models of different sizes, divide a model or train several on purpose.
+    The difference is compared with the change by the steps: rounding does not count. Ranks that began with different
+    values, or with models of different sizes, divide a model or train several on purpose.
     """
     first, now = before[0], after[0]
     if first is None or now is None or len(first) != len(now):
@@ -58,7 +58,7 @@ def differ(before: Sequence[list[float] | None], after: Sequence[list[float] | N
 
 
 class IteratedData(NamedTuple):
-    """What a DataLoader reads that the script iterates over."""
+    """The data that a DataLoader reads, over which the script iterates."""
 
     dataset: Any
     sampler: Any
@@ -67,7 +67,7 @@ class IteratedData(NamedTuple):
 
 
 def iterated_data() -> IteratedData | None:
-    """Return what the script reads, if it iterates over one DataLoader without `run.batches`.
+    """Return the data that the script reads, if it iterates over one DataLoader without `run.batches`.
 
     Only the interpreter knows the iterator of a `for` loop, so this searches all objects: call it once per training.
     """
@@ -83,8 +83,9 @@ def iterated_data() -> IteratedData | None:
 
 
 def has_batch(shapes: Sequence[tuple[int, ...]], data: Any) -> bool:
-    """Return whether one of these tensors has a dimension as long as a batch of `data`. Else the script may have taken
-    a part of the batch."""
+    """Return whether one of these tensors has a dimension as long as a batch of `data`. Otherwise the script may have
+    taken a part of the batch.
+    """
     size = min(data.batch_size, len(data.dataset))
     return any(size in shape for shape in shapes)
 
@@ -93,7 +94,8 @@ def fingerprint(data: Any) -> int | None:
     """Return a checksum of the samples that a DataLoader, or `IteratedData`, reads, without reading any. None: it may
     be a part of them.
 
-    A data set is compared by its attributes, so one that holds a part, or its rank, has another checksum on each rank.
+    A data set is compared by its attributes, so one that contains a part, or its rank, has a different checksum on each
+    rank.
     """
     if data is None or isinstance(data.dataset, IterableDataset) or data.batch_size is None:
         return None
@@ -109,7 +111,7 @@ def fingerprint(data: Any) -> int | None:
 
 
 def _asks_for_rank(dataset: Any) -> bool:
-    """Return whether the code of the data set, or of one in it, has a name such as rank or world_size."""
+    """Return whether the code of the data set, or of one inside it, contains a name such as rank or world_size."""
     inner = [value for value in getattr(dataset, "__dict__", {}).values() if hasattr(value, "__getitem__")]
     for owner in (dataset, *inner):
         for method in vars(type(owner)).values():
@@ -122,7 +124,7 @@ def _asks_for_rank(dataset: Any) -> bool:
 
 
 def _described(value: Any, depth: int) -> str:
-    """Describe a value such that different data has different words."""
+    """Describe a value such that different data has different descriptions."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)[:1000]
     if isinstance(value, torch.Tensor) or (hasattr(value, "dtype") and hasattr(value, "shape")):

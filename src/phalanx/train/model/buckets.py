@@ -36,7 +36,7 @@ def layout(ddp: Any) -> Layout:
 
 
 def _after(ddp: Any, order: list[int]) -> Layout:
-    """Return the layout that DDP will compute in the next forward, for gradients that were ready in this order."""
+    """Return the layout that DDP computes in the next forward, for gradients that were ready in this order."""
     parameters, sparse = ddp._build_params_for_reducer()
     limits = [ddp._bucket_config.first_bucket_bytes_cap, ddp.bucket_bytes_cap]
     buckets, _ = dist._compute_bucket_assignment_by_size([parameters[place] for place in order], limits, sparse, order)
@@ -45,7 +45,7 @@ def _after(ddp: Any, order: list[int]) -> Layout:
 
 @contextlib.contextmanager
 def laid_out(wanted: Layout) -> Iterator[None]:
-    """Give a DDP that is made within this context the wanted layout, if it has as many parameters."""
+    """Give a DDP that is created within this context the wanted layout, if it has as many parameters."""
     theirs = getattr(dist, "_compute_bucket_assignment_by_size", None)
     if not wanted or theirs is None:
         yield

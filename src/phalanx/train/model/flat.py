@@ -1,4 +1,4 @@
-"""DDP's gradient buckets in memory that the ranks of a host share: gradients are summed in place.
+"""Places DDP's gradient buckets in memory that the ranks of a host share: gradients are summed in place.
 
 DDP allocates its buckets in C++, at the start of its second forward, when it knows in which order gradients are ready.
 This module replaces the memory with a region (collectives/engines/regions.py), which DDP cannot distinguish from any

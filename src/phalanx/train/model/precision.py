@@ -17,7 +17,7 @@ _LOW = frozenset(_DTYPES.values())
 
 @dataclass(frozen=True)
 class Precision:
-    """The type that matrix products compute in. Parameters, gradients and optimizer keep the model's own type."""
+    """The type in which matrix products are computed. Parameters, gradients and optimizer keep the model's own type."""
 
     name: str | None
     device: Any  # torch.device

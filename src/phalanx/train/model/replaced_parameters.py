@@ -1,4 +1,4 @@
-"""Optimizers that were made before FSDP has replaced the parameters of a model by sharded ones."""
+"""Optimizers that were created before FSDP replaced the parameters of a model by sharded ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ReplacedParameters:
     """The parameters of a model before and after it was wrapped: pairs of those that were replaced."""
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]] = ()) -> None:
-        # Weak: the parameters before sharding are whole, and holding them would undo what sharding saves.
+        # Weak references: the parameters before sharding are whole, and holding them would undo what sharding saves.
         self._after = {id(before): (weakref.ref(before), after) for before, after in pairs}
 
     def adopt(self, opt: Any) -> None:
-        """Give an optimizer the parameters that there are now, and its state their sharding."""
+        """Give an optimizer the current parameters, and shard its state in the same way."""
         for group in opt.param_groups:
             group["params"] = [self._now(parameter) for parameter in group["params"]]
         for parameter in list(opt.state):
@@ -26,12 +26,12 @@ class ReplacedParameters:
 
     def _now(self, parameter: Any) -> Any:
         known, after = self._after.get(id(parameter), (None, None))
-        # The id may be that of another object by now.
+        # The id may now be that of another object.
         return after if known is not None and known() is parameter else parameter
 
 
 def _alike(value: Any, before: Any, now: Any) -> Any:
-    """Return the state of an optimizer, sharded as its parameter is now. A counter is left as it is."""
+    """Return the state of an optimizer, sharded like its parameter. A counter is unchanged."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     value = value.to(now.device)

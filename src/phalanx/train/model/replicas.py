@@ -1,4 +1,4 @@
-"""How "hsdp" arranges the ranks: each row of ranks shards one replica of the model.
+"""The arrangement of ranks with "hsdp": each row of ranks shards one replica of the model.
 
 A row is usually a node: shards are gathered within it, and only gradients cross the network.
 """

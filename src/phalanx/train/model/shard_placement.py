@@ -1,4 +1,4 @@
-"""Which shard of a model this rank holds, and how many ranks hold the same one."""
+"""Which shard of a model this rank has, and how many ranks have the same one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class HeldShard:
 
     index: int
     count: int  # shards of the whole
-    replicas: int  # ranks that hold this one
+    replicas: int  # number of ranks that have it
 
 
 def held(kept: Mapping[str, object]) -> HeldShard | None:
@@ -67,7 +67,7 @@ def is_sharded(kept: Mapping[str, object]) -> bool:
 
 
 def is_replicated(kept: Mapping[str, object]) -> bool:
-    """Return whether every shard is held by more than one rank."""
+    """Return whether every shard exists on more than one rank."""
     return all(_held(tensor).replicas > 1 for tensor in parameters(kept) if isinstance(tensor, DTensor))
 
 

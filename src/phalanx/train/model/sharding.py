@@ -11,7 +11,7 @@ import torch.distributed as dist
 from phalanx.errors import OptionError
 from phalanx.train.model.replicas import Rows
 
-# A class of module, several, or a function that is asked for every module.
+# A class of module, several, or a function that is called for every module.
 Policy = type | tuple[type, ...] | Callable[[Any], bool] | None
 
 
@@ -59,7 +59,7 @@ def _apart(model: Any, unit: Any) -> bool:
 def shard(
     model: Any, device: Any, *, policy: Policy, precision: Any, compiled: bool, rows: Rows | None = None
 ) -> list[tuple[Any, Any]]:
-    """Shard the model in place; return each parameter before and after, for optimizers that were made before.
+    """Shard the model in place; return each parameter before and after, for optimizers that were created before.
 
     `rows`: the ranks of each replica; None: all ranks share one.
     """
@@ -67,7 +67,7 @@ def shard(
     from torch.distributed.fsdp import fully_shard
 
     parts = units(model, policy)
-    # As DDP does, start from the model of rank 0: with different seeds the shards would not fit together.
+    # Like DDP, start from the model of rank 0: with different seeds the shards would not match.
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor, 0)

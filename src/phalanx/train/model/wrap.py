@@ -22,7 +22,7 @@ from phalanx.train.stepping.stepper import Stepper
 
 WAYS = ("ddp", "dp", "fsdp", "hsdp")
 SHARDED = ("fsdp", "hsdp")
-_FOR = {  # options that not every kind of wrapping has
+_FOR = {  # options that apply to some kinds of wrapping only
     "compress": ("ddp",),
     "static_graph": ("ddp",),
     "find_unused": ("ddp",),
@@ -163,7 +163,7 @@ def _ddp(model: Any, device: Any, equal: Layout | None, **options: Any) -> Any:
 
 
 class _Cast(nn.Module):  # type: ignore[misc]
-    """Sets autocast in each of DataParallel's threads, which inherit that it is on but not its type."""
+    """Sets autocast in each of DataParallel's threads, which inherit that it is on, but not its type."""
 
     def __init__(self, module: Any, precision: Precision) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Wrapped(nn.Module):  # type: ignore[misc]
-    """What `run.wrap(model)` returns. Attributes, parameters and names of the state are those of the user's module."""
+    """The result of `run.wrap(model)`. Attributes, parameters and names of the state are those of the user's module."""
 
     module: Any
     how: str
@@ -31,7 +31,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
     stepper: Stepper
     accumulate: int
     synchronised: bool  # the current backward averages gradients
-    wanted: bool  # the next one does
+    wanted: bool  # the next backward averages gradients
 
     def __init__(
         self,
@@ -89,7 +89,8 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             args, kwargs = _moved(args, self.device), _moved(kwargs, self.device)
         if self._sharded and not learns:
             output = engine(*args, **kwargs)
-            # FSDP keeps the root unsharded for a backward that does not follow: parameters() would not be the shards.
+            # FSDP keeps the root unsharded for a backward that does not follow: parameters() would not return the
+            # shards.
             engine.reshard()
             return output
         if not self._casts:
@@ -122,7 +123,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
 
     @property
     def scaler(self) -> Any:
-        """The gradient scaler of fp16; None without."""
+        """The gradient scaler of fp16; None without fp16."""
         return self.stepper.scaling.scaler
 
     # -- afterwards
@@ -134,7 +135,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         """
         from phalanx.train.checkpoint.export import export
 
-        export(self.module, path, self.__dict__.get("_peers"))  # after unpickling there are none
+        export(self.module, path, self.__dict__.get("_peers"))  # None after unpickling
 
     # -- for the stepper
 
@@ -156,7 +157,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         return any(id(parameter) in own for parameter in parameters)
 
     def adopt(self, opt: Any) -> None:
-        """Give an optimizer that was made before the wrapping the parameters that there are now."""
+        """Give an optimizer that was created before the wrapping the current parameters."""
         self._replaced.adopt(opt)
 
     # -- the end
@@ -203,11 +204,11 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the user's module, as averaging of weights needs it: a process group cannot be copied."""
+        """Copy the user's module, for example to average weights: a process group cannot be copied."""
         return copy.deepcopy(self.module, memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled, as by `torch.save(ddp)`: a process group cannot be."""
+        """Return the state to pickle, for example by `torch.save(ddp)`: a process group cannot be pickled."""
         return {name: value for name, value in self.__dict__.items() if name != "_peers"}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What a training reports: metrics, TensorBoard, the progress bar."""
+"""Reporting of a training: metrics, TensorBoard, the progress bar."""

@@ -1,4 +1,4 @@
-"""Rank 0 sends metrics to its agent a few times a second, for those who watch the run."""
+"""Rank 0 sends metrics to its agent a few times per second, for viewers of the run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from phalanx.contract.messages.worker_messages import MeasuredStep
 from phalanx.train.reporting.metrics import read
 
 EVERY = 0.2  # seconds
-EPOCH_EVERY = 0.05  # the same for the first step of an epoch: a rank that stalls there does not show the one before
+# seconds, for the first step of an epoch, so that a rank that stalls there does not show the previous epoch
+EPOCH_EVERY = 0.05
 READ_EVERY = 2.0  # seconds, for values on a GPU that nothing else has just synchronised
 _MOST = 64  # values per message, which is one packet
 _LONGEST = 100  # characters of a name
 
 
 class Measuring:
-    """Sends metrics. A step at which nothing is sent costs a look at the clock."""
+    """Sends metrics. A step without a message only reads the clock."""
 
     def __init__(
         self, tell: Callable[[MeasuredStep], None], total: int | None, clock: Callable[[], float] = time.monotonic
@@ -35,10 +36,10 @@ class Measuring:
     def advance(
         self, step: int, epoch: int, values: Mapping[str, Any], *, epochs: int = 0, waited: bool = False
     ) -> None:
-        """Send the values of a committed step, as `metrics.held` returned them, if it is time.
+        """Send the values of a committed step, as returned by `metrics.held`, if it is time.
 
-        `epoch` is counted from 1, as the progress bar does; 0: unknown.
-        `waited`: the GPU was just synchronised, so reading from it is cheap.
+        `epoch` is counted from 1, like in the progress bar; 0: unknown. `waited`: the GPU was just synchronised, so
+        reading from it is cheap.
         """
         self._last = (step, epoch, epochs, values)
         now = self._clock()
@@ -51,9 +52,9 @@ class Measuring:
         self.close()
 
     def log(self, step: int, epoch: int, values: Mapping[str, Any], *, epochs: int = 0) -> None:
-        """Send values that were logged, if it is time and none is on a GPU; else with the next step's, or at the end.
+        """Send logged values, if it is time and none is on a GPU; otherwise with those of the next step, or at the end.
 
-        A newer value of a name replaces it.
+        A newer value of the same name replaces an older one.
         """
         self._logged = {**self._logged, **values}
         if self._last is None:

@@ -32,7 +32,7 @@ from phalanx.train.reporting.trackers import Tracker, TrackerGroup
 NAME = "metrics.jsonl"
 PREVIOUS = "metrics.{}.jsonl"  # of earlier trainings in this folder
 FLUSH_EVERY = 1.0  # seconds that a step's values on a GPU, TensorBoard's files and trackers may wait
-LOG_FLUSH_EVERY = 0.1  # the same for what `run.log` was given while values on a GPU wait
+LOG_FLUSH_EVERY = 0.1  # the same for values of `run.log` while values on a GPU wait
 MOST = 1000  # lines that wait to be written
 OURS = frozenset(("step", "epoch", "time", "rank"))
 _BLOCK = 1 << 16
@@ -62,10 +62,10 @@ class WriteBudget:
 class Metrics:
     """Writes metrics: `metrics = Metrics(folder, resumed_at=step)` on rank 0, then `write` every step, and `close`.
 
-    Numbers are written at once, so that the end of the process does not lose them. Values on a GPU are collected, and
-    read once per second, all together, and not in the step of the training; lines after them wait, because the file is
-    in the order of steps. Trackers get all metrics of a second together. A full disk ends the metrics with a message,
-    but not the training.
+    Numbers are written at once, so that the end of the process does not lose them. Values on a GPU are collected and
+    read together once per second, not in the step of the training. Later lines wait for them, because the file is in
+    the order of steps. Trackers get all metrics of a second together. A full disk ends the metrics with a message, but
+    not the training.
     """
 
     def __init__(
@@ -83,13 +83,14 @@ class Metrics:
         self._waiting: list[tuple[int, int, float, int, Mapping[str, Any]]] = []
         self._trackers: TrackerGroup | None = None
         self._resumed_at = resumed_at
-        self._repeated: Counter[tuple[str, ...]] = Counter()  # names in the lines of the step that is resumed from
+        # names in the lines of the step from which the run resumes
+        self._repeated: Counter[tuple[str, ...]] = Counter()
         self._non_finite = NonFiniteWatch()
-        self._reported: set[int] = set()  # steps whose loss is not finite, which the user knows already
+        self._reported: set[int] = set()  # steps whose non-finite loss was already reported to the user
         self._clock = clock
         self._budget = WriteBudget(burst=50, rate=100, clock=clock)
-        self._on_gpu = False  # a value that waits is there
-        self._read_at = clock()  # when nothing on a GPU waited
+        self._on_gpu = False  # a waiting value is on a GPU
+        self._read_at = clock()  # last time when no value on a GPU was waiting
         self._due = clock() + FLUSH_EVERY
         self._file: BinaryIO | None = None
         self._board: TensorBoardWriter | None = None
@@ -112,9 +113,9 @@ class Metrics:
         rank: int = 0,
         earlier: bool = False,
     ) -> None:
-        """Add what was logged, as `held` returned it, unless the training before this one has logged it already.
+        """Add logged values, as returned by `held`, unless the previous training has already logged them.
 
-        `earlier`: it was logged before the group formed again, so that the script may log it again for the same step.
+        `earlier`: they were logged before the group formed again, so the script may log them again for the same step.
         """
         names = (*(("rank",) if rank else ()), *values)
         if step == self._resumed_at and earlier:
@@ -128,9 +129,9 @@ class Metrics:
                 self._write_lines()
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any], *, reported: bool = False) -> bool:
-        """Add the values of a committed step, as `held` returned them; return whether a GPU was just synchronised.
+        """Add the values of a committed step, as returned by `held`; return whether a GPU was just synchronised.
 
-        `reported`: the user knows already that a loss among them is not finite.
+        `reported`: the user was already told that a loss among them is not finite.
         """
         if self._file is None:
             return False
@@ -222,9 +223,9 @@ def _say(text: str) -> None:
 
 
 def held(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as they are now, to be read later: a training may change a tensor in place.
+    """Return the current values, to be read later: a training may change a tensor in place.
 
-    A value on the CPU becomes a number, one on a GPU is copied there: nothing waits for the GPU.
+    A value on the CPU becomes a number; one on a GPU is copied on the GPU, without waiting for it.
     """
     found = {}
     for name, value in values.items():
@@ -266,7 +267,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def encode(step: int, epoch: int, when: float, values: Mapping[str, float], rank: int = 0) -> str:
-    """Return one line. JSON has no infinity and NaN: these are strings that float() reads."""
+    """Return one line. JSON has no infinity and NaN: these are strings that float() accepts."""
     parts = [f'{{"step": {step}, "epoch": {epoch}, "time": {when:.6f}', *([f'"rank": {rank}'] if rank else [])]
     for name, value in values.items():
         parts.append(f"{_quoted(name)}: {value!r}" if math.isfinite(value) else f'{_quoted(name)}: "{value!r}"')
@@ -279,8 +280,9 @@ def _quoted(name: str) -> str:
 
 
 def _prepare(path: str, resumed_at: int) -> Counter[tuple[str, ...]]:
-    """Cut the file for a resumed training, and return the names in its last lines, those of the step that is resumed
-    from. For a new training, rename the file of the one before."""
+    """Cut the file for a resumed training, and return the names in the lines of the step from which it resumes. For a
+    new training, rename the file of the previous one.
+    """
     with contextlib.suppress(FileNotFoundError):
         if resumed_at == 0:
             if os.path.getsize(path):
@@ -289,7 +291,7 @@ def _prepare(path: str, resumed_at: int) -> Counter[tuple[str, ...]]:
             with open(path, "r+b") as file:
                 end = cut(file, resumed_at)
                 file.seek(end)
-                # Lines of other ranks are not in order: they come up to some seconds later.
+                # Lines of other ranks are not in order: they arrive up to some seconds later.
                 others = [line for line in file.read().splitlines(keepends=True) if _step(line, "rank") <= resumed_at]
                 file.truncate(end)
                 file.seek(end)
@@ -317,9 +319,9 @@ def _free(folder: str) -> str:
 
 
 def cut(file: BinaryIO, step: int) -> int:
-    """Return where rank 0's lines up to `step` end. Reads from the end, because usually little is cut.
+    """Return the end of rank 0's lines up to `step`. Reads from the end, because usually little is cut.
 
-    A line that is incomplete, or is not a line of metrics, is cut with all that follow it.
+    A line that is incomplete, or is not a line of metrics, is cut with everything after it.
     """
     file.seek(0, os.SEEK_END)
     place = file.tell()
@@ -331,7 +333,7 @@ def cut(file: BinaryIO, step: int) -> int:
         file.seek(place)
         tail = file.read(size) + tail
         while True:
-            if end is None:  # after the last newline is no line
+            if end is None:  # there is no line after the last newline
                 newline = tail.rfind(b"\n")
                 if newline < 0:
                     tail = b""
@@ -340,7 +342,7 @@ def cut(file: BinaryIO, step: int) -> int:
                 tail = tail[: newline + 1]
             start = tail.rfind(b"\n", 0, len(tail) - 1)
             if start < 0 and place > 0:
-                break  # it begins in the block before
+                break  # it begins in the previous block
             if _own_step(tail[start + 1 :]) <= step:
                 return end
             if start < 0:

@@ -1,4 +1,4 @@
-"""Reports a loss that is no number any more, once, and when it is one again. Pure."""
+"""Reports a loss that becomes NaN or infinite, once, and when it is finite again. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class NonFiniteWatch:
-    """Looks at the metrics of committed steps, in their order."""
+    """Checks the metrics of committed steps, in their order."""
 
     def __init__(self) -> None:
         self._good: dict[str, tuple[int, float]] = {}  # the last finite value of each metric, and its step
@@ -17,7 +17,7 @@ class NonFiniteWatch:
         """Return lines about losses that became NaN or infinite with this step, or are finite again."""
         found = []
         for name, value in values.items():
-            if "loss" not in name.lower():  # other metrics may be undefined now and then
+            if "loss" not in name.lower():  # other metrics may be undefined at times
                 continue
             if math.isfinite(value):
                 if name in self._bad:

@@ -45,10 +45,10 @@ class ProgressView:
 
 
 def bar(view: ProgressView, width: int, *, ascii_only: bool = False) -> str:
-    """Return one row of at most `width` columns. The least important parts are left out first."""
+    """Return one row of at most `width` columns. The least important parts are dropped first."""
     count = str(view.step) if view.total is None else f"{view.step}/{view.total}"
     parts = [part for part in (view.title, count, *_facts(view)) if part]
-    keep = 2 if view.title else 1  # never left out, but cut if needed
+    keep = 2 if view.title else 1  # never dropped, but cut if needed
     while len(parts) > keep and len("  ".join(parts)) > width:
         del parts[-2 if len(parts) - keep > 1 else -1]  # the last one, the time left, is dropped last
     text = "  ".join(parts)
@@ -111,7 +111,7 @@ class SpeedMeter:
         return steps / seconds, (self.samples - samples) / seconds if self.samples > samples else None
 
     def mark(self, now: float) -> None:
-        """Begin a window here, and forget those that are too old."""
+        """Begin a window here, and drop those that are too old."""
         self._marks.append((now, self.step, self.samples))
         # The oldest mark is just outside of the window, so that there is always one to compare with.
         while len(self._marks) > 2 and now - self._marks[1][0] >= self._window:
@@ -145,7 +145,7 @@ class ProgressBar:
         self._stale = -_NEVER  # when the values are read again
         self._due = now + self._every if shown else _NEVER
         self._drawn = start  # the step that was shown last
-        self._row = ""  # on the screen, with the cursor behind it
+        self._row = ""  # row on the screen, with the cursor after it
 
     def advance(self, samples: int = 0, values: Mapping[str, Any] | None = None, steps: int = 1) -> None:
         """Count a committed step. Values are numbers or tensors; a tensor is read only when it is drawn."""
@@ -185,7 +185,7 @@ class ProgressBar:
         self.close()
 
     def view(self) -> ProgressView:
-        """Return what would be drawn now."""
+        """Return the current content."""
         now = self._clock()
         steps, samples = self._speed.rates(now)
         left = max(self.total - self._speed.step, 0) / steps if steps and self.total is not None else None
@@ -207,7 +207,7 @@ class ProgressBar:
         self._speed.mark(now)
 
     def _write(self, text: str) -> None:
-        """Write; a closed terminal or a full disk ends the bar, not the training."""
+        """Write. A closed terminal or a full disk ends the bar, not the training."""
         try:
             self._stream.write(text)
             self._stream.flush()

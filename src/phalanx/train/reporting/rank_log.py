@@ -1,8 +1,8 @@
-"""Values that ranks other than 0 log: they go to rank 0 through the store, without waiting for anybody.
+"""Values that ranks other than 0 log: they are sent to rank 0 through the store, without waiting.
 
-A rank posts what it has logged at once; rank 0 takes it when it writes its own metrics, about once a second. The store
-outlives ranks, and the keys are the same in all generations of the group: what a rank has posted before it died is
-taken by rank 0 of the next generation.
+A rank posts logged values at once; rank 0 reads them when it writes its own metrics, about once per second. The store
+outlives ranks, and the keys are the same in all generations of the group: values that a rank posted before it died are
+read by rank 0 of the next generation.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from phalanx.train.reporting.metrics import WriteBudget
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 1000  # of one post: more is dropped
-_MOST_POSTS = 256  # that rank 0 takes at a time
+_MOST_ROWS = 1000  # rows per post: more are dropped
+_MOST_POSTS = 256  # posts that rank 0 reads at a time
 _LONGEST = 1 << 20  # bytes of a post
 _FAREWELL = 5.0  # seconds that rank 0 waits for the last posts
 _POSTED, _TAKEN, _ENDED = "log/posted", "log/taken", "log/ended"
@@ -49,7 +49,7 @@ class LogStore(Protocol):
 
 
 class LoggedRow(msgspec.Struct, frozen=True, array_like=True):
-    """What one call of `run.log` has logged."""
+    """The values of one call of `run.log`."""
 
     step: int
     epoch: int
@@ -63,10 +63,10 @@ _decoder: msgspec.msgpack.Decoder[list[LoggedRow]] = msgspec.msgpack.Decoder(lis
 
 
 class RankLog:
-    """One rank's end of it. If the store is lost, what is logged is dropped until the group forms again.
+    """One rank's end of the log. If the store is lost, logged values are dropped until the group forms again.
 
-    The store is not asked again then: torch prints a page of C++ frames each time. `group_store` has the keys of this
-    generation only; None: `store` has no other.
+    The store is not queried again in that case: torch prints a page of C++ frames each time. `group_store` has the keys
+    of this generation only; None: `store` has no other.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class RankLog:
         self._clock = clock
         self._waiting: list[LoggedRow] = []
         self._budget = WriteBudget(burst=20, rate=50, clock=clock)
-        self._taken: int | None = None  # None: not known yet, because rank 0 of another generation may have taken some
-        self._late: list[int] = []  # numbers of posts that were announced and were not there yet
-        self._lost = False  # the store is gone
+        self._taken: int | None = None  # None: unknown, because rank 0 of another generation may have taken some
+        self._late: list[int] = []  # numbers of posts that were announced and had not arrived
+        self._lost = False  # the store has ended
 
     # -- on other ranks
 
@@ -100,7 +100,7 @@ class RankLog:
         self.post()
 
     def post(self, *, now: bool = False) -> None:
-        """Post the rows that wait, if that is not too often or `now`."""
+        """Post the waiting rows, if the rate limit or `now` allows it."""
         if not self._waiting or not (now or self._budget.allows()):
             return
         rows, self._waiting = self._waiting, []
@@ -112,11 +112,11 @@ class RankLog:
             return
         try:
             self._store.set(f"log/{self._store.add(_POSTED)}", body)
-        except RuntimeError:  # torch's, if the store is gone
+        except RuntimeError:  # raised by torch if the store has ended
             self._lose("posting what was logged")
 
     def end(self) -> None:
-        """Post all rows, and say that these were the last."""
+        """Post all rows, and mark them as the last."""
         self.post(now=True)
         if self._lost:
             return
@@ -132,7 +132,9 @@ class RankLog:
     # -- on rank 0
 
     def take(self) -> list[LoggedRow]:
-        """Return what other ranks have posted since the last call, or since rank 0 of another generation took it."""
+        """Return the rows that other ranks have posted since the last call, or since rank 0 of another generation read
+        them.
+        """
         if not self._others or self._lost:
             return []
         found: list[LoggedRow] = []
@@ -170,7 +172,7 @@ class RankLog:
 
 
 def _rows(body: bytes) -> list[LoggedRow]:
-    """Decode a post. What is not one is dropped: it is only about metrics."""
+    """Decode a post. Invalid data is dropped: it is only about metrics."""
     try:
         return _decoder.decode(body) if len(body) <= _LONGEST else []
     except msgspec.MsgspecError:

@@ -1,5 +1,6 @@
-"""What a run shows and writes: the progress bar, the metrics files, and the values for the agent. Rank 0 does it; what
-other ranks log goes to rank 0."""
+"""The output of a run: the progress bar, the metrics files, and the values for the agent. Done by rank 0; other ranks
+send their logged values to rank 0.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from phalanx.train.reporting.trackers import Tracker
 if TYPE_CHECKING:
     from phalanx.contract.messages.worker_messages import MeasuredStep
 
-_REMEMBERED = 1000  # calls of `run.log`, to be compared with those of other ranks
+_REMEMBERED = 1000  # calls of `run.log` that are kept for comparison with those of other ranks
 
 
 class RunReporter:
-    """Reports committed steps and what is logged. Only rank 0 calls `begin` and `committed`.
+    """Reports committed steps and logged values. Only rank 0 calls `begin` and `committed`.
 
-    folder    returns where metrics are written; None: nowhere
-    rank_log  carries what other ranks log to rank 0
+    folder    returns the folder of the metrics; None: metrics are not written
+    rank_log  sends values that other ranks log to rank 0
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RunReporter:
     def begin(self, total: int | None, values: Mapping[str, Any], *, reported: bool = False) -> None:
         """Report the first step. It is slower than all others, so speed is measured without it.
 
-        `reported`: the user knows already that its loss is not finite.
+        `reported`: the user was already told that its loss is not finite.
         """
         self.bar = ProgressBar(total, start=self._counter.steps, title=self._title)
         self.bar.advance(0, values, steps=0)
@@ -91,14 +92,14 @@ class RunReporter:
             self._take(self._rank_log.take())
 
     def _counted(self, epoch: int) -> tuple[int, int]:
-        """Return an epoch as the progress bar counts it, from 1, and the number of epochs; 0: unknown."""
+        """Return the epoch and the number of epochs as shown in the progress bar, counted from 1; 0: unknown."""
         epochs = self._counter.epochs or 0
         return (min(epoch + 1, epochs) if epochs else epoch), epochs
 
     # -- run.log
 
     def log(self, values: dict[str, Any]) -> None:
-        """Report values, as `held` returned them, that belong to no step or to more than one."""
+        """Report values, as returned by `held`, that belong to no step or to more than one."""
         counter, now = self._counter, time.time()
         if self._rank:
             if self._rank_log is not None:
@@ -121,14 +122,15 @@ class RunReporter:
             self._measuring.log(step, counted, values, epochs=epochs)
 
     def post(self) -> None:
-        """Send what this rank has logged to rank 0, if something waits."""
+        """Send the values that this rank has logged to rank 0, if any are waiting."""
         if self._rank_log is not None:
             self._rank_log.post()
 
     def _take(self, rows: list[LoggedRow], *, last: bool = False) -> None:
-        """Write what other ranks have logged. A value that rank 0 has logged as well, and is the same, is left out: a
-        script may call `run.log` on all ranks. So is what was logged before the group formed again, for a step that
-        the training repeats."""
+        """Write the values that other ranks have logged. A value that is equal to rank 0's is omitted: a script may
+        call `run.log` on all ranks. Values that were logged before the group formed again, for a step that the training
+        repeats, are omitted, too.
+        """
         rows, self._held = [*self._held, *rows], []
         for row in rows:
             earlier = self._rank_log is not None and row.generation != self._rank_log.generation
@@ -151,7 +153,7 @@ class RunReporter:
         return "" if counter.epochs is None else f"epoch {counter.epoch + 1}/{counter.epochs}"
 
     def epoch_begun(self) -> None:
-        """Show the epoch that the counter is at."""
+        """Show the current epoch of the counter."""
         if self.bar is not None:
             self.bar.title = self._title
 
@@ -165,7 +167,7 @@ class RunReporter:
             self._metrics.flush()
 
     def finish(self) -> None:
-        """Report what was logged last, by all ranks, and send the agent the values of the last step."""
+        """Report the last logged values of all ranks, and send the agent the values of the last step."""
         if self._rank_log is not None and self._rank:
             self._rank_log.end()
         elif self._rank_log is not None:

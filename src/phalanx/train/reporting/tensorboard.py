@@ -22,7 +22,7 @@ _POLYNOMIAL = 0x82F63B78  # of CRC-32C, reflected
 
 
 class TensorBoardWriter:
-    """Writes scalars by step. What earlier processes wrote for step `first` and later ones is hidden."""
+    """Writes scalars by step. Values that earlier processes wrote for step `first` and later ones are hidden."""
 
     def __init__(self, folder: str, first: int) -> None:
         os.makedirs(folder, exist_ok=True)
@@ -52,7 +52,7 @@ def _event(when: float, step: int) -> bytes:
 
 @cache
 def _head(name: str) -> bytes:
-    """Return all of a value but the number."""
+    """Return everything of a value except the number."""
     tag = name.encode()
     tagged = b"\x0a" + _varint(len(tag)) + tag + b"\x15"
     return b"\x0a" + _varint(len(tagged) + 4) + tagged
@@ -61,7 +61,7 @@ def _head(name: str) -> bytes:
 def _float(value: float) -> bytes:
     try:
         return struct.pack("<f", value)
-    except OverflowError:  # more than 32 bits can say
+    except OverflowError:  # does not fit into 32 bits
         return struct.pack("<f", math.copysign(math.inf, value))
 
 

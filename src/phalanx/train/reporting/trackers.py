@@ -1,11 +1,11 @@
-"""Experiment trackers that metrics are also sent to: Weights & Biases, MLflow, or a function.
+"""Experiment trackers to which metrics are also sent: Weights & Biases, MLflow, or a function.
 
     phalanx.main(train, log_to="wandb")             # or "mlflow", or both: ["wandb", "mlflow"]
     phalanx.main(train, log_to=lambda step, values: ...)
 
-Rank 0 sends them, about once a second. A tracker is imported when the first metric is sent. A run that `train` has
-started is used (`wandb.init(project=...)`, `mlflow.start_run()`); otherwise one is started here, and ended at the end.
-Its ID is written beside the metrics, so that a training that is resumed continues the same run.
+Rank 0 sends them, about once per second. A tracker is imported when the first metric is sent. If `train` has started a
+run (`wandb.init(project=...)`, `mlflow.start_run()`), it is used; otherwise one is started here, and ended at the end.
+Its ID is written next to the metrics, so that a resumed training continues the same run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from phalanx.errors import UsageError
 
-_MLFLOW_MOST = 1000  # metrics of one request
+_MLFLOW_MOST = 1000  # metrics per request
 NAME = "trackers.json"  # the IDs, by the name of the tracker
 LogTo = str | Callable[[int, Mapping[str, float]], object]
 
@@ -31,15 +31,15 @@ class Tracker(Protocol):
     name: str
 
     def begin(self, run_id: str | None) -> str | None:
-        """Start or find its run; `run_id`: that of a training that is resumed. Return the ID."""
+        """Start or find its run; `run_id`: the run of a resumed training. Return the ID."""
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of one step."""
+        """Add the values of one step."""
         ...
 
     def flush(self) -> None:
-        """Send what was taken, if it was not sent at once."""
+        """Send the added values, if they were not sent at once."""
         ...
 
     def close(self) -> None:
@@ -66,12 +66,12 @@ class WandbTracker:
         return str(self._wandb.run.id)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values. Weights & Biases drops what comes for an earlier step: that counts for the latest one."""
+        """Send the values. Weights & Biases drops values of an earlier step: they are sent with the latest one."""
         self._step = max(self._step, step)
         self._wandb.log(dict(values), step=self._step)
 
     def flush(self) -> None:
-        """Nothing to do: a process of Weights & Biases sends them."""
+        """Do nothing: a process of Weights & Biases sends the values."""
 
     def close(self) -> None:
         """End the run, if it was started here."""
@@ -102,13 +102,13 @@ class MlflowTracker:
         return self._run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values. A request per step would hold the training up."""
+        """Add the values. A request per step would slow down the training."""
         now = int(time.time() * 1000)
         metric = self._mlflow.entities.Metric
         self._taken += [metric(name, value, now, step) for name, value in values.items()]
 
     def flush(self) -> None:
-        """Send what was taken, in requests of the size that MLflow allows."""
+        """Send the added values, in requests of the size that MLflow allows."""
         taken, self._taken = self._taken, []
         for first in range(0, len(taken), _MLFLOW_MOST):
             self._client.log_batch(self._run_id, metrics=taken[first : first + _MLFLOW_MOST])
@@ -127,17 +127,17 @@ class FunctionTracker:
         self._function = function
 
     def begin(self, run_id: str | None) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Call the function."""
         self._function(step, values)
 
     def flush(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 _KNOWN: dict[str, Callable[[], Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
@@ -163,7 +163,7 @@ def trackers(log_to: LogTo | Sequence[LogTo] | None) -> list[Tracker]:
 
 
 class TrackerGroup:
-    """All trackers of a run. One that fails is reported and left out: the training continues."""
+    """All trackers of a run. One that fails is reported and removed: the training continues."""
 
     def __init__(self, members: Sequence[Tracker], folder: str, *, resumed: bool, say: Callable[[str], None]) -> None:
         self._say = say
@@ -179,15 +179,15 @@ class TrackerGroup:
                 json.dump({**before, **ids}, file)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Give the values of one step to all of them."""
+        """Pass the values of one step to all trackers."""
         self._members = [one for one in self._members if self._ran(one, lambda one=one: one.write(step, values))]  # type: ignore[misc]
 
     def flush(self) -> None:
-        """Let all of them send what they have taken."""
+        """Make all trackers send the values they have."""
         self._members = [one for one in self._members if self._ran(one, one.flush)]
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all trackers."""
         for member in self._members:
             self._ran(member, member.close)
         self._members = []
@@ -208,7 +208,7 @@ def _id(member: Tracker, before: str | None) -> dict[str, str]:
 
 
 def _ids(path: str) -> dict[str, str]:
-    """Return the IDs of the training that is resumed."""
+    """Return the IDs of the resumed training."""
     try:
         with open(path) as file:
             found = json.loads(file.read(10_000))

@@ -1,1 +1,1 @@
-"""When checkpoints and snapshots are made."""
+"""Decides when checkpoints and snapshots are made."""

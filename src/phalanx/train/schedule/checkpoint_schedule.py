@@ -1,4 +1,4 @@
-"""When a run saves checkpoints, and which one it resumes from."""
+"""Decides when a run saves checkpoints, and which one it resumes from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
 from phalanx.train.reporting.metrics import held, read
 from phalanx.train.schedule.interval import Interval
 
-if TYPE_CHECKING:  # importing them takes most of a second: only for a run that has a folder for checkpoints
+if TYPE_CHECKING:  # importing them takes most of a second: only for a run with a folder for checkpoints
     from phalanx.train.checkpoint.checkpoints import Checkpoints
     from phalanx.train.checkpoint.format.folder import Info
     from phalanx.worker.process_group.group import WorkerProcessGroup
@@ -21,7 +21,7 @@ EVERY = "10m"
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """The arguments of `run.checkpoints`. None: as `phalanx run` says."""
+    """The arguments of `run.checkpoints`. None: the option of `phalanx run` applies."""
 
     folder: str | None = None
     every: str | int | None = None
@@ -55,7 +55,8 @@ class CheckpointSchedule:
         self._saved = 0  # the step of the newest checkpoint
         self._saved_values: dict[str, Any] = {}  # and the kept values in it
         self._latest: dict[str, Any] = {}  # metrics of the newest step
-        self._scored: dict[str, Any] = {}  # what was logged since the newest step, if the best are chosen by it
+        # values logged since the newest step, if the best checkpoints are chosen by them
+        self._scored: dict[str, Any] = {}
         self._request: tuple[Mapping[str, Any], int | None] = ({}, None)  # of the newest save
         self._unsaved: CheckpointError | None = None  # why the last step of a complete training is not saved
         self.options = CheckpointOptions()
@@ -73,7 +74,7 @@ class CheckpointSchedule:
         """Save checkpoints in `folder` from now on.
 
         waited  seconds since one was due, before this group formed
-        begins  the run starts: a folder that cannot be written is an error. Later it does not end the training
+        begins  the run starts: a folder that is not writable is an error. Later it does not end the training
         """
         options = self.options
         from phalanx.train.checkpoint import state
@@ -112,11 +113,11 @@ class CheckpointSchedule:
         return self.checkpoints.latest_step() if self.checkpoints is not None else -1
 
     def find_newest(self, group: WorkerProcessGroup) -> None:
-        """Make all ranks agree on which step was saved last, by what rank 0 finds on the disk."""
+        """Make all ranks agree on the step that was saved last, according to the disk of rank 0."""
         self._saved = group.broadcast(max(self.newest_step(), 0) if group.is_main else 0)
 
     def waited(self, before: float) -> float:
-        """Seconds since a checkpoint was due; `before` as long as nothing is restored.
+        """Seconds since a checkpoint was due; `before` until something is restored.
 
         The next group starts with it: if each started at zero, frequent failures would prevent checkpoints.
         """
@@ -147,14 +148,14 @@ class CheckpointSchedule:
         return saved
 
     def logged(self, values: Mapping[str, Any]) -> None:
-        """Remember what was logged, if the best checkpoints are chosen by it: it is about the model as it is now."""
+        """Store logged values, if the best checkpoints are chosen by them: they describe the current model."""
         if self.checkpoints is not None and self.checkpoints.best_metric in values:
             self._scored.update(values)
 
     def epoch_ended(self, group: WorkerProcessGroup, epoch: int) -> None:
         """Save if rank 0 has logged a metric since the last step that makes this one of the best checkpoints.
 
-        All ranks come here, and have not changed the model since. Resumed, it begins with the next epoch.
+        All ranks call it, and have not changed the model since. A run that resumes from it begins with the next epoch.
         """
         checkpoints = self.checkpoints
         if checkpoints is None or checkpoints.best_metric is None:
@@ -166,10 +167,9 @@ class CheckpointSchedule:
             self.save({**self._latest, **found}, epoch + 1)
 
     def finish(self, group: WorkerProcessGroup) -> bool:
-        """Save the last step, if it is not saved yet, and wait until it is on the disk. Return whether it is.
+        """Save the last step, if it is not saved yet, and wait until it is on disk. Return whether it is.
 
-        What could not be written does not make the training incomplete: `close` raises the error, and nothing is
-        computed again.
+        A failed write does not make the training incomplete: `close` raises the error, and nothing is computed again.
         """
         self.epoch_ended(group, self._counter.epoch - 1)
         if self.checkpoints is None:
@@ -198,7 +198,7 @@ class CheckpointSchedule:
         return None
 
     def save_and_wait(self, group: WorkerProcessGroup) -> int | None:
-        """Wait until a checkpoint of the last step is on the disk, and return its step. None: there is no folder.
+        """Wait until a checkpoint of the last step is on disk, and return its step. None: there is no folder.
 
         If it cannot be written, report that and return the step of the newest one. Raises if there is none.
         """
@@ -229,7 +229,7 @@ class CheckpointSchedule:
 
 
 def unsaved(error: CheckpointError, step: int, newest: int) -> CheckpointError:
-    """Return the error of a training that is complete, and whose last step is not saved."""
+    """Return the error of a complete training whose last step is not saved."""
     found = f"the newest checkpoint is that of step {newest}" if newest >= 0 else "there is no checkpoint"
     repeats = f"the same command then repeats the steps after {max(newest, 0)}" if newest < step else ""
     return CheckpointError(

@@ -39,9 +39,9 @@ class Interval:
             self.seconds = int(found[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[found[2]]
         elif found is not None:
             self.steps = int(found[1])
-        self._seen = clock()  # the last look at the clock
+        self._seen = clock()  # last time the clock was read
         self._last = self._seen - waited  # when a checkpoint was due
-        self._looked = self._next = 0  # the steps of the last look and of the next
+        self._looked = self._next = 0  # the steps of the last reading and of the next
         self._clock = clock
 
     @property
@@ -55,7 +55,8 @@ class Interval:
             return step % self.steps == 0
         if self.seconds is None or step < self._next:
             return False
-        # Rank 0's clock decides. A broadcast per step would cost more than the step: rank 0 also says when to ask next.
+        # Rank 0's clock decides. A broadcast per step would cost more than the step: rank 0 also sends the step of the
+        # next broadcast.
         now = self._clock()
         rest = self._last + self.seconds - now
         step_time = (now - self._seen) / max(step - self._looked, 1)
@@ -69,4 +70,4 @@ class Interval:
         return due
 
 
-_LOOK_EVERY = 5.0  # seconds between two looks at the clock, at most, if steps take as long as before
+_LOOK_EVERY = 5.0  # maximum seconds between two readings of the clock, if steps take as long as before

@@ -1,4 +1,4 @@
-"""When a run takes snapshots in memory, and whether it resumes from one."""
+"""Decides when a run takes snapshots in memory, and whether it resumes from one."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ EVERY = "30s"  # the copy of a state of 1 GB takes a tenth of a second
 
 
 class SnapshotSchedule:
-    """The snapshots of one run. Without an agent that holds memory for them there are none, and calls do nothing."""
+    """The snapshots of one run. Without an agent that holds memory for them, calls do nothing."""
 
     def __init__(self, kept: KeptObjects, counter: TrainingProgress, stepper: Stepper) -> None:
         self.snapshots: Snapshots | None = None
-        self.layouts: list[list[list[int]]] = []  # of DDP's buckets, as they are from the second step on
+        self.layouts: list[list[list[int]]] = []  # of DDP's buckets, from the second step on
         self._kept = kept
         self._counter = counter
         self._stepper = stepper
         self._due: Interval | Cadence = Interval(None)
-        self._chosen: str | None = None  # the interval that the user asked for
+        self._chosen: str | None = None  # the interval that the user requested
         self._training = 0
 
     @property
@@ -50,7 +50,7 @@ class SnapshotSchedule:
         every = environ.get(SNAPSHOT_EVERY)
         snapshots = self._connect(group, environ, recovery)
         waited = snapshots.waited() if snapshots is not None else 0.0
-        # Nodes may have been given different options, and a new rank does not know how long checkpoints have waited.
+        # Nodes may have different options, and a new rank does not know how long checkpoints have waited.
         mine = [snapshots is not None, every, waited, recovery.waited, environ.get(MEMORY, "")]
         offers: list[Any] = group.gather(mine, all=True) or []
         recovery.waited = max(offer[3] for offer in offers)
@@ -83,9 +83,9 @@ class SnapshotSchedule:
     def load(
         self, group: WorkerProcessGroup, recovery: RecoveryState, checkpoints: CheckpointSchedule
     ) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest snapshot into the kept objects, unless a checkpoint on the disk is newer.
+        """Load the newest snapshot into the kept objects, unless a checkpoint on disk is newer.
 
-        Returns its step and what was saved with it. None: nothing was loaded.
+        Returns its step and the values saved with it. None: nothing was loaded.
         """
         if self.snapshots is None or recovery.from_peers:
             return None
@@ -116,7 +116,7 @@ class SnapshotSchedule:
             self.snapshots.save(step, self._kept.everything(), extra)
 
     def _adapt(self) -> None:
-        """Take snapshots as often as is cheap where each shard exists only once."""
+        """Take snapshots as often as is cheap, if each shard exists only once."""
         if self.snapshots is None or self._chosen is not None:
             return
         from phalanx.train.model import shard_placement

@@ -1,1 +1,1 @@
-"""Snapshots: the state, copied now and then to memory that outlives the workers, and to another node."""
+"""Snapshots: the state, copied at intervals to memory that outlives the workers, and to another node."""

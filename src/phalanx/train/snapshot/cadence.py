@@ -1,10 +1,11 @@
-"""How often a sharded state is copied: as often as possible at a cost of at most a few percent of the training time.
+"""Chooses how often a sharded state is copied: as often as possible at a cost of at most a few percent of the training
+time.
 
-A lost shard exists only in the newest snapshot, so every step since then has to be repeated. At first there is a
-snapshot per step. From what these cost, all ranks choose an interval together, and review it from time to time.
+A lost shard exists only in the newest snapshot, so every step since then must be repeated. At first there is a snapshot
+per step. From the cost of these, all ranks choose an interval together, and review it at intervals.
 
 The seconds that the training thread waits for a snapshot are only a part of its cost: the copy also competes with the
-training for memory and links. So unless a snapshot is done in no time, steps with and without one are compared.
+training for memory and links. So unless snapshots are very short, steps with and without one are compared.
 """
 
 from __future__ import annotations
@@ -38,19 +39,20 @@ class GatheringGroup(Protocol):
 
 BUDGET = 0.03  # of a step's time
 _FIRST = 6  # steps before the first choice
-_LEAST = 3  # snapshots that have to be measured for a choice
+_LEAST = 3  # snapshots that must be measured before a choice
 _PERIODS = 6  # snapshots, each followed by a step without one, whose steps are compared
-_REVIEW = 50  # steps, or
-_SNAPSHOTS = 10  # snapshots, whichever is more, until the next choice. After each choice it is twice as many steps, to
-_RARELY = 2000
+# The next choice follows after this many steps or snapshots, whichever is later. The steps double after each choice.
+_REVIEW = 50
+_SNAPSHOTS = 10
+_RARELY = 2000  # maximum of these steps
 _RECENT = 100  # steps whose times count
 _told: set[int] = set()  # trainings of this process whose first choice was explained
 
 
 class MeasuredCopy(NamedTuple):
-    """What one rank has measured, in seconds."""
+    """The measurements of one rank, in seconds."""
 
-    cost: float  # of a snapshot: what it takes from the training
+    cost: float  # time that a snapshot takes from the training
     duration: float  # until it is complete
     step: float  # a step's time without it
 
@@ -59,11 +61,11 @@ class StepTime(NamedTuple):
     """The time of one step, in seconds."""
 
     whole: float
-    held: float  # of these: the training thread was busy with a snapshot
+    held: float  # part of it in which the training thread was busy with a snapshot
 
 
 class SnapshotComparison(NamedTuple):
-    """What steps with and without a snapshot show, in seconds."""
+    """The comparison of steps with and without a snapshot, in seconds."""
 
     cost: float  # of a snapshot
     step: float  # the time of a step without one
@@ -88,13 +90,13 @@ def is_cheap(measured: Sequence[MeasuredCopy], budget: float = BUDGET) -> bool:
 
 
 def shortest_period(measured: Sequence[MeasuredCopy]) -> int:
-    """Return the number of steps from one snapshot to the next of which the last step has no copy beside it."""
+    """Return the smallest number of steps between snapshots for which the last step has no concurrent copy."""
     step = max(statistics.median(one.step for one in measured), 1e-6)
     return 1 + max(1, _steps(max(one.duration for one in measured), step))
 
 
 def comparison(times: Sequence[StepTime], period: int) -> SnapshotComparison:
-    """Compare steps that have a copy beside them with those that have none: the last step of each period."""
+    """Compare steps with a concurrent copy with those without one: the last step of each period."""
     whole = [time.whole for time in times]
     periods = [whole[begin : begin + period] for begin in range(0, len(whole) - period + 1, period)]
     alone = _median([one[-1] for one in periods])
@@ -122,7 +124,7 @@ def _time(seconds: float) -> str:
 
 
 class Cadence:
-    """An interval that adapts to the cost of snapshots. It is asked after every committed step, as an `Interval` is."""
+    """An interval that adapts to the cost of snapshots. Called after every committed step, like an `Interval`."""
 
     def __init__(
         self,
@@ -137,12 +139,12 @@ class Cadence:
         self._say = say
         self._clock = clock
         self.steps = 1
-        self._from = 0  # the step that steps are counted from
+        self._from = 0  # the step from which steps are counted
         self._review: int | None = None  # the step after which the interval is chosen again
         self._distance = _REVIEW  # steps from a choice to the next
         self._period = 0  # steps from one snapshot to the next while steps are compared; else 0
         self._last: float | None = None  # when a step was committed
-        self._held = 0.0  # seconds that snapshots had taken from the training by then
+        self._held = 0.0  # seconds that snapshots had taken from the training until then
         self._times: deque[StepTime] = deque(maxlen=_RECENT)
 
     def passed(self, step: int, group: GatheringGroup) -> bool:
@@ -168,7 +170,7 @@ class Cadence:
         if min(count for count, *_ in gathered) < _LEAST:
             self._period, self._review = 0, step + _FIRST
             return
-        extra = statistics.median(row[3] for row in gathered)  # the ranks wait for each other: all lose the same time
+        extra = statistics.median(row[3] for row in gathered)  # ranks wait for each other: all lose the same time
         measured = [MeasuredCopy(max(cost, extra), duration, alone) for _, cost, duration, _, alone in gathered]
         if not self._period and not is_cheap(measured):
             self._period = max(self.steps, shortest_period(measured))

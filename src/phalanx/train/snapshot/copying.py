@@ -1,8 +1,8 @@
-"""Copies shards during the training: from the next forward on, and the next update waits for the end of the copy.
+"""Copies shards during the training: from the next forward on. The next update waits for the end of the copy.
 
-Nothing changes a shard in between. Before the forward a script may: weights are clipped after a step, or exchanged for
-averaged ones to evaluate. On a GPU a separate stream copies to pinned memory and a thread does the rest; on the CPU
-that thread copies too.
+Nothing changes a shard in between. Before the forward a script may change it: weights are clipped after a step, or
+exchanged for averaged ones to evaluate. On a GPU a separate stream copies to pinned memory and a thread does the rest;
+on the CPU that thread copies too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ShardCopier:
         self._shares_cores = shares_cores
         self._waiting: _Waiting | None = None
         self._copied: threading.Event | None = None
-        self._began = 0.0  # `held` when the current snapshot was begun
+        self._began = 0.0  # `held` when the current snapshot began
         self._beside = 0.0  # CPU seconds of its thread
-        self.held = 0.0  # seconds that the training thread spent on snapshots, all together
+        self.held = 0.0  # total seconds that the training thread spent on snapshots
         self.costs: deque[float] = deque(maxlen=_RECENT)  # per snapshot
         self.durations: deque[float] = deque(maxlen=_RECENT)  # per snapshot, from the first copy until it is complete
 

@@ -30,7 +30,7 @@ class Counter:
         _STEP.pack_into(self._memory, 0, step)
 
     def begin(self, step: int) -> None:
-        """Set the step, and that a snapshot of it begins now."""
+        """Set the step, and record that a snapshot of it begins now."""
         _BOTH.pack_into(self._memory, 0, step, time.monotonic())
 
     def close(self) -> None:
@@ -64,5 +64,5 @@ def _counters(client: SnapshotMemoryClient) -> list[tuple[int, float]]:
         fd = client.show(name)
         step, since = _BOTH.unpack(os.pread(fd, _BOTH.size, 0))
         os.close(fd)
-        found += [(step, since)] if since else []  # one that is just being made has no time yet
+        found += [(step, since)] if since else []  # a counter that is just being created has no time yet
     return found

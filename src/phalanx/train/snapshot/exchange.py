@@ -32,7 +32,7 @@ class Transfer:
 
 
 class Exchange:
-    """The connections between nodes. All ranks must make it together, as every process group."""
+    """The connections between nodes. All ranks must create it together, like every process group."""
 
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank = rank
@@ -43,7 +43,7 @@ class Exchange:
     def carry(
         self, transfers: Sequence[Transfer], show: Callable[[str], int], lend: Callable[[str, int], int]
     ) -> list[int]:
-        """Do all transfers at once; every rank passes the same list. Returns what was received, for the caller to
+        """Do all transfers at once; every rank passes the same list. Returns the received parts, which the caller must
         close.
 
         A part for which there is no memory here is not sent; LaunchError is raised after the others have been received.
@@ -102,8 +102,9 @@ class Exchange:
     def _pass(
         self, transfers: Sequence[Transfer], tensors: dict[int, Sequence[torch.Tensor]], *, back: bool = False
     ) -> None:
-        """Send from senders to receivers, or back. All operations start before any is waited for, so that no order of
-        ranks can deadlock."""
+        """Send from senders to receivers, or back. All operations start before the first wait, so that no order of
+        ranks can deadlock.
+        """
         works: list[Any] = []
         for tag, parts in tensors.items():
             one = transfers[tag]

@@ -9,7 +9,7 @@ import msgspec
 
 from phalanx.train.snapshot.exchange import Transfer
 
-RESCUE = 2  # the turn of a snapshot that one rank has written alone; 0 and 1 are written by all in turn
+RESCUE = 2  # the turn of a snapshot that one rank has written alone; 0 and 1 are written by all ranks in turn
 
 
 class HeldPart(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class HeldPart(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Division:
-    """Which ranks write a snapshot together, as one of them sees it."""
+    """Which ranks write a snapshot together, for one of them."""
 
     together: tuple[int, ...]  # the ranks whose parts make a complete snapshot
     writes: bool | None = None  # whether this rank writes its shards; None: if it is in the first replica
@@ -33,7 +33,7 @@ class Division:
 
 
 def division(replicas: Sequence[Sequence[int]], nodes: Sequence[Sequence[int]], rank: int) -> Division:
-    """Return who writes a sharded state. If every node has a whole replica, every node writes all of it."""
+    """Return which ranks write a sharded state. If every node has a whole replica, every node writes all of it."""
     homes = [next((node for node in nodes if {*row} <= {*node}), None) for row in replicas]
     here = next(node for node in nodes if rank in node)
     if None in homes or not all(node in homes for node in nodes):

@@ -32,19 +32,19 @@ _STRETCH = 16 << 20  # bytes per call, which holds the GIL
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The table of a part: all but the tensors."""
+    """The table of a part: everything except the tensors."""
 
     step: int
     era: str  # one per process group: parts of different eras do not belong together, even of the same step
     rank: int  # of the writer
     together: tuple[int, ...]  # the ranks whose parts make a complete snapshot
     extra: dict[str, Any]
-    plain: dict[str, Any] | None  # all that is not a tensor; the first of `together` has it
+    plain: dict[str, Any] | None  # all values that are not tensors; stored by the first of `together`
     random: dict[str, Any] = {}
     pieces: list[Piece] = []
 
     def table(self, file: str, size: int) -> Table:
-        """Return the table as if the part were a file of a checkpoint."""
+        """Return the table in the form of a checkpoint file."""
         return Table(self.rank, file, size, 0, 0, self.pieces, self.random)
 
 
@@ -62,7 +62,7 @@ class Seal(msgspec.Struct, frozen=True):
 
 
 class Writer:
-    """Writes parts to the same memory again and again. `lend(size)` returns a descriptor of at least that size."""
+    """Writes parts to the same memory repeatedly. `lend(size)` returns a descriptor of at least that size."""
 
     def __init__(self, lend: Callable[[int], int]) -> None:
         self._lend = lend
@@ -75,7 +75,7 @@ class Writer:
         self._buffer.prepare(chunks)
 
     def take(self, chunks: Sequence[Chunk], *, overlap: bool = False) -> list[Placed]:
-        """Copy the chunks; `finish` makes a part of them. `overlap`: leave shards to `start` and `copy`."""
+        """Copy the chunks; `finish` creates a part from them. `overlap`: leave shards to `start` and `copy`."""
         if self._fd is None:
             self._fd = self._lend(HEAD)
         break_seal(self._fd)
@@ -123,7 +123,7 @@ class Writer:
         if self._fd is not None:
             os.close(self._fd)
         self._fd = fd
-        # Allocate all pages now, beside the training: page faults during the copy take several times as long.
+        # Allocate all pages now, in parallel to the training: page faults during the copy take several times as long.
         os.posix_fallocate(fd, 0, size)
         memory = mmap.mmap(fd, size)
         with contextlib.suppress(OSError):  # an older kernel
@@ -175,7 +175,7 @@ def differences(fd: int) -> list[str]:
 
 
 def body(fd: int, size: int) -> torch.Tensor:
-    """Return the bytes behind the seal, up to `size`, without a copy."""
+    """Return the bytes after the seal, up to `size`, without a copy."""
     whole = torch.frombuffer(mmap.mmap(fd, max(size, HEAD)), dtype=torch.uint8)
     return whole[HEAD:size]
 

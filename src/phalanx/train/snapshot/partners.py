@@ -1,4 +1,4 @@
-"""Copies the parts of each node to the next one, so that a lost node does not take its shards along."""
+"""Copies the parts of each node to the next one, so that shards survive the loss of a node."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class PartnerNodes:
         return len(self._nodes) > 1
 
     def connect(self) -> Exchange:
-        """Return the connections between nodes. All ranks make them together, at first use."""
+        """Return the connections between nodes. All ranks create them together, on first use."""
         if self._exchange is None:
             self._exchange = Exchange(self._group.rank, self._group.membership.timeout)
         return self._exchange
 
     def transfers(self, turn: int) -> list[Transfer]:
-        """Return who sends its part to whom."""
+        """Return which rank sends its part to which."""
         planned = []
         for node, ranks in enumerate(self._nodes):
             others = self._nodes[(node + 1) % len(self._nodes)]

@@ -42,13 +42,13 @@ class SnapshotReader:
         self.settle(group.topology.nodes)
 
     def settle(self, memories: tuple[tuple[int, ...], ...]) -> None:
-        """Set the ranks that share each memory, and find the place of this one."""
+        """Set the ranks that share each memory, and determine the position of this one."""
         self.memories = memories
         self.here = next(number for number, ranks in enumerate(memories) if self._group.rank in ranks)
         self.place = memories[self.here].index(self._group.rank)
 
     def newest(self) -> FoundSnapshot | None:
-        """Return the newest snapshot that is complete and unchanged, wherever its parts are."""
+        """Return the newest snapshot that is complete and unchanged, on any node."""
         held = self.held()
         while True:
             found = newest(held)
@@ -61,7 +61,7 @@ class SnapshotReader:
     def load(
         self, found: FoundSnapshot, kept: Mapping[str, object], between: Callable[[], Exchange]
     ) -> dict[str, Any] | None:
-        """Restore in place; return what was saved as `extra`. None: it could not be read."""
+        """Restore in place; return the value saved as `extra`. None: it could not be read."""
         parts = self._parts(found)
         whole = found.whole_for(self.here)
         first = parts[whole[0]]
@@ -75,7 +75,7 @@ class SnapshotReader:
             self._tell(found, problem)
             return None
         problem = self._problem(partial(self._read, found, [parts[rank] for rank in needed], targets))
-        if problem:  # some objects are changed by now, so there is no way back
+        if problem:  # some objects have already changed, so the restore cannot be undone
             raise CheckpointError(f"the snapshot of step {found.step} cannot be read: {problem}")
         state.restore(kept, plain, targets)
         rank = self._group.rank
@@ -88,7 +88,7 @@ class SnapshotReader:
         return extra
 
     def _problem(self, stage: Callable[[], None]) -> str:
-        """Call `stage`; return what went wrong on any rank."""
+        """Call `stage`; return the error of any rank."""
         problem = ""
         try:
             stage()
@@ -121,7 +121,7 @@ class SnapshotReader:
         return [one for text in gathered for one in msgspec.json.decode(text, type=list[HeldPart])]
 
     def _bad(self, found: FoundSnapshot) -> dict[tuple[int, int], str]:
-        """Return node and rank of parts that were changed, and why. The ranks of a node share the work."""
+        """Return node and rank of parts that were changed, with the reason. The ranks of a node share the work."""
         node = self.here
         here = [rank for rank, holders in found.holders.items() if node in holders]
         mine: list[Any] = []

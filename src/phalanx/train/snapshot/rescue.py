@@ -1,7 +1,7 @@
-"""The rescue of a state that only one rank has, when that rank cannot leave its lost group: a complete snapshot.
+"""Rescues a state that only one rank has, when that rank cannot leave its lost group: a complete snapshot.
 
-A second thread writes it while the main thread sleeps in an operation that will not end. Nothing is exchanged with
-other ranks. The ranks of the next group find it as any other snapshot.
+A second thread writes it while the main thread sleeps in an operation that never ends. Nothing is exchanged with other
+ranks. The ranks of the next group find it like any other snapshot.
 """
 
 from __future__ import annotations

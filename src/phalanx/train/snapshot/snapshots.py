@@ -6,9 +6,9 @@
     extra = snapshots.load(found, kept)
 
 Every rank makes the same calls in the same order. There are two memories for each rank's part, written in turn: while
-one is written, the other has the snapshot before. Without sharding the ranks of a node divide the state among them, so
-that each node has all of it. With sharding each rank writes its own part, and the next node gets a copy, unless each
-node has a replica. Shards are copied during the next forward and backward (`forward`, `update`).
+one is written, the other has the previous snapshot. Without sharding the ranks of a node divide the state, so that each
+node has all of it. With sharding each rank writes its own part, and the next node gets a copy, unless each node has a
+replica. Shards are copied during the next forward and backward (`forward`, `update`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
 
 class Snapshots:
-    """The snapshots of one run, as one rank writes and reads them."""
+    """The snapshots of one run, written and read by one rank."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Snapshots:
         self._division = StateDivision(group.rank, group.topology.local_ranks, group.topology.nodes)
         self._partners = PartnerNodes(group, client)
         self._retry = Retry()
-        self._waited = 0.0  # seconds for slower ranks, which the next forward would wait for otherwise
+        self._waited = 0.0  # seconds for slower ranks, which the next forward would otherwise wait for
         self._era = ""
         self._looked = False  # it is known which memory to write first
         self._cleared = False
@@ -86,7 +86,8 @@ class Snapshots:
 
     def save(self, step: int, kept: Mapping[str, object], extra: Mapping[str, Any]) -> bool:
         """Copy the state; shards are copied from the next `forward` on. Return False if the snapshot was skipped: the
-        one before is not complete, or there is no memory."""
+        previous one is not complete, or there is no memory.
+        """
         began, waited = time.perf_counter(), self._waited
         try:
             return self._save(step, kept, extra)
@@ -103,7 +104,7 @@ class Snapshots:
 
     @property
     def held(self) -> float:
-        """Seconds that the training thread has spent on all snapshots."""
+        """Total seconds that the training thread has spent on snapshots."""
         return self._writer.copier.held
 
     @property
@@ -150,9 +151,9 @@ class Snapshots:
         self._writer.wait()
 
     def close(self, patience: float = 0.0) -> None:
-        """Close; a snapshot that is not complete is dropped, and the one before is kept.
+        """Close. An incomplete snapshot is dropped, and the previous one is kept.
 
-        `patience`: seconds to wait for one that is nearly complete, if no rank has the whole state.
+        `patience`: seconds to wait for a nearly complete one, if no rank has the whole state.
         """
         self._partners.close()
         self._writer.close(patience if self._division.sharded else 0.0)
@@ -160,7 +161,7 @@ class Snapshots:
         self._client.close()
 
     def _settled(self) -> bool:
-        """Return whether the last snapshot is complete on all ranks: only then may the one before it be overwritten."""
+        """Return whether the last snapshot is complete on all ranks: only then the previous one may be overwritten."""
         if not self._writer.started:
             return True
         done = self._writer.done
@@ -196,7 +197,7 @@ class Snapshots:
             )
 
     def _clear(self) -> None:
-        """Drop parts of ranks that are on other nodes now."""
+        """Drop parts of ranks that are now on other nodes."""
         if self._reader.place:
             return
         ranks = {*self._reader.memories[self._reader.here]}
@@ -207,15 +208,15 @@ class Snapshots:
     # -- finding and loading
 
     def newest(self) -> FoundSnapshot | None:
-        """Return the newest snapshot that is complete and unchanged, wherever its parts are."""
+        """Return the newest snapshot that is complete and unchanged, on any node."""
         return self._reader.newest()
 
     def load(self, found: FoundSnapshot, kept: Mapping[str, object]) -> dict[str, Any] | None:
-        """Restore in place; return what was saved as `extra`. None: it could not be read."""
+        """Restore in place; return the value saved as `extra`. None: it could not be read."""
         extra = self._reader.load(found, kept, self._partners.connect)
         if extra is not None:
             self._writer.turn, self._looked = found.next_turn, True
-            if found.turn == RESCUE:  # it takes as much memory as the parts of all ranks together: replace it soon
+            if found.turn == RESCUE:  # it needs as much memory as the parts of all ranks together: replace it soon
                 self._retry.step = found.step + 1
         return extra
 
@@ -228,15 +229,15 @@ class Retry:
         self._pause = 1  # steps
 
     def later(self, step: int) -> None:
-        """The snapshot of this step was skipped: wait twice as long as before."""
+        """Record that the snapshot of this step was skipped: wait twice as long as before."""
         self.step, self._pause = step + self._pause, self._pause * 2
 
     def next_step(self, step: int) -> None:
-        """The snapshot of this step was skipped for the first time."""
+        """Record that the snapshot of this step was skipped for the first time."""
         self.step, self._pause = step + 1, 2
 
     def reset(self) -> None:
-        """A snapshot was taken."""
+        """Record that a snapshot was taken."""
         self._pause = 1
 
 

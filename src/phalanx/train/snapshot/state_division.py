@@ -1,6 +1,6 @@
-"""Which part of the state this rank writes to a snapshot.
+"""Decides which part of the state this rank writes to a snapshot.
 
-Without sharding the ranks of a node divide the state among them. With sharding each rank writes its own part.
+Without sharding the ranks of a node divide the state. With sharding each rank writes its own part.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class StateDivision:
         self._whole = Division(local)
         self._shards: Division | None = None  # known from the first sharded state on
         self._chunks: dict[str, Chunk] = {}  # of shards, by name
-        self.sharded = False  # the last state was
+        self.sharded = False  # the last state was sharded
 
     def divide(self, kept: Mapping[str, object], found: State) -> tuple[Division, list[Chunk]]:
-        """Return who writes this state together, and what this rank writes of it."""
+        """Return which ranks write this state together, and the part that this rank writes."""
         self.sharded = any(isinstance(tensor, DTensor) for tensor in found.tensors.values())
         if self.sharded and self._shards is None:
             self._shards = division(shard_placement.replicas(kept), self._nodes, self._rank)

@@ -1,5 +1,6 @@
 """Writes this rank's part of each snapshot, to two memories in turn: while one is written, the other has the part of
-the snapshot before."""
+the previous snapshot.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class SnapshotWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=partial(_begin_thread, device))
         self.copier = ShardCopier(self._thread, shares_cores=device.type == "cpu")
         self._job: Future[None] | None = None
-        self._writing = False  # the job writes a part; else it allocates memory
+        self._writing = False  # the job writes a part; otherwise it allocates memory
         self._prepared = False
 
     def prepare(self, chunks: Sequence[Chunk]) -> bool:
@@ -73,7 +74,7 @@ class SnapshotWriter:
 
     @property
     def started(self) -> bool:
-        """Whether there is a job that `end` was not called for."""
+        """Whether there is a job for which `end` was not called."""
         return self._job is not None
 
     @property
@@ -104,7 +105,7 @@ class SnapshotWriter:
             wait([self._job])
 
     def give_up(self) -> None:
-        """Write no more, and release the memory that has no complete part."""
+        """Stop writing, and release the memory without a complete part."""
         self.copier.drop()
         self._abandon()
         if self.done:
@@ -113,7 +114,7 @@ class SnapshotWriter:
             self._thread.submit(self._release)
 
     def close(self, patience: float = 0.0) -> None:
-        """Close; a part that is not complete is dropped. `patience`: seconds to wait for one that nearly is."""
+        """Close. An incomplete part is dropped. `patience`: seconds to wait for a nearly complete one."""
         if patience:
             self.copier.forward()  # nothing changes the shards any more
         self.copier.drop()
@@ -145,7 +146,8 @@ class SnapshotWriter:
 
 def _begin_thread(device: torch.device) -> None:
     lower_priority()
-    if device.type == "cuda":  # else pinning would create a context on the first GPU, which belongs to another rank
+    # otherwise pinning would create a context on the first GPU, which belongs to another rank
+    if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
@@ -167,7 +169,7 @@ def _is_small(chunks: Sequence[Chunk]) -> bool:
 
 
 def _done(call: Callable[[], None]) -> Future[None]:
-    """Call at once, and return a future as if a thread had done it."""
+    """Call at once, and return a completed future."""
     job: Future[None] = Future()
     try:
         call()

@@ -14,7 +14,7 @@ class LossScaling:
         self._loaded: dict[str, Any] = {}  # the state for a scaler that does not exist yet
 
     def begin(self, precision: Any) -> None:
-        """Make the scaler that a model of this precision needs, unless there is one."""
+        """Create the scaler for a model of this precision, unless there is one."""
         if self.scaler is None:
             self.scaler = precision.scaler()
             self.load_state_dict(self._loaded)
@@ -22,14 +22,14 @@ class LossScaling:
     def step(self, opt: Any) -> bool:
         """Update the parameters from gradients that are unscaled; return False if they have overflowed."""
         scaler = self.scaler
-        # Ask the scaler: it calls a fused optimizer in any case, which then does nothing.
+        # Query the scaler: it always calls a fused optimizer, which then does nothing.
         done = not any(found.item() for found in scaler._found_inf_per_device(opt).values())
         scaler.step(opt)
         self.outdated = True
         return done
 
     def update(self) -> None:
-        """Update the scale. No optimizer may have gradients of the old one."""
+        """Update the scale. No optimizer may have gradients with the old scale."""
         self.scaler.update()
         self.outdated = False
 

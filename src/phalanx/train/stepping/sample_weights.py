@@ -24,14 +24,14 @@ class SampleWeights:
         return loss if weight == 1.0 else loss * weight
 
     def weigh_each(self, losses: Any, count: int, total: int) -> Any:
-        """Do the same for one loss per sample; the first `count` count, the rest is padding."""
+        """Return the same for one loss per sample; the first `count` count, the rest is padding."""
         weight = self.world_size / self._measure(count, total)
         if count == 0:
             return losses.nan_to_num().sum() * 0.0
         return losses[:count].sum() * weight
 
     def end_window(self) -> None:
-        """Let the next micro-batch be the first one of its window."""
+        """Make the next micro-batch the first one of its window."""
         self._reference = 0.0
 
     def _measure(self, count: int, total: int) -> float:

@@ -65,13 +65,13 @@ class UpdateGuard(Protocol):
 
 
 class OptimizerUpdate(NamedTuple):
-    """What `run.step` returns."""
+    """The result of `run.step`."""
 
     done: bool  # the parameters have changed
     # There was no update. fp16: a gradient was infinite, and the scale is reduced. `--on-nan rollback`: a loss or a
     # gradient was not finite.
     skipped: bool = False
-    norm: Any = None  # with clip: of the gradient before clipping, as a tensor, so that nothing waits for the GPU
+    norm: Any = None  # with clip: of the gradient before clipping, as a tensor, to avoid waiting for the GPU
 
 
 WAITING, DONE, SKIPPED = OptimizerUpdate(False), OptimizerUpdate(True), OptimizerUpdate(False, True)
@@ -86,7 +86,7 @@ class MicroBatchWindow:
     groups: int
     accumulate: int
     batches: int = 0
-    divisor: float = 0.0  # how many full micro-batches they amount to
+    divisor: float = 0.0  # number of full micro-batches they amount to
     seen: int = 0  # the number of the last one
     updated: bool = False
 
@@ -102,7 +102,7 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class StepHooks:
-    """What is called in the course of a step. All but the first may raise."""
+    """Functions that are called during a step. All but the first may raise."""
 
     before_forward: list[Callable[[], None]] = field(default_factory=list)  # before the first forward of a step
     before_update: list[Callable[[], None]] = field(default_factory=list)  # before gradients are used
@@ -111,7 +111,7 @@ class StepHooks:
     first_forward: Callable[[Any], None] | None = None  # called once, with the arguments of the first forward
 
     def __reduce__(self) -> Any:
-        """Pickle no hooks, as with `torch.save(ddp)`: they belong to the run."""
+        """Pickle no hooks, for example in `torch.save(ddp)`: they belong to the run."""
         return StepHooks, ()
 
 
@@ -124,7 +124,7 @@ class Stepper:
         self.accumulate = 1  # of the latest window
         self.idle = False  # the first update of an optimizer found no gradient
         self.torn = False  # an update has begun and its step is not committed; reset by the commit
-        self.ranks_before: int | None = None  # the world size of the state that was loaded
+        self.ranks_before: int | None = None  # the world size of the loaded state
         self.hooks = StepHooks()
         self.fresh = FreshRng()
         self.scaling = LossScaling()
@@ -161,7 +161,7 @@ class Stepper:
         return [model.layout for model in self._models]
 
     def adopt(self, opt: Any) -> None:
-        """Give an optimizer that was made before FSDP sharded the model the parameters that there are now."""
+        """Give an optimizer that was created before FSDP sharded the model the current parameters."""
         for model in self._models:
             model.adopt(opt)
 
@@ -338,7 +338,7 @@ class Stepper:
         self._latest = (None, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scaler, and what else a resumed run needs."""
+        """Return the state of the scaler, and everything else that a resumed run needs."""
         self._update_scale()
         return {
             "scaler": self.scaling.state_dict(),

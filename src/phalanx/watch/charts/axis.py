@@ -1,4 +1,4 @@
-"""An axis of a chart: its range, its ticks, and where a value lies on it."""
+"""The axis of a chart: its range, its ticks, and the positions of values."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def number(value: float, step: float = 0.0, *, most: float = 0.0) -> str:
     if value == 0:
         return "0"
     if not step:
-        value = float(f"{value:.3g}")  # before the unit is chosen: 999,950 is 1M
+        value = float(f"{value:.3g}")  # before choosing the unit: 999,950 is 1M
     size = max(abs(value), most)
     for unit, letter in _BIG:
         if size >= unit * (10 if unit == 1e3 else 1) and size < 1e15:
@@ -114,7 +114,7 @@ def _plain(value: float, step: float) -> str:
 
 
 def _digits(step: float) -> int:
-    """Return how many decimals tell numbers apart that differ by `step`."""
+    """Return the number of decimals that distinguishes numbers that differ by `step`."""
     digits = max(0, min(12, -math.floor(math.log10(abs(step)) + 1e-9)))
     # 2.5 and 0.25 need one more digit
     return digits + int(abs(step * 10**digits - round(step * 10**digits)) > 1e-6)

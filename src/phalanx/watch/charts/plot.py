@@ -59,7 +59,7 @@ class _Canvas:
     def draw(self, points: Iterable[tuple[float, float] | None], style: int) -> None:
         """Draw a line through all points (0 to 1 each), interrupted at None."""
         last: tuple[int, int] | None = None
-        low = high = 0  # of the current column: many points in one column cost no more than one
+        low = high = 0  # of the current column: many points in one column cost the same as one
         for point in points:
             here = None if point is None else self._dot(*point)
             if last is not None and here is not None and here[0] == last[0]:
@@ -148,7 +148,7 @@ def lines(
 
 
 def legend(series: Sequence[Series], *, ascii_only: bool = False) -> Row:
-    """Return the names with their signs, in one row."""
+    """Return the names with their symbols, in one row."""
     row: Row = []
     for style, one in enumerate(series):
         row += [(f"{sign(style, ascii_only=ascii_only)} {one.name}", style), ("   ", AXIS)]
@@ -156,7 +156,7 @@ def legend(series: Sequence[Series], *, ascii_only: bool = False) -> Row:
 
 
 def sign(style: int, *, ascii_only: bool = False) -> str:
-    """Return the sign of a series in a legend."""
+    """Return the symbol of a series in a legend."""
     return ASCII_DOTS[style % len(ASCII_DOTS)] if ascii_only else "━━"
 
 

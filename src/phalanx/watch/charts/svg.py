@@ -155,7 +155,7 @@ def _grid(field: _Field, name: str) -> str:
 
 
 def _legend(chart: Chart, wide: int) -> str:
-    """Draw from the right. Long names are cut to the room there is."""
+    """Draw from the right. Long names are cut to the available width."""
     if len(chart.series) < 2:
         return ""
     parts, right = [], float(wide)

@@ -116,7 +116,7 @@ class ComparedRunBuilder:
                 self._lowest, self._highest = min(self._lowest, value), max(self._highest, value)
 
     def _rate(self, event: events.MetricsMeasured) -> None:
-        """Compute steps per second, not for every step: intervals of milliseconds say little."""
+        """Compute steps per second. Not for every step: intervals of milliseconds are too noisy."""
         if self._before is not None:
             step, when = self._before
             if event.step >= step and event.time - when < _APART:
@@ -126,7 +126,7 @@ class ComparedRunBuilder:
         self._before = (event.step, event.time)
 
     def build(self, state: str = "") -> ComparedRun:
-        """Return the result. `state`: replaces the state that the events tell."""
+        """Return the result. `state`: replaces the state that the events report."""
         model = self.model
         start = model.run.started or self._first or 0.0
         reported = {name: curve for name, curve in model.progress.curves.items() if name not in RATES}
@@ -159,7 +159,7 @@ class ComparedRunBuilder:
 
 
 def _usual(points: Sequence[tuple[int, float, float]]) -> float:
-    """Return the median of the points at which the step has grown: while a run stalls, its rate only falls."""
+    """Return the median of the points at which the step has increased: during a stall, the rate only falls."""
     grown = [value for (before, *_), (step, _, value) in itertools.pairwise(points) if value > 0 and step > before]
     return median(grown or [value for *_, value in points if value > 0] or [0.0])
 

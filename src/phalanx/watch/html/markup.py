@@ -13,7 +13,7 @@ _VOID = frozenset(("meta", "br", "hr"))
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is already markup."""
 
     __slots__ = ()
 

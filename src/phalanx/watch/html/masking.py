@@ -23,7 +23,7 @@ _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}"
     r"|AKIA[0-9A-Z]{16}|xox[abprs]-[A-Za-z0-9-]{10,}|glpat-[A-Za-z0-9_-]{16,})\b"
 )
-# `token: int`, `tokens=512`: trainings log numbers of tokens all the time
+# `token: int`, `tokens=512`: training scripts often log numbers of tokens
 _HARMLESS = re.compile(r"^[0-9.,]+[kKmMbB]?[)\]}]*$|^(?:None|True|False|true|false|null|str|int|float)$")
 
 
@@ -44,7 +44,7 @@ def command(words: Sequence[str]) -> list[str]:
 
 
 def value_of(name: str, text: str) -> str:
-    """Return the masked value of something with a name: all of it, if the name is that of a secret."""
+    """Return the masked value of a named field: all of it, if the name is that of a secret."""
     return MASK if _SECRET.search(name) and not _HARMLESS.match(text) else hidden(text)
 
 

@@ -11,7 +11,7 @@ from phalanx.watch.html.markup import Html, table
 
 
 def pairs(metadata: RunMetadata | None) -> list[tuple[str, str]]:
-    """Return names and texts for a list of facts. Empty texts are not known."""
+    """Return names and texts for a list of facts. An empty text means unknown."""
     if metadata is None:
         return []
     return [

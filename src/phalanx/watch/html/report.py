@@ -58,7 +58,7 @@ class ReportTail:
 
 @dataclass(frozen=True)
 class ReportContext:
-    """What the events of a run do not contain."""
+    """Data for the report that the events of a run do not contain."""
 
     run: str
     state: str  # as in `phalanx ps`

@@ -45,7 +45,7 @@ class EventsTimeline:
     counts: Counter[str] = field(default_factory=Counter)  # by kind, of all
 
     def apply(self, event: events.AnyEvent) -> TimelineEvent | None:
-        """Add `event` and return its line; None if there is nothing to show, or it is shown already."""
+        """Add `event` and return its line; None if there is nothing to show, or if it is already shown."""
         entry = _entry(event)
         if entry is None or self._known(entry, event):
             return None
@@ -58,7 +58,7 @@ class EventsTimeline:
         return self.latest[-1]
 
     def since(self, count: int) -> list[TimelineEvent]:
-        """Return the lines after the first `count`, as far as they are kept."""
+        """Return the lines after the first `count`, as far as they are stored."""
         new = min(self.counts.total() - count, len(self.latest))
         return list(islice(self.latest, len(self.latest) - new, None))
 

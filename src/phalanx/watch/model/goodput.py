@@ -1,14 +1,15 @@
-"""The time that faults and stalls have cost, and the goodput.
+"""The time lost to faults and stalls, and the goodput.
 
 Goodput is the share of the time since the first step that was not lost. Lost time is:
+
 - from a fault to the first committed step after it (Recovered), plus the usual time of each step computed again;
-- from a fault until all ranks have ended (Restarted), and from there to the next step. How many steps are computed
+- from a fault until all ranks have ended (Restarted), and from there to the next step. The number of steps computed
   again after a restart is not known;
 - a step whose update was not finite and was dropped (BatchSkipped);
-- a stall (Resumed; if that does not come, from its begin to the next step).
+- a stall (Resumed; without that event, from its begin to the next step).
 
-A loss begins with the last committed step before the fault, however long it takes until the fault is noticed.
-`phalanx run` counts in the same way; what it says at its end (GoodputMeasured) is what all views show from then on.
+A loss begins with the last committed step before the fault, regardless of when the fault is detected. `phalanx run`
+counts in the same way. Once it reports its result (GoodputMeasured), all views show that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 class Goodput:
     """Sums up lost time. A loss begins with `begin` and ends with `end` or `end_after`."""
 
-    seconds: float = 0.0  # of losses that are over; never decreases
+    seconds: float = 0.0  # of completed losses; never decreases
     first: float | None = None  # time of the first step, or of the first loss
     since: float | None = None  # begin of the current loss
     measured: tuple[float, float] | None = None  # lost seconds and seconds since the first step, at the end of the run
@@ -32,13 +33,13 @@ class Goodput:
         self.end(when)
 
     def begin(self, when: float) -> None:
-        """Begin a loss. Nothing happens while there is one already."""
+        """Begin a loss. Does nothing if one has already begun."""
         if self.since is None:
             self.since, self._estimate = when, 0.0
             self.first = when if self.first is None else self.first
 
     def end(self, when: float) -> None:
-        """End the current loss at `when`, as far as is known."""
+        """End the current loss at `when`, as an estimate."""
         if self.since is not None:
             self._estimate = max(0.0, when - self.since)
             self.seconds += self._estimate

@@ -1,4 +1,4 @@
-"""The faults, stalls and preemptions of a run and what each has cost. Folded from events."""
+"""The faults, stalls and preemptions of a run, with the cost of each. Folded from events."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Incidents:
         self.entries.append(entry)
 
     def _explain(self, event: events.VerdictEvent) -> None:
-        """The first verdict about a stall becomes its text."""
+        """Use the first verdict about a stall as its text."""
         for index in self._open:
             if self.entries[index].kind == "stall" and not self.entries[index].ranks:
                 self.entries[index] = replace(self.entries[index], text=event.text, ranks=event.ranks)
@@ -95,7 +95,7 @@ class Incidents:
             self._add(Incident(event.time, "stall", event.text, event.ranks))
 
     def _close(self, kind: str, seconds: float, *, redone: int = 0, step: int = -1) -> None:
-        """Close all open incidents of a kind. The first one has the whole cost."""
+        """Close all open incidents of a kind. The whole cost is assigned to the first one."""
         concerned = [index for index in self._open if self.entries[index].kind == kind]
         for place, index in enumerate(concerned):
             first = place == 0
@@ -105,7 +105,7 @@ class Incidents:
         self._open = [index for index in self._open if index not in concerned]
 
     def _close_stall(self, when: float, remedy: str) -> None:
-        """Close an open stall: a fault, or the end of the run, has ended it."""
+        """Close an open stall that was ended by a fault or by the end of the run."""
         for index in self._open:
             if self.entries[index].kind == "stall":
                 seconds = max(0.0, when - self.entries[index].time)

@@ -1,4 +1,4 @@
-"""How far the training is and how fast, from samples and from the metrics that it reports."""
+"""The progress and speed of the training, from samples and reported metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Progress:
     _sampled_rate: Rate = field(default_factory=Rate)
     _measured: events.MetricsMeasured | None = None  # the latest one
     _measured_rate: Rate = field(default_factory=Rate)
-    _step_resets: bool = False  # the training counts its steps from 0 more than once: use the sampled steps
+    _step_resets: bool = False  # the training counts its steps from 0 more than once: use the sampled steps instead
     _ended: bool = False
 
     @property
@@ -39,7 +39,7 @@ class Progress:
         return max(0, self.total - self._measured.step) / self.rate
 
     def sampled(self, now: float, furthest: int, samples: float, *, halted: bool, at_work: bool) -> None:
-        """Take a sample: the highest step of all ranks and their samples per second, -1 if unknown.
+        """Fold a sample: the highest step of all ranks and their samples per second, -1 if unknown.
 
         `halted`: by a stall or a fault. `at_work`: some rank is running.
         """
@@ -53,13 +53,13 @@ class Progress:
             self.samples = min(0.0, self.samples)
         self.step_seconds = self._sampled_rate.each or self._measured_rate.each or self.step_seconds
         if self.step >= 0 and (at_work or halted):  # do not draw the rate falling at the end of the run
-            if self.rate > 0 or halted:  # else it is not known yet
+            if self.rate > 0 or halted:  # otherwise it is not known yet
                 self._point(STEPS, self.step, now, self.rate)
             if self.samples >= 0:
                 self._point(SAMPLES, self.step, now, self.samples)
 
     def measured(self, event: events.MetricsMeasured, *, running: bool) -> bool:
-        """Take reported metrics. Return whether their step is a new one."""
+        """Fold reported metrics. Return whether their step is new."""
         before, self._measured = self._measured, event
         if before is not None and event.step < before.step and running:
             self._step_resets = True
@@ -79,7 +79,7 @@ class Progress:
         match event:
             case events.AttemptStarted() | events.Recovered():
                 self._measured = None  # steps may be computed again
-            case events.RunEnded():  # show how fast the training was
+            case events.RunEnded():  # show the speed of the training
                 self._ended = True
                 self.rate = 1 / self.step_seconds if self.step_seconds else 0.0
                 self.samples = self.curves[SAMPLES].last or 0.0 if SAMPLES in self.curves else self.samples

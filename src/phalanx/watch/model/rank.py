@@ -34,7 +34,7 @@ class TimeShares(NamedTuple):
 
 
 class ResourceUsage(NamedTuple):
-    """What the process of a rank uses of its host and its GPU."""
+    """What the process of a rank uses of its host and GPU."""
 
     cpu: float = 0.0  # cores
     memory: int = 0
@@ -61,20 +61,20 @@ class RankLocation:
 
 @dataclass(slots=True)
 class RankActivity:
-    """What a rank does."""
+    """What a rank is doing."""
 
     phase: str = "import"  # the latest phase
     shares: TimeShares = field(default_factory=TimeShares)
     strip: Strip = field(default_factory=Strip)  # phases on the time axis
-    _unsampled: float = 0.0  # seconds without any letter since the start; -1: there was one
+    _unsampled: float = 0.0  # seconds without any letter since the start; -1: at least one letter was seen
     _shares_alive: TimeShares = field(default_factory=TimeShares)  # the latest shares that were sampled
 
     def start(self) -> None:
-        """Record that another process has the rank."""
+        """Record that another process has taken over the rank."""
         self.phase, self._unsampled = "import", 0.0
 
     def end(self) -> None:
-        """Record that the process has ended. Shares of a dying process mean nothing: show those before."""
+        """Record that the process has ended. Keep the earlier shares: those of a dying process mean nothing."""
         self.shares = self._shares_alive
 
     def apply(self, now: float, seconds: float, sample: RankSample, *, alive: bool) -> None:
@@ -95,7 +95,7 @@ class RankActivity:
 
 @dataclass(slots=True)
 class RankSteps:
-    """How far a rank is and how fast."""
+    """The progress and speed of a rank."""
 
     last: int = -1
     rate: float = 0.0  # steps per second
@@ -104,15 +104,15 @@ class RankSteps:
     _spent: tuple[float, float, float] = (0.0, 0.0, 0.0)  # seconds of data, compute and waiting since the last step
 
     def start(self) -> None:
-        """Record that another process has the rank."""
+        """Record that another process has taken over the rank."""
         self.rate, self._rate, self._spent = 0.0, Rate(), (0.0, 0.0, 0.0)
 
     def freeze_rate(self) -> None:
-        """Show how fast the rank was: the run is over."""
+        """Keep the last rate: the run is over."""
         self.rate = 1 / self._rate.each if self._rate.each else 0.0
 
     def apply(self, now: float, seconds: float, sample: RankSample, times: Mapping[str, Histogram]) -> None:
-        """Fold a sample. Add to the histograms what each new step has taken."""
+        """Fold a sample. Add the duration of each new step to the histograms."""
         data, compute, waiting = self._spent
         data += sample.data * seconds
         compute += sample.compute * seconds
@@ -131,7 +131,7 @@ class RankSteps:
 
 @dataclass(slots=True)
 class RankView:
-    """One rank: where it runs, what it does, how it is."""
+    """One rank: its location, activity and health."""
 
     rank: int
     location: RankLocation = field(default_factory=RankLocation)
@@ -156,7 +156,7 @@ class RankView:
         return self.exit.code if self.exit is not None else None
 
     def start(self, pid: int) -> None:
-        """Record that another process has this rank."""
+        """Record that another process has taken over this rank."""
         if pid != self.location.pid or self.exit is not None:
             self.location.pid, self.exit, self.debugged = pid, None, False
             self.silent, self.sampled = 0.0, 0.0
@@ -178,7 +178,7 @@ class RankView:
     def apply(self, now: float, seconds: float, sample: RankSample, times: Mapping[str, Histogram]) -> None:
         """Fold a sample into the state. `times`: histograms of the seconds per step."""
         alive = sample.state not in ("X", "E")
-        if alive:  # else there is nothing to measure
+        if alive:  # otherwise there is nothing to measure
             self.usage = ResourceUsage(sample.cpu, sample.memory, sample.gpu, sample.gpu_memory)
             self.steps.samples = sample.samples
         self.silent, self.debugged, self.place = sample.silent, sample.debugged, sample.place
@@ -188,16 +188,16 @@ class RankView:
             self.steps.last = sample.step if sample.step >= 0 else self.steps.last
             self.end(now, self.code if sample.state == "X" else 0)
             return
-        if self.exit is not None and now >= self.exit.time:  # else the sample is older than the end
+        if self.exit is not None and now >= self.exit.time:  # otherwise the sample is older than the exit
             self.exit = None
-        # Long runs keep only some samples: each one covers the time since the one before it.
+        # Long runs keep only some samples: each one covers the time since the previous one.
         self.steps.apply(now, now - since if since and now > since else seconds, sample, times)
 
     def update_health(self, *, stuck: bool, slow: bool, stopped: bool = False, by_user: bool = False) -> None:
         """Set `health` to the worst that applies, in the order of HEALTH; exit code 0 is always "done".
 
-        `stopped`: the worker was asked to end. `by_user`: not because of a failure, so that whatever it raised then is
-        no failure either.
+        `stopped`: the worker was asked to exit. `by_user`: not because of a failure, so an exception that it raised
+        then is not a failure either.
         """
         if self.exit is not None:
             code = self.exit.code

@@ -1,4 +1,4 @@
-"""All ranks of a run: which there are, which have ended, and how each is."""
+"""All ranks of a run: which exist, which have ended, and the health of each."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TENTH = 0.15  # seconds: a little more than one tick of a sample
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What a sample says about all ranks together."""
+    """What a sample contains about all ranks together."""
 
     furthest: int  # the highest step; -1: none is known
     samples: float  # training samples per second; -1: unknown
-    starting: bool  # all living ranks still import or join
+    starting: bool  # all live ranks are still importing or joining
     at_work: bool  # some rank is running
 
 
@@ -86,7 +86,7 @@ class RankViews(Mapping[int, RankView]):
                     view.silent = max(view.silent, event.time - view.sampled)
 
     def halt(self) -> None:
-        """Record that no samples are trained on: the latest reported rates are out of date."""
+        """Record that training is halted: the latest reported rates are out of date."""
         for view in self._views.values():
             view.steps.samples = min(0.0, view.steps.samples)
 
@@ -148,7 +148,7 @@ class RankViews(Mapping[int, RankView]):
                     self._spares.discard(event.pid)
                     return None
                 view = self._view(event.rank)
-                if view.location.pid not in (0, event.pid):  # a replacement has the rank already
+                if view.location.pid not in (0, event.pid):  # a replacement already has the rank
                     return None
                 view.end(event.time, event.code)
         return view
@@ -182,7 +182,7 @@ class RankViews(Mapping[int, RankView]):
         self._infos_time = event.time
 
     def _stop(self, when: float) -> None:
-        """Record which ranks had ended before. A sample may be a tenth of a second older than its events."""
+        """Record which ranks had ended before the stop. A sample may be a tenth of a second older than its events."""
         if self._ended_before_stop is None:
             self._ended_before_stop = {
                 rank

@@ -1,4 +1,4 @@
-"""The model of a run, folded from its events. Pure: the time is that of the events."""
+"""The model of a run, folded from its events. Pure: time comes from the events only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from phalanx.watch.model.status import RunStatus
 from phalanx.watch.model.stragglers import Stragglers
 from phalanx.watch.model.trouble import Trouble
 
-_BACK = 60.0  # seconds: a sample that is older than this means that the clock was set
-_LETTERS = 50  # of a sample that count for stragglers
+_BACK = 60.0  # seconds: a sample that is older than this means that the clock was changed
+_LETTERS = 50  # letters of a sample that count for stragglers
 _CHANGES_HEALTH = (
     events.RankInfos,
     events.AttemptStarted,
@@ -35,7 +35,7 @@ _CHANGES_HEALTH = (
 
 @dataclass
 class RunModel:
-    """All that viewers show of a run. Call `apply` with each event. Each part folds the events that concern it."""
+    """Everything that viewers show of a run. Call `apply` with each event. Each part folds the events it needs."""
 
     run: RunStatus = field(default_factory=RunStatus)
     ranks: RankViews = field(default_factory=RankViews)
@@ -69,7 +69,7 @@ class RunModel:
                 self._sample(event)
             case events.MetricsMeasured():
                 more = self.progress.measured(event, running=self.run.state == "running")
-                # During a recovery it may be an old step.
+                # During a recovery this may be an old step.
                 if more and event.time >= self.trouble.since and self.run.state != "recovering":
                     self._stepped(event.time)
             case events.WorkerStarted() | events.RankChanged() | events.WorkerExited():
@@ -107,7 +107,7 @@ class RunModel:
         self.run.apply(event)
         sample = self.ranks.sampled(event)
         if not sample.starting and now >= self.trouble.since and self.run.left_startup() and self.progress.step < 0:
-            self.trouble.lost_time.end(now)  # its steps are not known: take this as the end of the lost time
+            self.trouble.lost_time.end(now)  # its steps are unknown: treat this as the end of the lost time
         if self.trouble.sampled(now, sample.furthest):
             self._stepped(now)
         self.progress.sampled(now, sample.furthest, sample.samples, halted=self.run.halted, at_work=sample.at_work)

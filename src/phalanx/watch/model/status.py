@@ -21,13 +21,13 @@ from phalanx.contract import events
 from phalanx.contract.exit_codes import stopped_by
 
 State = Literal["gathering", "starting", "running", "stalled", "recovering", "stopping", "done", "stopped", "failed"]
-# Exit code of a run that was stopped by SIGINT or SIGTERM -> what people call that
+# Exit code of a run that was stopped by SIGINT or SIGTERM -> the user's name for it
 STOPPED = {code: f"stopped by {stopped_by(code)}" for code in (130, 143)}
 
 
 @dataclass
 class RunStatus:
-    """Which run it is, its state, and how it ended. Call `apply` with each event."""
+    """The identity of the run, its state, and its end. Call `apply` with each event."""
 
     name: str = ""
     command: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class RunStatus:
 
     @property
     def halted(self) -> bool:
-        """Whether no step is made because of a stall or a fault."""
+        """Whether no steps are made because of a stall or a fault."""
         return self.state in ("stalled", "recovering")
 
     def apply(self, event: events.AnyEvent) -> None:
@@ -88,14 +88,14 @@ class RunStatus:
         return "failed" if code else "done"
 
     def left_startup(self) -> bool:
-        """Record that a rank has imported and joined. Return whether the run was starting until now."""
+        """Record that a rank has imported and joined. Return whether the run was in state `starting` until now."""
         starting = self.state in ("starting", "gathering")
         if starting:
             self._set("running")
         return starting
 
     def stepped(self) -> None:
-        """Record that a step was made: a start, stall or recovery is over."""
+        """Record a step: a start, stall or recovery is over."""
         self.rendezvous = None
         self._set("running", only=("gathering", "starting", "stalled", "recovering"))
 

@@ -15,7 +15,7 @@ _AGAIN = 600.0  # seconds until the same rank is reported as slow again
 
 @dataclass
 class Stragglers:
-    """Finds slow ranks, and reports each of them now and then."""
+    """Finds slow ranks, and reports each of them at intervals."""
 
     tally: WaitingTally = field(default_factory=WaitingTally)
     _final: set[int] = field(default_factory=set)  # slow ranks of the final report
@@ -43,7 +43,7 @@ class Stragglers:
         return []
 
     def sampled(self, now: float, letters: Mapping[int, str]) -> TimelineEvent | None:
-        """Take the phases of all ranks. Return one line about all slow ranks, at most every _AGAIN seconds per rank."""
+        """Fold the phases of all ranks. Return one line about all slow ranks, at most every _AGAIN seconds per rank."""
         self.tally.record(now, letters)
         if not any(self._is_new(rank, now) for rank in self.tally.slow):
             return None

@@ -14,14 +14,14 @@ _MOST_VERDICTS = 20
 
 @dataclass
 class Trouble:
-    """What went wrong in a run, and what that has cost. Call `apply` with each event."""
+    """What went wrong in a run, and the time that cost. Call `apply` with each event."""
 
     verdicts: list[TimelineEvent] = field(default_factory=list)  # current ones
     cause: TimelineEvent | None = None  # root cause of the failure: the first worker that failed
     lost_time: Goodput = field(default_factory=Goodput)
     since: float = -math.inf  # time of the latest fault, stall or restart
-    _furthest: int | None = None  # highest step of the sample before, since then
-    _stalls: bool = False  # the run stalls, or did, and no fault has followed from that
+    _furthest: int | None = None  # highest step of the previous sample since then
+    _stalls: bool = False  # the run is or was stalled, and no fault has resulted from it
 
     @property
     def stuck(self) -> set[int]:
@@ -64,9 +64,9 @@ class Trouble:
                 self.lost_time.end(event.time)
 
     def sampled(self, now: float, furthest: int) -> bool:
-        """Take the highest step of a sample. Return whether a step was made since the latest trouble.
+        """Fold the highest step of a sample. Return whether a step was made since the latest trouble.
 
-        A sample that is older than the trouble says nothing about its end.
+        A sample that is older than the trouble does not end it.
         """
         if furthest >= 0 and self.lost_time.first is None:
             self.lost_time.first = now
@@ -76,7 +76,7 @@ class Trouble:
         return before is not None and furthest > before
 
     def stepped(self, when: float) -> None:
-        """Record that a step was made: any trouble is over."""
+        """Record a step: any trouble is over."""
         self.verdicts.clear()
         self.lost_time.stepped(when)
 
@@ -94,7 +94,7 @@ class Trouble:
                 del self.verdicts[:-_MOST_VERDICTS]
             case events.Resumed():
                 self.verdicts.clear()
-                if self._stalls:  # else it is part of the time that a fault has cost
+                if self._stalls:  # otherwise it is part of the time lost to a fault
                     self.lost_time.end_after(event.seconds)
                 self._stalls = False
 

@@ -1,8 +1,8 @@
 """Which ranks keep the others waiting, from the phases of all ranks.
 
 A rank waits while it is in a collective. When at least half of the ranks sampled in the same tenth of a second wait,
-they wait for those that do not. While all of them wait, nobody is late: data is being transferred. If ranks form
-several groups (pipelines), "half" is a guess.
+they wait for the others. While all of them wait, no rank is late: data is being transferred. If ranks form several
+groups (pipelines), "half" is a guess.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from phalanx.contract.events import LETTERS, UNSEEN
 from phalanx.watch.model.series.strip import TICK
 
 PHASES = {letter: name for name, letter in LETTERS.items()}
-APART = ("import", "join", "checkpoint", "compile")  # not part of a usual step: a rank in one of them is not slow
+# not part of a usual step: a rank in one of these phases is not slow
+APART = ("import", "join", "checkpoint", "compile")
 _WAITS = LETTERS["collective"]
-_WINDOW = 60.0  # seconds that a WaitingTally looks back
+_WINDOW = 60.0  # seconds that a WaitingTally covers
 _ENOUGH = 20.0  # seconds that must have been sampled before a rank is called slow
-_SLOW, _NOT_SLOW = 0.1, 0.06  # share of the time that others wait for a rank: from here it is slow, below no longer
+# share of the time that others wait for a rank: a rank above the first is slow, until it falls below the second
+_SLOW, _NOT_SLOW = 0.1, 0.06
 _FACTOR = 2.0  # a slow rank has at least this multiple of the median share
 
 
@@ -30,7 +32,7 @@ class WaitedFor:
     rank: int
     seconds: float
     share: float  # of the sampled time
-    phase: str  # the phase that it was in most of that time
+    phase: str  # the phase it was in most of that time
 
     def sentence(self, seconds: float = _WINDOW) -> str:
         """Return a sentence about it. `seconds`: the sampled time."""
@@ -41,7 +43,7 @@ class WaitedFor:
 
 @dataclass
 class WaitingTally:
-    """Who was waited for in the last minute. The cost per second does not depend on the number of ranks in it."""
+    """Which ranks were waited for in the last minute. The cost per second does not depend on the window."""
 
     _parts: deque[tuple[float, int, dict[int, str]]] = field(default_factory=deque)  # when, ticks, letters by rank
     _counts: dict[int, Counter[str]] = field(default_factory=dict)  # rank -> letters
@@ -86,7 +88,7 @@ class WaitingTally:
 
     @property
     def slow(self) -> set[int]:
-        """Ranks that keep the others waiting more than can be chance."""
+        """Ranks that keep the others waiting more than chance explains."""
         return self._slow
 
     def _find_slow(self, ranks: int) -> Iterator[int]:
@@ -117,7 +119,7 @@ def _columns(letters: Mapping[int, str]) -> tuple[list[int], list[str]]:
 
 
 def _late(column: str) -> list[tuple[int, str]]:
-    """Return who is waited for: index in the column, and letter."""
+    """Return the ranks that are waited for: index in the column, and letter."""
     waiting = column.count(_WAITS)
     others = len(column) - waiting - column.count(UNSEEN)
     if not 0 < others <= waiting:

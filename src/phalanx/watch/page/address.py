@@ -12,7 +12,7 @@ from phalanx.errors import OptionError, PortError
 
 HOST = "127.0.0.1"
 PORT = 29580
-_NEXT = 100  # further ports that are tried
+_NEXT = 100  # number of further ports to try
 _BACKLOG = 64
 _EXAMPLE = "--page-at 127.0.0.1:29580, --page-at 29580 or --page-at 0.0.0.0"
 
@@ -88,7 +88,7 @@ def _bound(host: str, port: int) -> socket.socket:
     family, *_, where = found[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for a restart, not for a second listener
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allows a restart, not a second listener
         sock.bind(where)
         sock.listen(_BACKLOG)
     except OSError:
@@ -118,13 +118,13 @@ def _refused(at: PageAddress, error: OSError | None) -> PortError:
 
 
 def link(at: PageAddress, sock: socket.socket, key: str) -> str:
-    """Return the link to the page. The browser does not send what follows `#`."""
+    """Return the link to the page. The browser does not send the part after `#`."""
     host = os.uname().nodename if at.everywhere else at.host
     return f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}/#{key}"
 
 
 def names(at: PageAddress) -> frozenset[str]:
-    """Return the names by which a browser may call the page, besides loopback addresses."""
+    """Return the host names that a browser may use for the page, besides loopback addresses."""
     own = {"localhost", at.host.lower().rstrip(".")}
     return frozenset(own | {os.uname().nodename.lower(), socket.getfqdn().lower()} if at.everywhere else own)
 

@@ -40,7 +40,7 @@ _EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) ([\w$]+))", 
 
 
 def names() -> tuple[str, ...]:
-    """Return what /assets/NAME may ask for."""
+    """Return the names that are served as /assets/NAME."""
     return ("style.css", "icon.svg", "runs.html", *SCRIPTS, *RUNS)
 
 

@@ -1,7 +1,7 @@
 """Access control of the page.
 
-Against pages of other sites in the same browser: the names in `Host`, `Origin` and `Sec-Fetch-Site`, and a cookie that
-is not sent along with their requests. Against others who can reach the port: the key.
+`Host`, `Origin` and `Sec-Fetch-Site`, and a cookie that is not sent with their requests, protect against pages of other
+sites in the same browser. The key protects against others who can reach the port.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from aiohttp import web
 from phalanx.control.leader.connection_gate import GateLimits
 from phalanx.watch.page.keys import PageKeys
 
-# A browser opens six connections, and may be slow. Its headers are long: it sends the cookies of all servers that ever
-# were on this host, on any port.
+# A browser opens six connections and may be slow. Its headers are long: it sends the cookies of all servers that ever
+# ran on this host, on any port.
 LIMITS = GateLimits(most=128, patience=30.0, allowance=1 << 16, field=1 << 13)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -31,7 +31,7 @@ _HEADERS = {
 
 
 def sealed(response: web.StreamResponse) -> web.StreamResponse:
-    """Return `response` with the security headers that every answer has."""
+    """Return `response` with the security headers of every answer."""
     for name, value in _HEADERS.items():
         response.headers.setdefault(name, value)
     return response
@@ -43,9 +43,9 @@ def refused(status: int, why: str) -> web.StreamResponse:
 
 
 def foreign(request: web.BaseRequest, names: frozenset[str], *, digits: bool) -> str:
-    """Return why a request does not come from our own page; empty: it may.
+    """Return why a request does not come from our own page; empty: it is allowed.
 
-    `digits`: any IP address is a name of this host as well.
+    `digits`: accept any IP address as a name of this host.
     """
     host = request.headers.get("Host", "")
     if not _ours(host, names, digits=digits):
@@ -54,7 +54,7 @@ def foreign(request: web.BaseRequest, names: frozenset[str], *, digits: bool) ->
     if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
         return "the request comes from another origin"
     site = request.headers.get("Sec-Fetch-Site", "none")
-    # A link from anywhere may open the page itself: the shell contains nothing of the run.
+    # A link on any site may open the page itself: the shell contains no data of the run.
     follows = request.method == "GET" and request.path == "/" and request.headers.get("Sec-Fetch-Mode") == "navigate"
     if site not in ("same-origin", "none") and not follows:
         return "the request comes from another site"

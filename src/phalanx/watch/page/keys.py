@@ -1,6 +1,6 @@
-"""The key that lets a browser in, and the cookie that it gets in exchange.
+"""The key that gives a browser access, and the cookie that it gets in exchange.
 
-Both are random, and comparing them takes the same time for every wrong one.
+Both are random. Comparing them takes the same time for every wrong value.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class PageKeys:
 
     @property
     def cookie_name(self) -> str:
-        """Browsers send cookies of a host to all its ports, and ssh -L makes many machines one host: so the name is
-        unique.
+        """Return the name of the cookie. It is unique per page: browsers send the cookies of a host to all its ports,
+        and with ssh -L many machines are one host.
         """
         return f"phalanx_{self.port}_{self._derived('name')[:8]}"
 
     @property
     def cookie(self) -> str:
-        """Derived from the key, which may be shared by many runs, for this port and run only.
+        """Return the cookie: derived from the key, which many runs may share, for this port and run only.
 
         It stays valid when the server is restarted.
         """
@@ -63,7 +63,7 @@ class PageKeys:
 
     @property
     def token(self) -> str:
-        """What a request that changes something has to bring in a header, besides the cookie.
+        """Return the token that a request that changes something must send in a header, besides the cookie.
 
         A page of another site can neither read it nor send such a header.
         """

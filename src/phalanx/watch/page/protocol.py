@@ -1,4 +1,4 @@
-"""What the page receives, as JSON: the whole state first, then what has changed.
+"""The JSON that the page receives: the whole state first, then changes.
 
 GET /live is a stream of server-sent events: `whole` once, then `update` after each change. Both carry a `PageUpdate`.
 Its `at` is the time of the newest event in it: a browser on the same machine can compute the latency.
@@ -12,9 +12,9 @@ from phalanx.contract.run_metadata import RunMetadata
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=False):
-    """A rank, as `RankView`. `whole` has all of them; `update` those that have changed.
+    """A rank, as `RankView`. `whole` contains all ranks, `update` only those that have changed.
 
-    Flat, because it is a row of a table: an array on the wire, whose columns the page reads by their position.
+    Flat, because it is a row of a table: an array on the wire, whose columns the page reads by position.
     """
 
     rank: int
@@ -75,16 +75,16 @@ class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The whole state, or what has changed."""
+    """The whole state, or the changes."""
 
     at: float
     head: Head
     rows: tuple[RankRow, ...] = ()
     gone: tuple[int, ...] = ()  # ranks that no longer exist
-    strips: dict[int, tuple[float, str]] = {}  # rank -> when the first new letter begins, and the new letters
+    strips: dict[int, tuple[float, str]] = {}  # rank -> start time of the new letters, and the letters
     curves: dict[str, list[tuple[int, float, float]]] = {}  # new points: step, time, value
     events: tuple[TimelineEntry, ...] = ()  # new ones
-    verdicts: tuple[TimelineEntry, ...] = ()  # all current ones, each time
+    verdicts: tuple[TimelineEntry, ...] = ()  # all current verdicts, every time
     stragglers: tuple[tuple[int, float, str], ...] = ()  # rank, share of the last minute that others waited, phase
     rendezvous: dict[str, object] | None = None  # RendezvousProgress, while nodes are missing
     links: tuple[tuple[str, str, float, float, float], ...] = ()  # one, other, latency, there, back; when they change

@@ -83,8 +83,8 @@ class RunsServer:
 
     def __init__(self, runs: RunList, where: PageAddress, own: PageKeys) -> None:
         self._runs = runs
-        self._pages: dict[str, tuple[RunPage, asyncio.Task[None]]] = {}  # that browsers look at
-        self._browsers: Counter[str] = Counter()  # of each of them
+        self._pages: dict[str, tuple[RunPage, asyncio.Task[None]]] = {}  # pages that browsers are showing
+        self._browsers: Counter[str] = Counter()  # number of browsers per page
         self._listing = asyncio.Lock()
         routes: dict[tuple[str, str], Answer] = {
             ("GET", "/runs"): self._list,
@@ -143,7 +143,7 @@ class RunsServer:
         return await page.routes["GET", self._keys.within(request.path)](request)
 
     async def _live(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Follow a run as long as a browser looks at it."""
+        """Follow a run while a browser shows it."""
         key, page = self._page(request)
         if key not in self._pages:
             self._pages[key] = (page, asyncio.create_task(page.subscribers.follow()))

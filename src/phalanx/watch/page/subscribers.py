@@ -1,6 +1,6 @@
 """The browsers that show the page.
 
-Each gets the whole state once, then every change; a slow one gets the whole again.
+Each gets the whole state once, then every change. A slow browser gets the whole state again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _QUIET = 0.05  # seconds without an event after which past events are assumed to
 
 
 class SseSubscriber:
-    """A browser, and what is still to be sent to it."""
+    """A browser, and the data still to be sent to it."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -45,7 +45,7 @@ class SseSubscriber:
 
 
 class Subscribers:
-    """All browsers of a run. `follow` folds the events of the run, `show` sends updates to one browser."""
+    """All browsers of a run. `follow` folds the events of the run; `show` sends updates to one browser."""
 
     def __init__(self, source: Source) -> None:
         self.model = RunModel()
@@ -59,7 +59,7 @@ class Subscribers:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many browsers as are allowed."""
+        """Whether the maximum number of browsers is reached."""
         return len(self._subscribers) >= MOST
 
     async def follow(self) -> None:
@@ -91,7 +91,7 @@ class Subscribers:
         self.model.apply(event)
         self._last_event = time.monotonic()
         if self._due is None:
-            # Send at once, unless an update was sent just now; then collect.
+            # Send at once, unless an update was sent just now; in that case collect changes.
             wait = max(0.0, self._sent_at + EVERY - time.monotonic())
             self._due = asyncio.get_running_loop().call_later(wait, self._send_update)
 
@@ -123,7 +123,7 @@ class Subscribers:
                     await asyncio.wait_for(subscriber.changed.wait(), HEARTBEAT)
                 except TimeoutError:
                     await asyncio.wait_for(response.write(b": heartbeat\n\n"), _WRITE_TIMEOUT)
-        except (OSError, TimeoutError):  # the browser is gone or does not read
+        except (OSError, TimeoutError):  # the browser has left or does not read
             if transport is not None:
                 transport.abort()
         finally:
@@ -132,7 +132,7 @@ class Subscribers:
     def _next(self, subscriber: SseSubscriber) -> bytes:
         if not subscriber.needs_whole:
             return subscriber.waiting.popleft()
-        self._send_update()  # to the others: the next update must not repeat what the whole contains
+        self._send_update()  # to the others: the next update must not repeat what the whole state contains
         subscriber.needs_whole = False
         subscriber.waiting.clear()
         return b"retry: 1000\n" + _event("whole", self._updates.whole())

@@ -1,7 +1,7 @@
-"""The model of a run as updates for the page: the whole state first, then what has changed.
+"""Turns the model of a run into updates for the page: the whole state first, then changes.
 
-One `Updates` serves all browsers: a new one gets `whole()`, the state as of the latest `next()`, and from then on what
-`next()` returns, like all others.
+One `Updates` serves all browsers. A new browser gets `whole()`, the state as of the latest `next()`, and from then on
+the results of `next()`, like all others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.watch.model.series.curve import Curve, Point
 from phalanx.watch.model.series.strip import TICK, Strip
 from phalanx.watch.page.protocol import Head, PageUpdate, RankRow, TimelineEntry
 
-SECONDS = 30.0  # of phases in the whole state
+SECONDS = 30.0  # seconds of phases in the whole state
 _STRAGGLERS = 5
 
 
@@ -30,12 +30,12 @@ def encode(update: PageUpdate) -> bytes:
 
 
 class Updates:
-    """Computes updates. `seconds`: of phases in the whole state."""
+    """Computes updates. `seconds`: duration of the phases in the whole state."""
 
     def __init__(self, model: RunModel, *, seconds: float = SECONDS) -> None:
         self._model = model
         self._seconds = seconds
-        self._latest: PageUpdate | None = None  # without what is sent only once
+        self._latest: PageUpdate | None = None  # without fields that are sent only once
         self._rows: dict[int, RankRow] = {}
         self._ends: dict[int, float] = {}  # rank -> end of the letters sent
         self._given: dict[str, int] = {}  # curve -> number of points sent
@@ -70,7 +70,7 @@ class Updates:
         )
 
     def next(self) -> PageUpdate | None:
-        """Return what has changed; None: nothing."""
+        """Return the changes; None: nothing has changed."""
         model = self._model
         links = self._linked() if model.links is not self._links else {}
         self._links = model.links

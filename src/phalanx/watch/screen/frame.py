@@ -15,7 +15,7 @@ from phalanx.watch.screen.terminal.text import Line
 from phalanx.watch.screen.view import View
 
 _WIDE = 100  # columns from which the lower part has two panels
-_HIGH = 34  # rows from which there is always room for a curve
+_HIGH = 34  # rows from which a curve always fits
 _LEAST_LOG = 4  # rows, with its title
 
 
@@ -87,7 +87,7 @@ def _event_rows(model: RunModel, room: int) -> int:
 
 
 def _events(model: RunModel, canvas: Canvas) -> list[Line]:
-    """Return the latest events, the newest last. A current verdict and the root cause of a failure stay."""
+    """Return the latest events, newest last. A current verdict and the root cause of a failure stay visible."""
     height = canvas.height
     if height <= 0:
         return []

@@ -72,7 +72,7 @@ def _rendezvous(model: RunModel, width: int) -> list[Line]:
 def _layout(views: list[RankView], width: int) -> _Layout:
     """Choose the columns that fit."""
     hosts, nodes = {view.location.host for view in views}, {view.location.node for view in views}
-    named = len(hosts) == len(nodes)  # else several nodes are on one host: show numbers
+    named = len(hosts) == len(nodes)  # otherwise several nodes are on one host: show numbers
     devices = any(view.location.device for view in views)
     gpus = any(view.usage.gpu >= 0 or view.usage.gpu_memory for view in views)
     has_samples = any(view.steps.samples >= 0 for view in views)
@@ -96,7 +96,7 @@ def _layout(views: list[RankView], width: int) -> _Layout:
         columns = [column for column in columns if column.title != "device"]
     if not gpus:
         columns = [column for column in columns if column.title not in ("gpu", "gmem")]
-    if width < 40:  # little room
+    if width < 40:  # narrow
         columns = [replace(column, width=min(column.width, 6)) for column in columns]
     room = width - 4
     while len(columns) > 1 and _sum(columns) + 1 + (_BAR[0] if width >= 50 else 0) > room:
@@ -136,7 +136,7 @@ def _row(view: RankView, layout: _Layout, canvas: Canvas, *, chosen: bool) -> Li
 
 
 def _bar(view: RankView, cells: int, signs: Signs) -> list[Piece]:
-    """Return how the rank spends its time, as cells."""
+    """Return the time shares of the rank as cells."""
     if view.health in ("dead", "stopped", "done", "starting"):
         return [(signs.empty * cells, "dim")]
     shares = view.activity.shares

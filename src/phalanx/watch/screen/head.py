@@ -23,7 +23,7 @@ def state(model: RunModel) -> str:
 
 
 def loss(model: RunModel) -> tuple[str, float] | None:
-    """Return name and latest value of the curve to draw: the loss, else the first metric."""
+    """Return name and latest value of the curve to draw: the loss, or else the first metric."""
     name = next((name for name in model.progress.curves if "loss" in name.lower()), None)
     name = name or next((name for name in model.progress.curves if name not in ("steps/s", "samples/s")), None)
     last = model.progress.curves[name].last if name is not None else None

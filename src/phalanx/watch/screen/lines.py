@@ -1,4 +1,4 @@
-"""The run as plain lines, for a pipe: one per event, and the progress now and then."""
+"""Shows the run as plain lines, for a pipe: one per event, and the progress at intervals."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def rate(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Return a percentage. Less than everything is never 100%."""
+    """Return a percentage. 100% means all: a smaller share is never rounded up to it."""
     return f"{min(int(value * 1000) / 10, 99.9):.1f}%" if 0.99 <= value < 1 else f"{value * 100:.0f}%"
 
 
@@ -46,5 +46,5 @@ def about(seconds: float) -> str:
 
 
 def value(number: float) -> str:
-    """Something that was measured: as everywhere."""
+    """Return a measured value, formatted as in all other views."""
     return formatting.number(number)

@@ -42,7 +42,7 @@ def show(source: Source, *, actions: RunActions, environ: Mapping[str, str], own
 
 
 class RunActions(Protocol):
-    """What can be done from the screen. Viewers cannot change a run by themselves: the caller passes this in."""
+    """What a user can do from the screen. Viewers cannot change a run themselves: the caller passes this in."""
 
     def debugger(self, rank: int) -> Sequence[str]:
         """Return the command that debugs a rank in the terminal."""
@@ -57,7 +57,7 @@ class RunActions(Protocol):
         ...
 
     def end_now(self) -> None:
-        """Stop the run without any grace, as a second Ctrl-C does."""
+        """Stop the run without a grace period, as a second Ctrl-C does."""
         ...
 
 
@@ -126,7 +126,7 @@ class RunScreen:
             self._fail(error)
 
     def _fail(self, error: BaseException | None) -> None:
-        """Leave because of an unexpected error; it is raised after the terminal is restored."""
+        """Leave because of an unexpected error. It is raised after the terminal is restored."""
         if error is not None:
             self._failed = self._failed or error
             self._left.set()

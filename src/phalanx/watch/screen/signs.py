@@ -1,4 +1,4 @@
-"""The symbol and the style of every health, in Unicode and in ASCII."""
+"""The symbol and the style of each health state, in Unicode and in ASCII."""
 
 from __future__ import annotations
 

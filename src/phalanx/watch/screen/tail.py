@@ -14,13 +14,13 @@ _MUCH = 1 << 15  # bytes from which there may be more
 
 
 class Tail:
-    """Follows one stream of one rank, and scrolls in what is kept of it."""
+    """Follows one stream of one rank, and scrolls within the kept lines."""
 
     def __init__(self) -> None:
         self.rank = -1
         self.stream: Stream = "stdout"
         self.lines: deque[str] = deque(maxlen=_KEPT)
-        self.came = 0  # lines so far, for a stable scroll position
+        self.came = 0  # lines received so far, for a stable scroll position
         self.back = 0  # lines by which it is scrolled back
         self.error = ""
         self._end: int | None = None
@@ -43,7 +43,7 @@ class Tail:
         self.back = most if key == "home" else 0 if key == "end" else max(0, min(back, most))
 
     async def update(self, source: Source) -> bool:
-        """Read new output and keep the scroll position. Returns whether there is something new to show."""
+        """Read new output and keep the scroll position. Return whether there is something new to show."""
         before = self.came
         try:
             new = await self.read(source, whole=self.back > 0)
@@ -56,9 +56,9 @@ class Tail:
         return new
 
     async def read(self, source: Source, *, whole: bool = False) -> bool:
-        """Read new output. Returns whether there is something new to show.
+        """Read new output. Return whether there is something new to show.
 
-        If a rank writes faster than this reads, the middle is left out; `whole`: read all of it.
+        If a rank writes faster than this reads, the middle is skipped; `whole`: read all of it.
         """
         rank, stream, start = self.rank, self.stream, self._end
         if rank < 0:
@@ -76,7 +76,7 @@ class Tail:
         return self.take(part)
 
     def take(self, part: LogPart) -> bool:
-        """Add part of the output. Returns whether there is something new to show."""
+        """Add a part of the output. Return whether there is something new to show."""
         if self._end is not None and part.start != self._end:  # another file: the next attempt or worker
             self._begin()
             self._end = None

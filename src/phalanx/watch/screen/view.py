@@ -10,7 +10,7 @@ from phalanx.watch.screen.tail import Tail
 from phalanx.watch.screen.terminal import text
 from phalanx.watch.source import Stream
 
-# What a key asks the screen to do.
+# The action that a key requests from the screen.
 Action = Literal["", "leave", "stop", "interrupt", "end now", "stacks", "debugger", "suspend", "repaint"]
 Question = Literal["", "stop", "stopping"]
 
@@ -75,7 +75,7 @@ class View:
         self.top = max(min(self.top, at, len(ranks) - self.page), at - self.page + 1, 0)
 
     def press(self, key: str, model: RunModel) -> Action:
-        """Handle a key. Returns what the screen has to do."""
+        """Handle a key. Return the action for the screen."""
         self.word = ""
         if key == "ctrl-z":
             return "suspend"
@@ -103,7 +103,7 @@ class View:
         return self._act(key, model) or self._look(key, model)
 
     def _interrupted(self) -> Action:
-        """Ctrl-C leaves `phalanx watch`; in the terminal of the run it stops the run."""
+        """Handle Ctrl-C: leave `phalanx watch`, or stop the run if this is its terminal."""
         if not (self.owned_by_run and self.able):
             return "leave"
         if self.question == "stopping":

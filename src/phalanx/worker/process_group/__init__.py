@@ -1,1 +1,1 @@
-"""The process group of torch.distributed, and how it is left."""
+"""The process group of torch.distributed: forming, use and leaving."""

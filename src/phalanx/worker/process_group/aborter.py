@@ -1,4 +1,4 @@
-"""Aborts process groups, so that no thread waits in one of their collectives any longer.
+"""Aborts process groups, so that no thread keeps waiting in one of their collectives.
 
 gloo cannot abort an operation that waits for a peer which neither answers nor closes. It gives up at once when a
 connection ends, so the connections that were made while a group formed are shut down. Their descriptors stay open: gloo
@@ -44,7 +44,7 @@ class GroupAborter:
             self._before.remove(before)
 
     def watch_groups(self) -> Callable[[], None]:
-        """Also watch groups that the script makes: dist.new_group, device meshes. Returns a function that ends it."""
+        """Also watch groups that the script creates: dist.new_group, device meshes. Returns a function that ends it."""
         from torch.distributed import distributed_c10d as c10d
 
         theirs = c10d._new_process_group_helper
@@ -62,7 +62,7 @@ class GroupAborter:
     def cut(self) -> None:
         """Abort all groups of this process: shared memory, gloo and NCCL."""
         if os.getpid() == self._pid:
-            _abort_ours()  # first: they would ask a store that was just cut off, and torch would print errors
+            _abort_ours()  # first: they would query a store that was just cut off, and torch would print errors
             self.disconnect()
             nccl.abort()
 
@@ -86,7 +86,7 @@ class GroupAborter:
         return found
 
     def forget(self) -> None:
-        """Forget the connections that were found: their group is left."""
+        """Drop the connections that were found: their group is left."""
         self._found = {}
 
 
@@ -94,9 +94,9 @@ def _end(fd: int) -> None:
     sock = socket.socket(fileno=fd)
     try:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.getpeername()  # raises for a listening socket, which must stay: gloo would end the process
+            sock.getpeername()  # raises for a listening socket, which must stay open: otherwise gloo ends the process
             # Not for writing: gloo's thread may be about to answer a peer that is ready to receive. If that fails, gloo
-            # forgets the operation, and its caller waits until the timeout.
+            # drops the operation, and its caller waits until the timeout.
             sock.shutdown(socket.SHUT_RD)
     finally:
         sock.detach()
@@ -113,6 +113,6 @@ def _sockets() -> dict[str, int]:
 
 
 def _abort_ours() -> None:
-    """Abort groups of shared memory, also those that are being made: they wait for no socket."""
+    """Abort groups of shared memory, also those being created: they do not wait for a socket."""
     if (registry := sys.modules.get(paths.GROUPS)) is not None:
         registry.abort()

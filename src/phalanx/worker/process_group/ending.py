@@ -1,6 +1,6 @@
 """Closes process groups with the process, whether it ends normally, by an exception or by Ctrl-C.
 
-A signal that kills by default (SIGTERM) is left alone: the kernel closes everything at once, even while torch waits in
+Signals that kill by default (SIGTERM) are not handled: the kernel closes everything at once, even while torch waits in
 C++, where no Python handler would run.
 """
 
@@ -32,7 +32,8 @@ _state: dict[str, Any] = {"failed": False, "watching": False, "hook": None}
 
 def watch(group: OpenGroup) -> None:
     """Close the group when the process ends. Call it after the group has formed: torch then sets sys.excepthook, and
-    ours must be outside of that."""
+    ours must wrap it.
+    """
     _open.append(group)
     if not _state["watching"]:
         _state["watching"] = True
@@ -41,7 +42,7 @@ def watch(group: OpenGroup) -> None:
 
 
 def forget(group: OpenGroup) -> None:
-    """Do not close the group any more."""
+    """Stop closing the group at exit."""
     if group in _open:
         _open.remove(group)
 
@@ -87,9 +88,9 @@ def _close(group: OpenGroup) -> None:
 
 
 def keep_groups() -> None:
-    """Never destruct the groups of this process: destructing a gloo group joins its threads with the GIL held.
+    """Never destroy the groups of this process: the destructor of a gloo group joins its threads with the GIL held.
 
-    They may wait for ranks that do not come, and do not exist in a fork. The end of the process ends them all.
+    They may wait for ranks that do not arrive, and do not exist in a fork. They end with the process.
     """
     from torch.distributed.distributed_c10d import _world
 

@@ -61,7 +61,7 @@ class WorkerProcessGroup(GroupMember):
         self._firsts = 0
         self._generator = seeds.RankGenerator(seed, self.rank)
         self._resize_hook: Callable[[int, int], object] | None = None
-        self._size_settled = False  # the hook was called, if it had to be
+        self._size_settled = False  # the hook was called, if necessary
         self._printing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self._closers: list[Callable[[bool], object]] = []
         self._hooks: list[Callable[[], Callable[[], object] | None]] = []
@@ -80,7 +80,9 @@ class WorkerProcessGroup(GroupMember):
         seed: int = 0,
         device: str | torch.device | None = None,
     ) -> Self:
-        """Join the process group of this run, when all ranks are here. The arguments are those of `phalanx.init`."""
+        """Join the process group of this run, once all ranks have arrived. The arguments are those of
+        `phalanx.init`.
+        """
         membership = form(
             backend,
             method=method,
@@ -127,7 +129,7 @@ class WorkerProcessGroup(GroupMember):
                 print(*args, **{"flush": True, **options})  # noqa: T201
 
     def print_inside(self, context: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
-        """Let `print` enter `context()`: a run that draws a progress bar makes room for the text."""
+        """Make `print` enter `context()`: a run that draws a progress bar makes room for the text."""
         self._printing = context
 
     @contextlib.contextmanager
@@ -154,7 +156,7 @@ class WorkerProcessGroup(GroupMember):
         try:
             yield True
         except BaseException as error:
-            with contextlib.suppress(RuntimeError):  # the store is gone; the other ranks notice that themselves
+            with contextlib.suppress(RuntimeError):  # the store has ended; the other ranks notice that themselves
                 store.set(key, f"{type(error).__name__}: {error}"[:500])
             raise
         store.set(key, "")
@@ -269,7 +271,7 @@ class WorkerProcessGroup(GroupMember):
             self._hooks.append(lambda: callback)
 
     def close_with(self, close: Callable[[bool], object]) -> None:
-        """Let `group.close()` call `close(failed)` first, and raise at its end what that raises."""
+        """Make `group.close()` call `close(failed)` first, and raise its exception at the end."""
         self._closers.append(close)
 
     def close(self, *, failed: bool = False) -> None:
@@ -281,7 +283,7 @@ class WorkerProcessGroup(GroupMember):
         if self.closed or os.getpid() != self.pid:  # a fork is not part of its parent's group
             return
         failed = failed or ending.is_failure(sys.exc_info()[1])  # as in `finally: group.close()`
-        with contextlib.ExitStack() as stack:  # each of them is closed, even if another one raises
+        with contextlib.ExitStack() as stack:  # close each of them, even if another one raises
             stack.callback(self._end, failed)
             for close in self._closers:
                 stack.callback(close, failed)
@@ -303,7 +305,7 @@ class WorkerProcessGroup(GroupMember):
             _destroy_without_waiting()
 
     def _let_go(self) -> None:
-        """Release all that holds the group."""
+        """Release everything that holds the group."""
         self.closed = True
         ending.forget(self)
         self._closers.clear()
@@ -320,10 +322,10 @@ class WorkerProcessGroup(GroupMember):
             # The last holder of a gloo group joins its threads with the GIL held: that must not be a model.
             gc.collect()
 
-    if not TYPE_CHECKING:  # a type checker must not think that there is every name
+    if not TYPE_CHECKING:  # a type checker must not assume that every name exists
 
         def __getattr__(self, name: str) -> Any:
-            """Say where the training API is: a name that is not here may be one of its."""
+            """Raise an error that says where a name of the training API is, if it is one."""
             if name.startswith("_") or hasattr(type(self), name):
                 return object.__getattribute__(self, name)  # raises as Python does
             message = f"{type(self).__name__} has no {name!r}. Training needs a run: run = phalanx.Run(group)"
@@ -346,7 +348,7 @@ def _prefixed(store: Any, name: str) -> Any:
 
 
 def _new_group(membership: Membership, name: str, make: Callable[..., Any]) -> Any:
-    """Return `make()`, when all ranks have asked for it. None: there is one process."""
+    """Return `make()`, once all ranks have requested it. None: there is one process."""
     if not membership.backend:
         return None
     store, me = membership.store.at("groups"), membership.participants[membership.placement.rank]
@@ -389,11 +391,11 @@ def _destroy_without_waiting() -> None:
 
 
 def _say_farewell(membership: Membership, failed: bool) -> None:
-    """Keep the store for ranks that are a little behind, before this process ends and the store with it."""
+    """Keep the store for ranks that are slightly behind, before this process ends and the store with it."""
     if not membership.store_on_a_rank or not (membership.hosts_store or tcp_store.answers(membership.place)):
         return
     store = membership.store.at("farewell")
-    with contextlib.suppress(RuntimeError):  # torch's, when the store is gone
+    with contextlib.suppress(RuntimeError):  # raised by torch when the store has ended
         gone = store.add("gone", 1)
         end = time.monotonic() + (FAREWELL if membership.hosts_store and not failed else 0)
         while gone < membership.placement.world_size and time.monotonic() < end:

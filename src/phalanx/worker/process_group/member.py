@@ -1,4 +1,4 @@
-"""Who a process is in its process group."""
+"""The identity of a process in its process group."""
 
 from __future__ import annotations
 

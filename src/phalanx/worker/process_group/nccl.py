@@ -1,10 +1,10 @@
-"""Leave NCCL groups that have lost a rank, without waiting for NCCL.
+"""Leaves NCCL groups that have lost a rank, without waiting for NCCL.
 
     abort()            in threads: kernels that wait for a peer end at once, the call itself may take long
     forget_groups()    torch has no groups any more, and the next one can form
 
 `ncclCommAbort` ends a waiting `cuda.synchronize()` within 0.1 s, but returns 0.5 s later, and sometimes never. So it
-runs in a thread, and its groups are never destructed: their destructors would wait for it.
+runs in a thread, and its groups are never destroyed: their destructors would wait for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from phalanx.worker.process_group.ending import keep
 
-_aborting: set[int] = set()  # ids of backends that are aborted already; they are kept, so that ids stay unique
+_aborting: set[int] = set()  # ids of backends that are being aborted; they are kept, so that ids stay unique
 _starting = threading.Lock()
 
 
@@ -32,7 +32,7 @@ VARIABLES = (
 def prepare() -> None:
     """Set environment variables, before the first group of a process forms.
 
-    Otherwise the watchdog ends the process when a peer is gone, and the monitor when the watchdog does not answer,
+    Otherwise the watchdog ends the process when a peer is lost, and the monitor when the watchdog does not answer,
     before a new group can form.
     """
     handling, *others = VARIABLES
@@ -90,7 +90,8 @@ def _backends() -> list[Any]:
 
 
 def _abort(backend: Any) -> None:
-    """Abort one communicator. Each has its own thread: an abort may wait for all kernels on the device, also those of
-    other communicators, which only their own aborts end."""
+    """Abort one communicator. Each has its own thread: an abort may wait for all kernels on the device, including those
+    of other communicators, which only their own aborts end.
+    """
     with contextlib.suppress(RuntimeError):
         backend.abort()

@@ -50,7 +50,7 @@ def _plain(obj: Any, where: str) -> Any:
     if kind in (list, tuple):
         items = [_plain(item, f"{where}[{place}]") for place, item in enumerate(obj)]
         return items if kind is list else msgspec.msgpack.Ext(TUPLE, msgspec.msgpack.encode(items))
-    if isinstance(obj, dict):  # what a module's state_dict is, too
+    if isinstance(obj, dict):  # includes a module's state_dict
         for key in obj:
             if type(key) not in (str, int, bool, float, bytes):
                 raise UsageError(

@@ -35,7 +35,7 @@ class RankGenerator:
 
     def __init__(self, seed: int, rank: int) -> None:
         self._seed = derive(seed, "generator", rank)
-        self._due = True  # it is seeded when it is used: seeding takes too long for every small step
+        self._due = True  # seeded on use: seeding takes too long for every small step
         self._torch: torch.Generator | None = None
 
     def seed(self, value: int) -> None:

@@ -1,4 +1,4 @@
-"""Numbers and plain objects, exchanged by all ranks of a process group."""
+"""Numbers and plain objects that all ranks of a process group exchange."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ class ValueExchange:
 
     @cached_property
     def wire(self) -> torch.device:
-        """Where small values are exchanged: the CPU if the backend can, because that disturbs no stream."""
+        """Return the device on which small values are exchanged: the CPU if the backend supports it, because that
+        disturbs no stream.
+        """
         import torch
 
-        # "nccl" and "cuda:nccl" are for the GPU alone. Any other single name is for the CPU too.
+        # "nccl" and "cuda:nccl" support only the GPU. Any other single name supports the CPU too.
         backend = self._backend
         gpu_only = backend and "cpu:" not in backend and ("nccl" in backend or ":" in backend)
         return self._device if gpu_only else torch.device("cpu")
@@ -61,7 +63,7 @@ class ValueExchange:
         numbers = _stacked(values, self.wire, how)
         if not self._backend:
             return [_alike(value, number, how) for value, number in zip(values, numbers.tolist(), strict=True)]
-        # Largest and smallest checksum at once: the maximum of it, and of its negative.
+        # Compute the largest and smallest checksum at once: the maximum of it, and of its negative.
         whole = torch.zeros(_room(len(values)), dtype=torch.float64, device=self.wire)
         whole[: len(values)] = numbers
         whole[-2:] = torch.tensor([check, -check], dtype=torch.float64)
@@ -134,7 +136,7 @@ def _encoded(obj: Any) -> tuple[bytes, UsageError | None]:
 
 
 def _refuse(sizes: Mapping[int, int], mine: UsageError | None) -> None:
-    """Raise on every rank if one of them has something that cannot be sent."""
+    """Raise on every rank if one of them has an object that cannot be sent."""
     if mine is not None:
         raise mine
     for rank, size in sizes.items():
@@ -152,7 +154,9 @@ def _plain(value: Any, how: str) -> float:
 
 
 def _alike(value: Any, number: float, how: str) -> float:
-    """Return the result as an int if this rank gave one: a sum of counts is a count. Another rank may give a float."""
+    """Return the result as an int if this rank passed one: a sum of counts is a count. Another rank may pass a
+    float.
+    """
     if how == "mean" or not number.is_integer():
         return number
     whole = isinstance(value, int) or not (getattr(value, "dtype", None) is None or _is_real(value.dtype))

@@ -1,1 +1,1 @@
-"""How this process finds the others: identity, meeting point, roll call, device."""
+"""The rendezvous of the ranks: identity, meeting point, roll call, device."""

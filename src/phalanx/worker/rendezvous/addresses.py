@@ -9,7 +9,7 @@ import threading
 
 
 def resolve(host: str, port: int, limit: float = 3.0) -> list[str]:
-    """Return the numeric addresses of a name. Raises OSError if there are none, or no answer in `limit` seconds."""
+    """Return the numeric addresses of a name. Raises OSError if there are none, or no answer within `limit` seconds."""
     found: list[list[str] | OSError] = []
 
     def ask() -> None:
@@ -21,7 +21,7 @@ def resolve(host: str, port: int, limit: float = 3.0) -> list[str]:
         except UnicodeError:
             found.append(OSError(f"“{host}” cannot be a host name"))
 
-    # In a thread that can be left behind: a dead name server takes long.
+    # In a thread that need not be joined: a dead name server takes long.
     asking = threading.Thread(target=ask, name=f"resolve {host[:60]}", daemon=True)
     asking.start()
     asking.join(limit)
@@ -62,7 +62,7 @@ def route_to(address: str) -> str | None:
 
 
 def own() -> list[tuple[str, str]]:
-    """Return (interface, address) of all interfaces but the loopback, IPv4 first."""
+    """Return (interface, address) of all interfaces except loopback, IPv4 first."""
     import psutil
 
     found = []
@@ -83,7 +83,7 @@ def interface_of(address: str) -> str | None:
 
 
 def name_misleads() -> bool:
-    """Return whether the host name resolves to the loopback or to nothing: gloo would send that to other ranks."""
+    """Return whether the host name resolves to loopback or to nothing: gloo would send that to other ranks."""
     try:
         addresses = resolve(socket.gethostname(), 0)
     except OSError:

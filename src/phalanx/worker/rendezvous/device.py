@@ -1,4 +1,4 @@
-"""Which device a rank uses, and which backend fits it."""
+"""Chooses the device of a rank, and a backend for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def wanted(device: str | torch.device | None, *, local_rank: int) -> torch.devic
                 fix='leave device out: phalanx.init(); or phalanx.init(device="cuda:0")',
             )
         return asked
-    # A rank that sees only its own device sees one; ranks that share devices take turns.
+    # A rank that sees only its own device sees one; ranks that share devices are assigned in turn.
     return torch.device("cuda", local_rank % count)
 
 
@@ -57,7 +57,7 @@ def _parsed(device: str | torch.device | None) -> torch.device | None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise UsageError for an unknown backend, before the ranks meet: torch would raise after."""
+    """Raise UsageError for an unknown backend, before the ranks meet: torch would raise later."""
     from importlib.util import find_spec
 
     import torch.distributed as dist
@@ -90,7 +90,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def kind(device: str | torch.device | None) -> str:
-    """Return the kind of device that this rank will use: "cpu", "cuda"."""
+    """Return the kind of device that this rank uses: "cpu", "cuda"."""
     import torch
 
     asked = _parsed(device)
@@ -106,8 +106,8 @@ def backend_for(
     if backend is None:
         if device.type == "cuda" and dist.is_nccl_available():
             return BOTH
-        # If other ranks have GPUs, they use gloo beside NCCL. If each rank is on another host, there is no memory to
-        # share, and gloo is faster.
+        # If other ranks have GPUs, they use gloo beside NCCL. If each rank is on another host, no memory can be shared,
+        # and gloo is faster.
         alone = 1 < len(set(machines)) == len(machines)
         return SHM if {device.type, *kinds} == {"cpu"} and not alone else "gloo"
     if backend.lower().rpartition(":")[2] in OURS and device.type != "cpu":
@@ -139,7 +139,7 @@ def refuse_sharing(device: torch.device, backend: str, devices: Sequence[str | N
 
 
 def cuda_device(asked: str | torch.device | None) -> int:
-    """Return the index of the CUDA device that this rank will use; -1: none."""
+    """Return the index of the CUDA device that this rank uses; -1: none."""
     import torch
 
     found = _parsed(asked)
@@ -150,11 +150,11 @@ def cuda_device(asked: str | torch.device | None) -> int:
 
 
 def warm_up(asked: str | torch.device | None, *, spare: bool) -> threading.Thread | None:
-    """Create a CUDA context, load cuBLAS and NCCL and the kernels of a step in a thread, while this process meets the
+    """Create a CUDA context, and load cuBLAS, NCCL and the kernels of a step, in a thread while this process meets the
     others. Return the thread; None: there is nothing to warm up.
 
-    Wait for it before the script continues: what it does would invalidate the capture of a CUDA graph. A spare does not
-    know its device yet, unless it sees only one: it prepares all of them.
+    Wait for it before the script continues: it would invalidate the capture of a CUDA graph. A spare does not know its
+    device yet, unless it sees only one: it prepares all of them.
     """
     import torch
 
@@ -174,7 +174,7 @@ def warm_up(asked: str | torch.device | None, *, spare: bool) -> threading.Threa
 
 
 def _use_once(device: torch.device) -> None:
-    """Use what every training needs, and CUDA loads at first use. Draws no random numbers."""
+    """Use everything that a training needs and CUDA loads on first use. Draws no random numbers."""
     import torch
 
     x = torch.ones(16, 16, device=device)

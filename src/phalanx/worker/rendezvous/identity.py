@@ -26,19 +26,19 @@ ALONE = PartialPlacement(rank=0, world_size=1)
 
 @dataclass(frozen=True)
 class Identity:
-    """What the launcher gives, before the ranks meet. None: it is not given."""
+    """What the launcher provides, before the ranks meet. None: not provided."""
 
     launcher: str  # for messages
     placement: PartialPlacement = ALONE
-    address: str | None = None  # of the store; None, or no port: `methods.choose` says what is missing
+    address: str | None = None  # of the store; None, or no port: `methods.choose` reports what is missing
     port: int | None = None
     assumed: bool = False  # the address was not given: all ranks are expected on one host
     hosted: bool = False  # the launcher hosts the store, not a rank
     hosts_store: bool = True  # this rank hosts the store
     job: str = ""  # the same in all ranks of the job and in no other; safe as a file name
-    attempt: str = ""  # of a job that is restarted on a store that stays
+    attempt: str = ""  # for a job that is restarted with the same store
     generation: int | None = None  # of a group that can regroup
-    topology: str = ""  # as `phalanx run` encodes it
+    topology: str = ""  # as encoded by `phalanx run`
     folder: str | None = None
     notes: tuple[str, ...] = ()  # what was found and ignored
 
@@ -80,7 +80,7 @@ def identify(environ: Mapping[str, str], *, rank: int | None = None, world_size:
     except UsageError:
         if rank is None or world_size is None:
             return _half_given(environ, rank, world_size)
-        found = _nobody(environ)  # everything was given by hand, as the error asks for
+        found = _nobody(environ)  # everything was given by hand, as the error message advises
     if rank is None and world_size is None:
         return found
     return _with_arguments(found, environ, rank, world_size)
@@ -118,8 +118,8 @@ def _elastic(environ: Mapping[str, str]) -> Identity | None:
         port=said.number("MASTER_PORT", least=1, below=1 << 16),
         hosted=hosted,
         hosts_store=rank == 0 and not hosted,
-        # torchrun keeps its store when it restarts the ranks, with the keys of those that died. A phalanx run has a
-        # name that all nodes know; its id may be different in each task of a scheduler.
+        # torchrun keeps its store when it restarts the ranks, with the keys of the dead ones. A phalanx run has a name
+        # that all nodes know; its id may differ between the tasks of a scheduler.
         attempt=f"{environ.get(RUN, run_id)}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         topology=environ.get(TOPOLOGY, "") if launcher == PHALANX else "",
         folder=environ.get(RUN_FOLDER) or None,
@@ -154,7 +154,8 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
         hosts_store = (placement.node_rank, placement.local_rank) == (0, 0)
     elif address is None and not task.job and placement.local_world_size == placement.world_size:
         address, port, assumed = LOOPBACK, port or DEFAULT_PORT, True
-    if placement.node_count is None and placement.local_world_size == 1:  # it may not know of the others on this node
+    # it may not know about the others on this node
+    if placement.node_count is None and placement.local_world_size == 1:
         placement = replace(placement, local_world_size=None)
     return Identity(
         task.source,
@@ -205,7 +206,7 @@ def _nobody(environ: Mapping[str, str]) -> Identity:
 
 
 def _half_given(environ: Mapping[str, str], rank: int | None, world_size: int | None) -> Identity:
-    """Read the environment with one of the two given as an argument."""
+    """Read the environment, with one of the two values given as an argument."""
     given = dict(environ)
     if rank is not None:
         given["RANK"] = str(rank)
@@ -237,7 +238,7 @@ def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | Non
         f"rank {rank} of {world_size} was given, and is used; "
         f"{found.launcher} says rank {found.rank} of {found.world_size}"
     )
-    # The launcher's nodes are for its own ranks: which rank is on which node is found when the ranks meet.
+    # The launcher's nodes apply to its own ranks only: which rank is on which node is determined when the ranks meet.
     return replace(
         found,
         placement=PartialPlacement(rank=rank, world_size=world_size),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LONGEST = 1e9  # seconds: the maximum of torch
 
 _files: dict[str, Any] = {}  # stores, by their paths
-_formed = 0  # groups of this process: a later one must not read the keys of an earlier one in the store
+_formed = 0  # number of groups of this process: a later one must not read the keys of an earlier one in the store
 _generations: Counter[int] = Counter()  # the same per generation: one training may follow another
 
 
@@ -48,7 +48,7 @@ class Membership:
     store: SignedStore  # with a prefix for this group
     hosts_store: bool  # whether this process hosts the store, which ends with it
     place: MeetingPoint
-    owned: bool  # whether the process group was made here, and must be destroyed here
+    owned: bool  # whether the process group was created here, and must be destroyed here
     timeout: float
 
     @property
@@ -58,7 +58,7 @@ class Membership:
 
     @property
     def lasting_store(self) -> SignedStore:
-        """The store for keys that the next generations of the group read, too."""
+        """The store for keys that later generations of the group also read."""
         from torch.distributed import PrefixStore
 
         if self.identity.generation is None:
@@ -80,11 +80,11 @@ def form(
     offer: str = "",
     met: Callable[[Membership], None] | None = None,
 ) -> Membership:
-    """Wait until all ranks are here, form the process group, and return this rank's membership in it.
+    """Wait until all ranks have arrived, form the process group, and return this rank's membership in it.
 
-    assignment  the rank and world size of this process now, if they are not those that it was started with
-    offer       what all other ranks learn from this one when they meet
-    met         called when all ranks are here, before the group forms
+    assignment  the current rank and world size of this process, if they differ from those at its start
+    offer       what all other ranks receive from this one when they meet
+    met         called when all ranks have arrived, before the group forms
 
     The other arguments are those of `phalanx.init`.
     """
@@ -151,7 +151,7 @@ def _seconds(timeout: float | timedelta) -> float:
 
 
 def _hosts_store(identity: Identity, place: MeetingPoint) -> bool:
-    """Return whether this rank hosts the store. At an address that is not the launcher's, rank 0 does."""
+    """Return whether this rank hosts the store. At an address other than the launcher's, rank 0 does."""
     if (place.host, place.port) == (identity.address, identity.port):
         return identity.hosts_store
     return identity.rank == 0
@@ -192,7 +192,7 @@ def _open_file(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
         ) from None
     made = FileStore(place.path, identity.world_size)
     made.set_timeout(timedelta(seconds=timeout))
-    # torch writes to the file again when the store is destructed, after the last rank has removed it.
+    # torch writes to the file again when the store is destroyed, after the last rank has removed it.
     ending.keep(made)
     _files[place.path] = made
     atexit.register(_leave, place.path, identity.world_size, os.getpid())
@@ -200,8 +200,8 @@ def _open_file(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
 
 
 def _leave(path: str, world_size: int, pid: int) -> None:
-    """Remove the file if this is the last rank: with its contents, no group could meet there again."""
-    with contextlib.suppress(RuntimeError, OSError):  # at interpreter exit: the file may be gone
+    """Remove the file if this is the last rank: its contents would prevent another group from meeting there."""
+    with contextlib.suppress(RuntimeError, OSError):  # at interpreter exit: the file may already be removed
         if os.getpid() == pid and _files[path].add("phalanx/left", 1) == world_size:
             os.unlink(path)
 
@@ -234,7 +234,7 @@ def _meet(
 
 
 def describe(place: MeetingPoint, identity: Identity) -> str:
-    """Return where the ranks meet, and that it is loopback, unless all ranks are known to be on this host."""
+    """Describe where the ranks meet, and that it is loopback, unless all ranks are known to be on this host."""
     loopback = place.kind == "tcp" and (place.host == "localhost" or addresses.is_loopback(place.host))
     on_this_host = identity.placement.local_world_size == identity.world_size
     return f"{place}, which no other host can reach" if loopback and not on_this_host else f"{place}"
@@ -310,10 +310,10 @@ def _device_number(identity: Identity, placement: RankPlacement) -> int:
 
 
 def _tell_ranks(group: Any) -> None:
-    """Tell the backends of the default group the ranks of its members.
+    """Set the ranks of the members in the backends of the default group.
 
-    torch knows them only for the first group of a process. In a later default group (after a recovery, say), a split,
-    as a device mesh makes it, reads ranks from an empty list and crashes.
+    torch knows them only for the first group of a process. In a later default group (for example after a recovery), a
+    split, as made by a device mesh, reads ranks from an empty list and crashes.
     """
     for device_type in group._device_types:
         backend = group._get_backend(device_type)
@@ -326,7 +326,7 @@ def _tell_ranks(group: Any) -> None:
 def _refuse_another(
     backend: str | None, *, method: str | None, rank: int | None, world_size: int | None, store: Any
 ) -> None:
-    """Raise if the arguments do not fit the process group that exists."""
+    """Raise if the arguments do not match the existing process group."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import BackendConfig
 
@@ -351,7 +351,7 @@ def _refuse_another(
 
 
 def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
-    """Use a process group that the script or a library has made. It is not destroyed here."""
+    """Use a process group that the script or a library has created. It is not destroyed here."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -369,7 +369,7 @@ def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
 
 
 def choose_interface(identity: Identity, participants: tuple[Participant, ...], place: MeetingPoint) -> None:
-    """Choose an interface for gloo if the host name resolves to the loopback: gloo sends that to other ranks."""
+    """Choose an interface for gloo if the host name resolves to loopback: gloo sends that address to other ranks."""
     if identity.launcher == PHALANX or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     me = participants[identity.rank]

@@ -1,4 +1,4 @@
-"""Where the ranks meet: env://, tcp://host:port, file:///shared/path, or a store that was given."""
+"""Where the ranks meet: env://, tcp://host:port, file:///shared/path, or a given store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MeetingPoint:
     host: str = ""
     port: int = 0
     path: str = ""
-    said_by: str = ""  # the setting that it is from, for messages: "MASTER_ADDR=node1"
+    said_by: str = ""  # the setting that defines it, for messages: "MASTER_ADDR=node1"
     by_method: bool = False
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class RendezvousMethod:
 
 
 def parse(text: str | None) -> RendezvousMethod:
-    """Parse `method=`; raise UsageError if it is not known."""
+    """Parse `method=`; raise UsageError if it is unknown."""
     if text is None:
         return RendezvousMethod(None)
     url = urlsplit(text)
@@ -115,5 +115,5 @@ def choose(
             details=[f"this is rank {identity.rank} of {identity.world_size}, and MASTER_ADDR is not set"],
             fix=f"mpiexec -genv MASTER_ADDR HOST_OF_RANK_0 -genv MASTER_PORT {DEFAULT_PORT} … python …",
         )
-    # MPI launchers do not say where rank 0 is, but their clusters usually have a shared home folder.
+    # MPI launchers do not provide the address of rank 0, but their clusters usually have a shared home folder.
     return MeetingPoint("file", path=os.path.join(preferred(environ), "meetings", f"{identity.job}.store"))

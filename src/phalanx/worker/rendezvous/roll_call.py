@@ -19,11 +19,11 @@ from phalanx.worker.rendezvous.topology import Topology
 
 NOTICE = 3.0
 SHOWN = 16  # ranks that a message names one by one
-HEARD = 3.0  # seconds for all present ranks to read why it failed, before the store ends with one of them
+HEARD = 3.0  # seconds for all present ranks to read the reason of a failure, before the store ends with one of them
 
 
 class Participant(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank reports about itself."""
+    """The report of a rank about itself."""
 
     placement: PartialPlacement
     host: str
@@ -31,7 +31,7 @@ class Participant(msgspec.Struct, frozen=True, array_like=True):
     pid: int
     address: str = ""
     devices: str | None = None  # CUDA_VISIBLE_DEVICES, which may differ between ranks of a node
-    offer: str = ""  # the state that it holds, for a handover
+    offer: str = ""  # the state that it has, for a handover
     kind: str = ""  # of its device: "cpu", "cuda"
 
     @property
@@ -124,13 +124,13 @@ def _come_in(store: SignedStore, me: Participant, place: str) -> None:
 def _count(
     store: SignedStore, me: Participant, timeout: float, place: str, say: Callable[[str], None]
 ) -> tuple[Participant, ...]:
-    """Wait for all ranks on rank 0, and tell the others."""
+    """Wait for all ranks on rank 0, and send the result to the others."""
     keys = [_key(rank) for rank in range(me.world_size)]
 
     def waiting() -> None:
         say(f"rank 0 waits for {_ranks(_missing(store, me.world_size))} at {place}")
 
-    # A rank that comes at the last moment counts.
+    # A rank that arrives at the last moment counts.
     if not _await(store, keys, timeout, me.world_size, waiting) and (missing := _missing(store, me.world_size)):
         raise _refused(store, me, _absent(store, me, missing, timeout, place))
     participants = tuple(_participant.decode(value) for value in store.multi_get(keys))
@@ -160,7 +160,7 @@ def _refused(store: SignedStore, me: Participant, error: JoinError) -> JoinError
 def _hear(store: SignedStore, here: int) -> None:
     """Wait until the other ranks have read the error: the store may end with this process."""
     end = time.monotonic() + HEARD
-    with contextlib.suppress(RuntimeError):  # torch's, if the store is gone
+    with contextlib.suppress(RuntimeError):  # raised by torch if the store has ended
         heard = store.add("heard", 1)
         while heard < here and time.monotonic() < end:
             time.sleep(0.01)
@@ -174,9 +174,9 @@ def _listen(
         if not store.check([_key(0)]):
             say(f"rank {me.rank} waits for rank 0 at {place}")
 
-    # Wait a little longer than rank 0, whose message about who is missing is the same for all.
+    # Wait slightly longer than rank 0, whose message about missing ranks is the same for all.
     if not _await(store, ["verdict"], timeout + 2, me.world_size, waiting):
-        # Rank 0 may have come, and ended before it had counted.
+        # Rank 0 may have arrived and ended before it had counted.
         raise _absent(store, me, _missing(store, me.world_size) or [0], timeout, place)
     verdict = msgspec.msgpack.decode(store.get("verdict"))
     if verdict is not None:
@@ -194,7 +194,9 @@ def _listen(
 
 
 def together(store: SignedStore, me: Participant, timeout: float, *, name: str, say: Callable[[str], None]) -> None:
-    """Wait until all ranks are about to make `name` together; raise with the missing ranks after the timeout."""
+    """Wait until all ranks are about to create `name` together; raise an error with the missing ranks after the
+    timeout.
+    """
     store.set(f"{name}/{me.rank}", "")
     keys = [f"{name}/{rank}" for rank in range(me.world_size)]
 
@@ -269,7 +271,7 @@ def _await(
 
 
 def topology(participants: Sequence[Participant], rank: int, spelled: str = "") -> Topology:
-    """Return the topology: as `phalanx run` says, else by the launcher's nodes, else by host."""
+    """Return the topology: from `phalanx run`, else by the launcher's nodes, else by host."""
     if spelled:
         return Topology(decode(spelled), rank)
     by_node = all(participant.placement.node_rank is not None for participant in participants)
@@ -285,7 +287,7 @@ def topology(participants: Sequence[Participant], rank: int, spelled: str = "") 
 def placement(participants: Sequence[Participant], where: Topology) -> RankPlacement:
     """Return the placement of this rank, with the launcher's local rank if that is unique on the node.
 
-    With --virtual-local-rank it is not.
+    With --virtual-local-rank it is not unique.
     """
     said = [participants[rank].placement.local_rank for rank in where.local_ranks]
     mine = participants[where.rank].placement.local_rank

@@ -46,7 +46,7 @@ class Store:
         keys = _flat(given)
         limit = self.timeout if timeout is None else timeout
         start, pause = time.monotonic(), 0.0005
-        # It polls: torch's `wait` blocks signals, and prints warnings at a timeout.
+        # Poll: torch's `wait` blocks signals, and prints warnings at a timeout.
         while not self.check(*keys):
             if time.monotonic() - start > limit:
                 missing = [key for key in keys if not self.check(key)]

@@ -21,7 +21,7 @@ from phalanx.worker.rendezvous.methods import MeetingPoint
 
 T = TypeVar("T")
 
-PATIENCE = 3.0  # seconds for problems that may pass: a name, a route, a port that was just released
+PATIENCE = 3.0  # seconds for temporary problems: a name, a route, a port that was just released
 CALL = 1.5  # seconds for one connection
 ANSWER = 10.0  # seconds for a store to answer, if a rank hosts it
 NOTICE = 3.0
@@ -34,7 +34,7 @@ def open_store(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
 
 
 def answers(place: MeetingPoint) -> bool:
-    """Return whether the port is still open. torch prints a page of C++ frames about a store that is gone."""
+    """Return whether the port is still open. torch prints a page of C++ frames about a store that has ended."""
     with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), CALL):
         return True
     return False
@@ -53,7 +53,7 @@ _kept: dict[tuple[str, int], Any] = {}
 
 
 def _keep(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
-    # As long as the process lives: when a group forms again, ranks connect before the port could be opened again.
+    # For the lifetime of the process: when a group forms again, ranks connect before the port could be opened again.
     if (place.host, place.port) not in _kept:
         _kept[place.host, place.port] = _open_port(place, identity, timeout)
     return _kept[place.host, place.port]
@@ -72,7 +72,7 @@ def _open_port(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
 
 
 def _listen(place: MeetingPoint, local: str | None) -> socket.socket:
-    """Listen, only on the loopback if that is the address: the store accepts any connection."""
+    """Listen, only on loopback if that is the address: the store accepts any connection."""
 
     def bind() -> socket.socket:
         if local is not None:
@@ -99,7 +99,7 @@ def _comes_back(listener: socket.socket, found: list[str], port: int) -> bool:
     for address in found:
         with contextlib.suppress(OSError), socket.create_connection((address, port), CALL) as calling:
             calling.sendall(word)
-            # Other ranks may be connecting already.
+            # Other ranks may already be connecting.
             while select.select([listener], [], [], 1.0)[0]:
                 taken, _ = listener.accept()
                 with taken, contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def _call(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
             try:
                 return _torch_store(address, place, identity, timeout)
             except JoinError:
-                if time.monotonic() - start > PATIENCE:  # else it may be the store of a job that is just ending
+                if time.monotonic() - start > PATIENCE:  # otherwise it may be the store of a job that is just ending
                     raise
         elif kind == "loopback" and (identity.other_nodes or identity.placement.node_rank) and not identity.hosted:
             raise _loopback(place, identity)
@@ -209,7 +209,7 @@ def _torch_store(
     # torch waits forever for the first answer of a server that is not a store.
     making = threading.Thread(target=make, name="store", daemon=True)
     making.start()
-    # The launcher starts its store when a rank connects, and that may import torch on a machine under load.
+    # The launcher starts its store when a rank connects, which may import torch on a loaded machine.
     patience = timeout if identity.hosted else ANSWER
     making.join(patience)
     if made and not isinstance(made[0], Exception):

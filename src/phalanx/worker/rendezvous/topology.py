@@ -61,7 +61,7 @@ class Topology:
 
 
 def read(environ: Mapping[str, str]) -> Topology:
-    """Read the topology: as `phalanx run` says, or any launcher that starts the same number of ranks on every node."""
+    """Read the topology from `phalanx run`, or from any launcher that starts the same number of ranks on every node."""
     try:
         rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
         text = environ.get(TOPOLOGY, "")

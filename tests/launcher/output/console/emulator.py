@@ -28,7 +28,7 @@ def until(condition: Callable[[], bool], what: Callable[[], object] = lambda: ""
 
 
 class Screen:
-    """What a terminal shows after some bytes; rows that have left it at the top are kept."""
+    """The content of a terminal after some bytes; rows that have scrolled off at the top are kept."""
 
     TOKEN = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|[\r\n]|[^\x1b\r\n]")
 
@@ -87,7 +87,7 @@ class Screen:
 
 
 class Terminal:
-    """A pseudo-terminal with someone who reads it."""
+    """A pseudo-terminal with a reader."""
 
     def __init__(self, width: int = 80, height: int = 24) -> None:
         self.master, self.fd = pty.openpty()
@@ -104,7 +104,7 @@ class Terminal:
 
     @property
     def screen(self) -> Screen:
-        """What is shown by what was read so far; a character or sequence that is cut off there is left out."""
+        """Return the screen after the bytes read so far; an incomplete character or sequence at the end is omitted."""
         text = codecs.getincrementaldecoder("utf-8")().decode(self.data)
         return Screen(self.width, self.height).feed(CUT.sub("", text).encode())
 
@@ -116,10 +116,10 @@ class Terminal:
         until(lambda: self.rows == list(rows), lambda: self.rows)
 
     def until_all(self, rows: list[str], *, last: int = 0) -> None:
-        """In any order, except for the last ones."""
+        """Wait for these rows in any order, except for the last ones."""
 
         def all_there() -> bool:
-            shown = self.rows  # once: the console may be repainting
+            shown = self.rows  # read once: the console may be repainting
             ordered = shown[-last:] == rows[-last:] if last else True
             return ordered and sorted(filter(None, shown)) == sorted(filter(None, rows))
 
@@ -132,7 +132,7 @@ class Terminal:
 
 
 class Worker:
-    """Someone who appends to a log, as the pump does."""
+    """Appends to a log, like the capture."""
 
     def __init__(self, console: Console, rank: int, stream: Std = Std.OUT, *, live: bool = False) -> None:
         self._log = os.memfd_create("log")
@@ -153,12 +153,12 @@ def showing(world: int, terminal: Terminal, **options: object) -> Iterator[Conso
     try:
         yield console
     finally:
-        console.abandon()  # a test that fails does not wait
+        console.abandon()  # a failing test does not wait
         console.close()
 
 
 class Captured:
-    """Our stdout and stderr as files, which are not terminals unless it is said that they are."""
+    """Our stdout and stderr as files, which count as terminals only on request."""
 
     def __init__(self, world: int, **options: object) -> None:
         self._out, self._err = os.memfd_create("out"), os.memfd_create("err")
@@ -166,7 +166,9 @@ class Captured:
         self._said = 0
 
     def caught_up(self) -> None:
-        """Everything written so far has been shown: what is said after it is on stderr, which is flushed last."""
+        """Wait until everything written so far has been shown: a message afterwards is on stderr, which is flushed
+        last.
+        """
         self._said += 1
         self.console.say(f"mark {self._said}.")
         until(lambda: f"mark {self._said}.".encode() in self.err)
@@ -189,7 +191,7 @@ class Captured:
 
 
 def once(console: Console, rank: int, data: bytes | str, stream: Std = Std.OUT) -> None:
-    """A worker that writes this, and ends."""
+    """Run a worker that writes this, and ends."""
     worker = Worker(console, rank, stream)
     worker.write(data)
     worker.end()

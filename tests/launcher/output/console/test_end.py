@@ -1,4 +1,4 @@
-"""What phalanx itself says on the console, and how the console ends."""
+"""Messages of phalanx on the console, and the end of the console."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_terminal_is_as_it_was(terminal: Terminal) -> None:
     console.say("rank 0 died")
     console.close()
     until(lambda: b"died" in terminal.data)
-    # The alternate screen is left before anything is said about the end: it would go with it.
+    # The alternate screen is left before messages about the end, which would disappear with it.
     assert terminal.data.index(b"\x1b[?1049l") < terminal.data.index(b"died")
     assert terminal.screen.modes == {"1049": False, "25": True, "2004": False, "1": False}
     assert terminal.data.index(b"gone") < terminal.data.index(b"\x1b[0m") < terminal.data.index(b"died")
@@ -144,7 +144,7 @@ def test_the_flags_of_our_own_streams_are_not_touched(terminal: Terminal) -> Non
 
 
 def test_to_abandon_is_to_stop_at_once() -> None:
-    reader, writer = os.pipe()  # that nobody reads
+    reader, writer = os.pipe()  # not read
     console = Console(2, out=writer, err=writer)
     for _ in range(4):
         once(console, 0, "x" * 100_000 + "\n")

@@ -65,7 +65,7 @@ def test_escapes_in_a_message_are_shown_and_not_sent(terminal: Terminal) -> None
         console.say("the end")
         console.close()
     until(lambda: b"the end" in terminal.data, lambda: terminal.data)
-    # Only what the console itself writes is left: colours, and what erases the status line.
+    # Only output of the console itself remains: colours, and sequences that erase the status line.
     left = re.sub(rb"\x1b\[[0-9;]*[mKJA]|[\r\n]", b"", terminal.data)
     assert b"\x1b" not in left
     assert b"\x07" not in left
@@ -135,7 +135,7 @@ def test_a_line_of_nothing_but_escapes_costs_no_more_than_others(piece: bytes) -
         began = time.process_time()
         once(shown.console, 1, piece * (1_000_000 // len(piece)))
         shown.console.close()
-        assert time.process_time() - began < 20.0  # of what is quadratic there would be hours
+        assert time.process_time() - began < 20.0  # a quadratic algorithm would take hours
 
 
 def test_stdout_and_stderr_in_one_pipe_keep_their_order() -> None:
@@ -199,7 +199,7 @@ def test_a_bar_gives_a_sign_of_life_in_a_log() -> None:
         until(lambda: shown.out == b"[1]  20%\n", lambda: shown.out)
         worker.write("\r 30%")
         until(lambda: shown.out == b"[1]  20%\n[1]  30%\n", lambda: shown.out)
-        worker.write("\n")  # what was just shown is not shown again
+        worker.write("\n")  # text that was just shown is not shown again
         worker.write("next\n")
         worker.end()
         shown.console.close()
@@ -227,7 +227,7 @@ def test_bars_below_each_other_are_shown_in_their_last_state() -> None:
             shown.caught_up()
         worker.end()
         shown.console.close()
-        # When the first newline comes, nobody knows yet that the cursor will move up again.
+        # At the first newline it is unknown that the cursor will move up again.
         assert shown.out.decode().splitlines() == ["[1] 0: 0%", "[1] 0: 100%", "[1] 1: 100%"]
 
 

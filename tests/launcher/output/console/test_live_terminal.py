@@ -1,4 +1,4 @@
-"""What a terminal shows of the live rank: prompts and progress bars, below the lines of the others."""
+"""The live rank on a terminal: prompts and progress bars, below the lines of the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_an_unfinished_line_of_the_live_rank_is_shown_when_it_is_quiet(terminal:
         before = len(terminal.data)
         live.write("hello\n")
         terminal.until("[0] name? hello")
-        # What the user typed behind the prompt was echoed by the terminal: nothing may be painted over it.
+        # The terminal has echoed what the user typed after the prompt: nothing may be painted over it.
         assert terminal.data[before:] == b"hello\r\n"
         live.end()
         other.end()
@@ -47,7 +47,7 @@ def test_a_prompt_on_stderr_is_left_when_the_rank_continues(terminal: Terminal, 
         err, out = Worker(console, 0, Std.ERR, live=True), Worker(console, 0, live=True)
         err.write("name? ")  # Python's input() writes its prompt there
         terminal.until("[0] name?")
-        os.write(terminal.fd, typed.encode())  # as a terminal echoes it
+        os.write(terminal.fd, typed.encode())  # echoed like by a terminal
         out.write("hello\n")
         terminal.until(f"[0] name? {typed}".strip(), "[0] hello")
         err.write("a warning\n")
@@ -144,7 +144,7 @@ def test_bars_that_are_seldom_updated_stay_at_the_bottom(terminal: Terminal) -> 
     with showing(2, terminal, quiet=0.001) as console:
         live, other = Worker(console, 0, live=True), Worker(console, 1)
         live.write("\x1b[?25lone\ntwo")
-        live.write("\r\x1b[2K\x1b[1A\x1b[2Kone 1\ntwo 1")  # as rich does, with the cursor hidden
+        live.write("\r\x1b[2K\x1b[1A\x1b[2Kone 1\ntwo 1")  # like rich, with the cursor hidden
         terminal.until("[0] one 1", "[0] two 1")
         for n in range(30):
             other.write(f"line {n}\n")

@@ -1,4 +1,4 @@
-"""Tracebacks that wait for the report of their failure, and what a quiet stream costs."""
+"""Tracebacks that wait for the report of their failure, and the cost of a quiet stream."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_traceback_is_not_shown_once_its_failure_was_reported(tmp_path: Path) 
 def test_the_traceback_of_a_worker_that_has_failed_waits_for_its_report_however_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replacement may take longer to train than a traceback waits: the report comes after its first step."""
+    """A replacement may take longer to train than a traceback waits: the report follows its first step."""
     monkeypatch.setattr(withheld, "DELAY", 0.0)
     with Captured(2) as shown:
         (tmp_path / "hangs").mkdir()
@@ -90,7 +90,7 @@ def test_the_traceback_of_a_rank_that_succeeded_is_shown_and_that_of_a_living_on
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_a_single_rank_that_is_replaced_shows_a_traceback_only_if_it_is_not_reported(tmp_path: Path, size: int) -> None:
-    """Everything else passes at once, as bytes: unfinished lines, and what only looks like a traceback."""
+    """Everything else passes at once, as bytes: unfinished lines, and text that only looks like a traceback."""
     printed = b"T 10%\rT 20%\nTraceback of nothing\n" + TRACED + b"the end"
     (tmp_path / "traceback.txt").write_bytes(TRACED)
     for report in (True, False):
@@ -128,7 +128,7 @@ def test_a_failure_is_in_colour_on_a_terminal() -> None:
 
 
 def test_streams_that_wait_for_nothing_cost_nothing() -> None:
-    """The console of a leader has two streams per rank: only those with an unfinished line are looked at."""
+    """The console of a leader has two streams per rank: only those with an unfinished line are checked."""
     looked: list[int] = []
 
     class Counted(ShownStream):

@@ -68,7 +68,7 @@ def finish(out: torch.Tensor, total: torch.Tensor, how: Reduction, size: int) ->
 
 
 class BufferCache:
-    """Buffers that are reused, up to a limit: new pages cost more than writing to them."""
+    """Buffers that are reused, up to a limit: new pages cost more than writes to old ones."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}

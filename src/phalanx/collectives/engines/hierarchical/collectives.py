@@ -1,6 +1,6 @@
-"""The nine collectives across several hosts: within each host by its own engine, between hosts by their leaders.
+"""The nine collectives across several hosts: each host uses its own engine, and the leaders connect the hosts.
 
-Large data goes in pieces, which are sent between hosts while other pieces are reduced and distributed.
+Large data is split into pieces, which are sent between hosts while other pieces are reduced and distributed.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class HostCollectives:
         self._leaders.match_headers(call)
         buffers, recvs = [], []
         for number, ranks in enumerate(self._hosts):
-            whole = len(call.outs) == 1 and ranks[-1] - ranks[0] == len(ranks) - 1  # contiguous already
+            whole = len(call.outs) == 1 and ranks[-1] - ranks[0] == len(ranks) - 1  # already contiguous
             if whole:
                 part = as_bytes(call.outs[0])
                 each = part.numel() // self._size
@@ -252,7 +252,7 @@ class HostCollectives:
         buffers, works = {}, []
         for number, other in enumerate(self._others):
             ranks = self._hosts[other]
-            # For each rank of this host: what it has for the ranks of the other host, in order.
+            # For each rank of this host: its data for the ranks of the other host, in order.
             mine = pack(
                 self._buffers.bytes("mine", sum(ins[rank].numel() for rank in ranks)), [ins[rank] for rank in ranks]
             )
@@ -284,13 +284,13 @@ class HostCollectives:
 
 
 def _chain(mine: int, root: int, count: int) -> tuple[int | None, list[int]]:
-    """Return from which host to receive and to which to send: a chain, in which long data crosses each link once."""
+    """Return the hosts to receive from and to send to: a chain, in which long data crosses each link once."""
     place = (mine - root) % count
     return None if place == 0 else (mine - 1) % count, [(mine + 1) % count] if place < count - 1 else []
 
 
 def _tree(mine: int, root: int, count: int) -> tuple[int | None, list[int]]:
-    """Return from which host to receive and to which to send: a tree, with the fewest steps."""
+    """Return the hosts to receive from and to send to: a tree, with the fewest steps."""
     place = (mine - root) % count
     step = 1 << place.bit_length()  # it has arrived in an earlier step
     receivers = []

@@ -1,5 +1,5 @@
 """The engine for groups on several hosts: an inner engine per host, and gloo between the leaders, the lowest rank of
-each.
+each host.
 
 Reductions run in rank order within each host, and then in the order of the hosts. So all ranks get the same bits every
 time, but not the bits that the same ranks would get on one host. After an error the group is unusable.
@@ -100,12 +100,12 @@ class HierarchicalEngine(Threaded):
         except Exception as error:
             leads = self._leaders.leads
             if leads:
-                self._transport.cut()  # so that the other leaders give up, too
+                self._transport.cut()  # makes the other leaders give up, too
             cause = self._failures.cause(GroupAborted(ENDED) if self._ended else error, call, leads or self._ended)
             self._error = cause
             if leads:
-                self._inner.abort()  # after the cause is published: ranks that wait there read it
-                if not isinstance(error, PeerLost | CollectiveTimeout):  # which the ranks have seen themselves
+                self._inner.abort()  # after the cause is published: waiting ranks read it
+                if not isinstance(error, PeerLost | CollectiveTimeout):  # the ranks have detected these themselves
                     self._failures.wait_for_readers()
             raise cause from error
 

@@ -16,7 +16,7 @@ SMALL = 1 << 16  # bytes up to which each leader sends everything to all others
 
 
 class LeaderReduce:
-    """One piece. It starts when created, continues with `reduce`, and finishes with `end`. Ranks that do not lead do
+    """One piece. It starts when created, continues with `reduce`, and finishes with `end`. Ranks other than leaders do
     nothing.
     """
 
@@ -47,7 +47,7 @@ class LeaderReduce:
         self._works += [leaders.send(self._chunks[other] if self._chunks else mine, other) for other in leaders.others]
 
     def reduce(self) -> None:
-        """Reduce what has arrived, and start to distribute it."""
+        """Reduce the received data, and start to distribute it."""
         leaders = self._leaders
         if not leaders.leads:
             return

@@ -1,4 +1,4 @@
-"""Messages between the leaders of several hosts, the lowest rank of each. On other ranks all of this does nothing."""
+"""Messages between the leaders of several hosts, the lowest rank of each. On other ranks all functions do nothing."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ HEADER, DATA = (1 << 31) - 1, (1 << 31) - 2  # tags of messages between leaders
 
 
 class Deadline:
-    """When the current call has to be finished."""
+    """The deadline of the current call."""
 
     def __init__(self) -> None:
-        self._end = 0.0  # 0: it may take as long as it takes
+        self._end = 0.0  # 0: no deadline
 
     def begin(self, timeout: float) -> None:
         """Begin a call. 0: no timeout."""
         self._end = time.monotonic() + timeout if timeout else 0.0
 
     def left(self) -> float:
-        """Return the seconds that are left, at least a little; 0: no timeout."""
+        """Return the remaining seconds, always positive; 0: no timeout."""
         return max(0.001, self._end - time.monotonic()) if self._end else 0.0
 
 
 class HostLeaders:
-    """The leaders, as one rank sees them: `hosts` with their ranks, `mine`, the index of its host, and `others`."""
+    """The leaders, from the perspective of one rank: `hosts` with their ranks, `mine`, the index of its host, and
+    `others`.
+    """
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class HostLeaders:
         headers[self.mine].write(self._count, call, payload)
         works = [self.send(headers[self.mine].tensor, other, HEADER) for other in self.others]
         coming = coming or self._post(headers)
-        self._posted = self._post(self._headers)  # post those of the next call early, so that they arrive at once
+        self._posted = self._post(self._headers)  # post those of the next call early, so that they are received at once
         self.wait(*coming, *works)
         check_match(self._format_ranks, {ranks[0]: header for ranks, header in zip(self.hosts, headers, strict=True)})
         return [header.payload(payload) for header in headers] if payload is not None else []
@@ -84,13 +86,13 @@ class HostLeaders:
         return self._transport.recv(tensor, self.hosts[host][0], tag) if self.leads and tensor.numel() else None
 
     def wait(self, *works: Any) -> None:
-        """Wait for what `send` and `recv` returned."""
+        """Wait for the results of `send` and `recv`."""
         for work in works:
             if work is not None:
                 work.wait(within(self._deadline.left()))
 
     def close(self) -> None:
-        """Forget the receives that are still posted. The transport, which drops them, must be closed."""
+        """Drop the receives that are still posted. Close the transport first: it cancels them."""
         self._posted = []
 
     def _post(self, headers: Sequence[CallHeader]) -> list[Any]:

@@ -1,1 +1,1 @@
-"""The collectives of this process: process groups, the current call, and what flight recorders have kept."""
+"""The collectives of this process: process groups, the current call, and the entries of flight recorders."""

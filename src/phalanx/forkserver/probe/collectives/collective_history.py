@@ -1,4 +1,4 @@
-"""The collectives that the flight recorders of this process still have, in compact form.
+"""The collectives in the flight recorders of this process, in compact form.
 
 A recorder keeps the last 2,000 entries (TORCH_FR_BUFFER_SIZE). A training loop repeats a few collectives at a few
 places, so call sites and signatures are written once, and an entry is two numbers.
@@ -28,8 +28,8 @@ Entry = dict[str, Any]
 
 
 class CollectiveHistory:
-    """CollectiveHistory(name, dtypes, root): the functions return the name in torch.distributed, from call site and
-    record; dtypes; and the global rank of a root.
+    """Builds the history. `name` returns the name in torch.distributed from call site and record, `dtypes` the dtypes,
+    and `root` the global rank of a root.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class CollectiveHistory:
                 self._rows.append((group, backend, number, self._signature(op, group, backend, entry)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the history as evidence.History has it, with frames as lists. Drops the oldest entries if it is too
-        large.
+        """Return the history in the form of evidence.History, with frames as lists. Drops the oldest entries if it is
+        too large.
         """
         limit = max(_MIN_BYTES, min(MAX_BYTES, _MAX_BYTES_ALL_RANKS // max(1, _world_size())))
         rows = self._rows
@@ -78,7 +78,8 @@ class CollectiveHistory:
         shapes = [tuple(shape) for shape in entry.get("input_sizes") or ()]
         outputs = [tuple(shape) for shape in entry.get("output_sizes") or ()]
         if "gather" in op:
-            if backend == "phalanx" and len(outputs) >= _MAX_TENSORS:  # it keeps no more: others may have another size
+            # it keeps no more: others may have different sizes
+            if backend == "phalanx" and len(outputs) >= _MAX_TENSORS:
                 shapes = []
             outputs = list(dict.fromkeys(outputs))
         root = entry.get("root")
@@ -132,7 +133,9 @@ class CollectiveHistory:
         }
 
     def _complete(self, rows: list[tuple[str, str, int, int]], *, cut: bool) -> Iterable[tuple[str, str, int, int]]:
-        """Drop the first number of a group if older entries are gone: it may lack some of its coalesced collectives."""
+        """Drop the first number of a group if older entries are lost: some of its coalesced collectives may be
+        missing.
+        """
         first: dict[tuple[str, str], tuple[int, int]] = {}
         for group, backend, number, _ in rows:
             known, count = first.get((group, backend), (number, 0))

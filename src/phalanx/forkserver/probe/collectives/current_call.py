@@ -44,14 +44,14 @@ def find(frame: FrameType | None) -> dict[str, Any]:
         if is_operation(frame):
             try:
                 return {"op": frame.f_code.co_name, **_variables(frame)}
-            except Exception:  # the thread moves on meanwhile
+            except Exception:  # the thread continues meanwhile
                 log.swallowed("forkserver.probe.collectives.current_call")
         frame = frame.f_back
     return {}
 
 
 def add_unrecorded(calls: list[dict[str, Any]], still: float) -> None:
-    """Add the current call if it is not recorded; else add what its variables show and the record does not."""
+    """Add the current call if it is not recorded; otherwise add details from its variables that the record lacks."""
     frame = stacks.main()
     now = find(frame)
     if not now:

@@ -1,4 +1,4 @@
-"""The process groups of this process: names, ranks, and how far each is."""
+"""The process groups of this process: names, ranks and progress."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from . import recorders
 from .recorders import WORLD
 
-_SEARCH_EVERY = 400  # the search for names is repeated after this many times its duration
+_SEARCH_EVERY = 400  # repeat the search for names after this many times its duration
 
 names: dict[tuple[str, str], str] = {}  # recorder, its number of a group -> name of the group
 _next_search = 0.0  # when names may be searched for again
 
 
 def progress() -> list[dict[str, Any]]:
-    """Return how far each group is. Cheap: called ten times a second."""
+    """Return the progress of each group. Cheap: called ten times per second."""
     if not recorders.is_initialized():
         return []
     found = []
@@ -42,8 +42,8 @@ def progress() -> list[dict[str, Any]]:
 
 
 def current_only(recorder: str, status: dict[str, Any]) -> dict[str, Any]:
-    """Leave out groups that are gone: a new one has the name of an earlier one, and a higher number. What was
-    pending when a group was lost stays so forever.
+    """Remove groups that no longer exist: a new group has the name of an earlier one and a higher number. Calls that
+    were pending when a group was lost stay pending forever.
     """
     newest: dict[str, int] = {}
     for number in status:
@@ -57,12 +57,14 @@ def current_only(recorder: str, status: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_name(recorder: str, number: str) -> None:
-    """Find the name of a group in all that is recorded. Rarely, because a script may create groups all the time."""
+    """Find the name of a group in all recorded entries. Rarely called, because a script may create groups all the
+    time.
+    """
     global _next_search
     began = time.monotonic()
     if began < _next_search:
         return
-    names[recorder, number] = ""  # if its calls are overwritten already, do not search again
+    names[recorder, number] = ""  # do not search again if its calls are already overwritten
     learn_names(recorder, recorders.read(recorder, collectives=True).get("entries", []))
     now = time.monotonic()
     _next_search = now + (now - began) * _SEARCH_EVERY

@@ -1,4 +1,4 @@
-"""Entries of a flight recorder, as the calls that the agent compares."""
+"""Converts entries of a flight recorder to calls that the agent compares."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def to_call(entry: dict[str, Any], now: int, *, timed: bool = False) -> dict[str
 
 
 def timed_calls(entries: list[dict[str, Any]]) -> set[tuple[Any, int]]:
-    """Return the collectives of which it is known whether their kernel has started: all if torch times them, except
-    the parts of a coalesced block. Otherwise a start is unknown, or recorded with the end.
+    """Return the collectives of which it is known whether their kernel has started: all if torch times them, except the
+    parts of a coalesced block. Otherwise the start is unknown, or recorded with the end.
     """
     times = [(entry.get("time_discovered_started_ns"), entry.get("time_discovered_completed_ns")) for entry in entries]
     if not any(start and start != end for start, end in times):

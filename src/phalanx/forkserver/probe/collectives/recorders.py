@@ -1,7 +1,7 @@
 """Reads the flight recorders of this process: torch's two, one for NCCL and one for all others, and phalanx's own.
 
-torch's have a lock that is never held by a thread that waits for the GIL, so they can be read while a collective hangs.
-They do not see phalanx's groups: those have their own recorder, without a lock.
+The lock of torch's recorders is never held by a thread that waits for the GIL, so they can be read while a collective
+hangs. They do not contain phalanx's groups: those have their own recorder, without a lock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_initialized() -> bool:
 
 
 def read(recorder: str, *, collectives: bool) -> dict[str, Any]:
-    """Return status and, if asked for, the entries of a recorder."""
+    """Return the status and, if requested, the entries of a recorder."""
     if recorder == "phalanx":
         return _read_ours(collectives=collectives)
     dump = getattr(sys.modules.get(_C10D), f"_dump_{recorder}_trace_json", None)
@@ -53,7 +53,7 @@ def _read_ours(*, collectives: bool) -> dict[str, Any]:
 
 
 def read_with_sites(recorder: str) -> dict[str, Any]:
-    """Return status and entries with their call sites. torch pickles what this process has recorded."""
+    """Return status and entries with their call sites. The data is pickled by torch in this process."""
     if recorder == "phalanx":
         return _read_ours(collectives=True)
     dump = getattr(sys.modules.get(_C10D), f"_dump_{recorder}_trace", None)
@@ -76,7 +76,7 @@ def read_with_sites(recorder: str) -> dict[str, Any]:
 
 
 class _CompilerStub:
-    """Stands in for torch._inductor in one thread; other threads get the real one."""
+    """Replaces torch._inductor in one thread; other threads get the real module."""
 
     def __init__(self) -> None:
         self._thread = _thread.get_ident()
@@ -91,8 +91,8 @@ class _CompilerStub:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Keep torch from importing torch._inductor, which takes seconds. To name a frame, torch asks it whether it
-    generated the code; if it is not imported, it has not.
+    """Prevent torch from importing torch._inductor, which takes seconds. To name a frame, torch asks it whether it
+    generated the code. If it is not imported, it has not.
     """
     torch = sys.modules["torch"]
     if "_inductor" in torch.__dict__:
@@ -108,7 +108,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def _is_idle() -> bool:
-    """Return whether nothing completes: NCCL's recorder queries CUDA events that its watchdog may destroy."""
+    """Return whether no operation completes: NCCL's recorder queries CUDA events that its watchdog may destroy."""
     before = read("nccl", collectives=False).get("pg_status")
     time.sleep(_QUIET)
     return before == read("nccl", collectives=False).get("pg_status")

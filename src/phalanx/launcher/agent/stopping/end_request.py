@@ -10,14 +10,14 @@ from phalanx.errors import PhalanxError
 
 @dataclass
 class EndRequest:
-    """What ends a run before its workers have finished: the first signal or error. Neither: nothing does yet."""
+    """The first signal or error that ends a run before its workers have finished. Neither is set until then."""
 
     signal: signal.Signals | None = None
     error: PhalanxError | None = None
 
     @property
     def made(self) -> bool:
-        """Return whether the run is to end."""
+        """Return whether the run must end."""
         return self.signal is not None or self.error is not None
 
     def raise_error(self) -> None:

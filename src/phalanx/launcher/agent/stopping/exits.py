@@ -1,8 +1,8 @@
 """Workers whose script is over and whose process has not exited: reports what each waits for, and ends those that hang.
 
 A process may take long to exit: Python waits for its threads, then calls its atexit functions, which may wait for child
-processes. Such a process is reported once and not ended. One that is past all that, in the teardown of the interpreter,
-and uses no CPU there, never exits by itself.
+processes. Such a process is reported once and not ended. One that is already in the teardown of the interpreter, and
+uses no CPU there, never exits by itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Exit:
 
 
 def decide(seen: Exit, *, named: bool) -> Literal["wait", "name", "end"]:
-    """Return what to do about a process whose script is over."""
+    """Return the action for a process whose script is over."""
     if seen.teardown >= LIMIT and seen.idle >= IDLE and not seen.children:
         return "end"
     return "name" if seen.over >= NAMED and not named else "wait"
@@ -54,7 +54,7 @@ def decide(seen: Exit, *, named: bool) -> Literal["wait", "name", "end"]:
 class Exits:
     """Watches the workers of this node whose script is over, as a consumer of the node sampler."""
 
-    section = "exits"  # the leader gets nothing
+    section = "exits"  # nothing is sent to the leader
 
     def __init__(self, note: Callable[[str], None], stats: ProcessStatsReader) -> None:
         self._note = note
@@ -109,7 +109,7 @@ class Exits:
                         f"rank {worker.seat.rank} ran its last line {seen.over:.0f} s ago and has not ended: "
                         f"{waits_for(rank, text)}"
                     )
-                if pid in self._cpu:  # writing its stacks has used some
+                if pid in self._cpu:  # writing its stacks has used CPU time
                     self._cpu[pid] = (process_stats.cpu(pid), self._cpu[pid][1])
             case "end":
                 code = int(text.get("code", 0))
@@ -135,7 +135,7 @@ def _children(pid: int) -> list[linger.Orphan]:
 
 
 def waits_for(rank: Rank, text: dict[str, Any]) -> str:
-    """Return in words what keeps a process whose script is over. `text`: of its status slot."""
+    """Describe what keeps a process alive whose script is over. `text`: of its status slot."""
     threads = [thread for thread in rank.threads if thread.name in text.get("threads", ())]
     main = frames.main_frames(rank)
     if threads:

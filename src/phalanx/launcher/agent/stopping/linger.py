@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-SETTLE = 0.5  # seconds for helpers to notice that their parent has ended
+SETTLE = 0.5  # seconds for helpers to detect that their parent has ended
 _LONGEST = 100  # characters of a command line
 _MOST = 8  # processes in a message
 
@@ -45,14 +45,16 @@ class LingeringProcesses:
         self._stop = asyncio.Event()
 
     async def settle(self) -> None:
-        """Look for processes, once helpers have had time to end."""
+        """Look for processes, after helpers have had time to end."""
         await self._look()
         if self.orphans:
             await _ended(self.orphans, SETTLE, self._stop)
             await self._look()
 
     async def wait(self, limit: float) -> bool:
-        """Wait until all have ended, with what they have started meanwhile. False if that takes longer than `limit`."""
+        """Wait until all have ended, including processes that they have started meanwhile. False if that takes longer
+        than `limit`.
+        """
         end = time.monotonic() + limit
         while self.orphans and await _ended(self.orphans, end - time.monotonic(), self._stop):
             await self._look()
@@ -72,7 +74,8 @@ class LingeringProcesses:
 
 
 def find(pids: Iterable[int], *, ranks: Mapping[int, int], run: str) -> list[Orphan]:
-    """Return those of `pids` that may still do work: alive, not a helper, and not started by another one of them.
+    """Return the processes among `pids` that may still do work: live, not a helper, and not started by another one of
+    them.
 
     `ranks`: pid of a worker -> its rank.
     """
@@ -117,7 +120,7 @@ def _started_by(pid: int, run: str) -> int | None:
 
 
 async def _ended(orphans: Iterable[Orphan], timeout: float, stop: asyncio.Event) -> bool:
-    """Wait for the end of all of them. False if `stop` was set, or it took longer."""
+    """Wait until all of them have ended. False if `stop` was set, or after the timeout."""
     loop = asyncio.get_running_loop()
     handles: set[int] = set()
     over = asyncio.Event()

@@ -1,7 +1,7 @@
-"""What a signal does to a run: end it, halt it with a checkpoint, or reach its workers.
+"""Handles signals to a run: end it, halt it with a checkpoint, or forward them to its workers.
 
-A second Ctrl-C kills the workers. Once the run has succeeded a signal ends only the wait for what is left of it:
-processes that ranks left running, then output for a slow terminal.
+A second Ctrl-C kills the workers. Once the run has succeeded, a signal only ends the wait for remaining work: processes
+that ranks left running, then output for a slow terminal.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Shutdown:
         self._stop_waiting = stop_waiting
         self._preempting: float | None = None  # when a signal to this agent began a preemption
         self._lingering: LingeringProcesses | None = None  # set once the run has succeeded
-        self._draining_output = False  # only output for a slow terminal is left
+        self._draining_output = False  # only output for a slow terminal remains
 
     def handlers(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this agent handles signals."""
@@ -64,11 +64,11 @@ class Shutdown:
         )
 
     def run_succeeded(self, left: LingeringProcesses) -> None:
-        """From now on signals end only the wait for these processes."""
+        """Record success: from now on signals only end the wait for these processes."""
         self._lingering = left
 
     def draining_output(self) -> None:
-        """From now on signals end only the output for a slow terminal."""
+        """Record that only output remains: from now on signals only end the output for a slow terminal."""
         self._draining_output = True
 
     def signal_received(self, number: signal.Signals) -> None:
@@ -108,13 +108,13 @@ class Shutdown:
         self._signals.when_attributed(self._workers.send_signal, number)
 
     def end_run(self, number: signal.Signals, reason: str) -> None:
-        """End the run because of a signal to another node, or because no time is left for a checkpoint."""
+        """End the run because of a signal to another node, or because there is no time for a checkpoint."""
         if self.stop_lingering():
             return
         self._notices.record(reason)
         if number == signal.SIGKILL and self._workers.group is not None:
             self._workers.kill()
-        elif self._end_request.signal is None:  # else this agent received the signal too
+        elif self._end_request.signal is None:  # otherwise this agent received the signal too
             self._end(number)
 
     def stop_lingering(self) -> bool:

@@ -1,7 +1,7 @@
 """The signals that an agent handles, and whether its workers have received them too.
 
 A terminal signals only the agent. Slurm signals all processes of a job or only the agent, depending on its options. The
-fork server reports which it was: a signal that it receives, the workers have received too.
+fork server reports the signals that it receives: the workers have received these too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Signals:
 
     @contextlib.contextmanager
     def installed(self, *, end: Act, preempt: Act, forward: Act, resized: Callable[[], None]) -> Iterator[None]:
-        """Install handlers: `end` and `preempt` the run, `forward` signals that are meant for the workers."""
+        """Install handlers: `end` and `preempt` act on the run, `forward` passes signals to the workers."""
         loop = asyncio.get_running_loop()
         handled = {*self._shutdown.signals, signal.SIGINT}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -59,7 +59,7 @@ class Signals:
         self._fork_server[number] = time.monotonic()
 
     def when_attributed(self, act: Act, number: signal.Signals) -> None:
-        """Call `act` when it is known who has received the signal: at once, unless a scheduler sent it."""
+        """Call `act` when it is known which processes have received the signal: at once, unless a scheduler sent it."""
         if self._delay:
             asyncio.get_running_loop().call_later(self._delay, act, number)
         else:

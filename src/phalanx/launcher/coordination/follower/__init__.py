@@ -1,1 +1,1 @@
-"""The coordinator of a node that another node leads, and what happens when that node is lost."""
+"""The coordinator of a node that another node leads, and the failover when that node is lost."""

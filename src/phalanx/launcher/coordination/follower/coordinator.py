@@ -1,4 +1,4 @@
-"""The coordinator of every node but node 0: it joins the leader, obeys it, and reports to it."""
+"""The coordinator of every node but node 0: it joins the leader, executes its orders, and reports to it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 
 _LONGEST = 1 << 14  # characters of a text for the leader
-_MOST_EXITS = 1 << 12  # ranks without an error of which the leader hears
+_MOST_EXITS = 1 << 12  # maximum number of ranks without an error that are reported to the leader
 _DRAIN = 10.0  # seconds to forward the rest of the output
 
 
 def leader_endpoints(rendezvous: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
-    """Return a function that lists where the leader may be, the most likely first. Call it before each try."""
+    """Return a function that lists the possible addresses of the leader, most likely first. Call it before each
+    attempt.
+    """
 
     def where() -> list[Endpoint]:
         location = rendezvous.location
@@ -65,7 +67,7 @@ class _IgnoredEvents:
 
 
 class FollowerCoordinator:
-    """Joins the leader, performs what it orders, and reports to it.
+    """Joins the leader, executes its orders, and reports to it.
 
     `leader_lost` is called with the reason, and whether the leader may still be alive. Without it, the loss of the
     leader ends the run.
@@ -75,7 +77,7 @@ class FollowerCoordinator:
 
     def __init__(self, context: NodeContext, *, leader_lost: Callable[[str, bool], None] | None = None) -> None:
         self.state = FollowerState()
-        self._first_step = (-1, -1)  # the latest that was reported: attempt and generation
+        self._first_step = (-1, -1)  # attempt and generation of the latest report
         self._context = context
         self._agent = AgentProxy()
         self.orders = LeaderOrders(context, self._agent, self.state, assign=self._assign, leader_lost=leader_lost)
@@ -91,7 +93,7 @@ class FollowerCoordinator:
     # -- the leader
 
     async def join(self) -> None:
-        """Join the leader, and name the run folder as it says. Raises JoinError."""
+        """Join the leader, and name the run folder accordingly. Raises JoinError."""
         folder, rendezvous = self._context.folder, self._context.rendezvous
         welcome = await self.member.join(rendezvous.timeouts.join)
         try:
@@ -109,7 +111,7 @@ class FollowerCoordinator:
         self._agent.note(f"joined {at} as {rendezvous.noun} {welcome.member}, output in {folder.path}")
 
     async def follow(self, endpoint: Endpoint, timeout: float) -> None:
-        """Join another leader in place of the lost one. Raises JoinError."""
+        """Join another leader instead of the lost one. Raises JoinError."""
         info = msgspec.structs.replace(self._info, member=self.state.member, resumes=self.state.resumes())
         token = self._context.rendezvous.token
         before, member = self.member, Member(token, info, lambda: [endpoint], events=self.orders)
@@ -165,7 +167,7 @@ class FollowerCoordinator:
         """Return at once: a follower hosts nothing."""
 
     def is_last_attempt(self, *, failed: bool) -> bool:  # noqa: ARG002
-        """Return whether the leader is lost: only the leader knows otherwise."""
+        """Return whether the leader is lost: only the leader knows it otherwise."""
         return bool(self.state.lost)
 
     async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
@@ -233,7 +235,7 @@ class FollowerCoordinator:
     def halt_message(
         self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
     ) -> None:
-        """Send what a rank reports about a halt to the leader."""
+        """Send the report of a rank about a halt to the leader."""
         match message:
             case worker_messages.HaltAck():
                 self._send(
@@ -247,12 +249,12 @@ class FollowerCoordinator:
     # -- signals
 
     def preempt(self, number: signal.Signals) -> bool:
-        """Ask the leader for a preemption. False where it cannot help."""
+        """Request a preemption from the leader. False if it cannot help."""
         state = self.state
-        # From an elastic run this node leaves, and the others continue.
+        # In an elastic run this node leaves, and the others continue.
         elastic = self._context.rendezvous.elastic
         taken = state.running and state.readiness.connected and not state.lost and not elastic
-        if taken:  # node 0 ends the run, with a checkpoint or without
+        if taken:  # node 0 ends the run, with or without a checkpoint
             self._send(messages.SignalReceived(signal=number, preempt=True))
         return taken
 

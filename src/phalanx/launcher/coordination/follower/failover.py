@@ -1,6 +1,6 @@
-"""The coordinator of a follower in an elastic run: it takes the lead if node 0 is lost and it is next in line.
+"""The coordinator of a follower in an elastic run: it becomes the leader if node 0 is lost and it is next in line.
 
-All nodes have the peer list. The first living node on it takes over, opens the port that it reserved at the start, and
+All nodes have the peer list. The first live node on it takes over and opens the port that it reserved at the start, and
 the others join it. The list has the addresses of the first 64 nodes, so one of them must be alive. To prevent
 split-brain, a node continues only with most of the nodes that may still run: see quorum.py.
 """
@@ -35,7 +35,7 @@ _RETRY_INTERVAL = 0.5  # seconds
 async def find_next_leader(
     follower: FollowerCoordinator, why: str, *, silent: bool, timeout: float, note: Callable[[str], None]
 ) -> TakeoverState | None:
-    """Join the next leader. If this node is the next one, return what it needs to lead.
+    """Join the next leader. If this node is the next one, return the state it needs to lead.
 
     `why` the leader is lost. `silent`: it may still be alive. `timeout`: seconds to join another leader.
     """
@@ -80,7 +80,7 @@ async def _has_ended(
 async def _join_next(
     follower: FollowerCoordinator, peers: PeerList, ended: set[int], timeout: float
 ) -> Peer | Literal["own", ""]:
-    """Join the first peer that leads, and return it. "own": this node is the next; empty: it is no peer.
+    """Join the first peer that leads, and return it. "own": this node is the next; empty: it is not a peer.
 
     Peers that are known to have ended are added to `ended`.
     """
@@ -92,7 +92,7 @@ async def _join_next(
         if found == "listens":
             try:
                 await follower.follow(endpoint, timeout)
-            except JoinError:  # it has ended by now, or still has its leader: then this node is cut off
+            except JoinError:  # it has ended, or still has its leader: then this node is disconnected
                 found = await probe(endpoint)
             else:
                 return peer
@@ -140,7 +140,7 @@ class FailoverCoordinator:
             await before
         if self._role is not self._follower:
             return
-        # Some nodes notice later that the leader is gone.
+        # Some nodes detect the loss of the leader later.
         timeout = self._context.rendezvous.timeouts.node + CONNECT_TIMEOUT
         state = await find_next_leader(self._follower, why, silent=silent, timeout=timeout, note=self._agent.note)
         if state is not None:
@@ -214,23 +214,23 @@ class FailoverCoordinator:
         return await self._role.first_attempt()
 
     async def wait_for_others(self) -> None:
-        """Wait until it is clear who leads, then as that role does."""
+        """Wait until the leader is known, then wait in that role."""
         if self._takeover is not None:
             await self._takeover
         await self._role.wait_for_others()
 
     def is_last_attempt(self, *, failed: bool) -> bool:
-        """Return what the current role knows."""
+        """Return the answer of the current role."""
         return self._role.is_last_attempt(failed=failed)
 
     async def attempt_ended(self, report: AttemptReport) -> StartAttempt | RunResult:
-        """Wait until it is clear who leads, then report to it."""
+        """Wait until the leader is known, then report to it."""
         if self._takeover is not None:
             await self._takeover
         return await self._role.attempt_ended(report)
 
     def worker_failed(self, failure: WorkerFailure) -> Action | None:
-        """Let the current role decide."""
+        """Pass the decision to the current role."""
         return self._role.worker_failed(failure)
 
     def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the leader orders a follower to do."""
+"""Orders of the leader to a follower."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from phalanx.launcher.workers.regroup.readiness import Readiness
 
 @dataclass
 class FollowerState:
-    """How far a follower is in the run."""
+    """The progress of a follower in the run."""
 
     member: int = 0  # the number of this node
-    attempt: int = 0  # the latest that started here
-    ordered: int = 0  # the latest that the leader ordered: this node may not have started it yet
+    attempt: int = 0  # the latest attempt that started here
+    ordered: int = 0  # the latest attempt that the leader ordered: this node may not have started it yet
     generation: int = 0
     readiness: Readiness = field(default_factory=Readiness)  # of the workers here
     started: bool = False
     running: bool = False  # an attempt is ordered and has not ended here
     leaving: bool = False  # this node leaves an elastic run
-    lost: str = ""  # why there is no leader any more
+    lost: str = ""  # why there is no leader
 
     def resumes(self) -> messages.AttemptState | None:
         """Return what the next leader must know about the workers here. None: there are none."""
@@ -162,11 +162,11 @@ class LeaderOrders:
         number = signal.Signals(stop.signal)
         if stop.ends:
             self._agent.perform(EndRun(number, stop.reason))
-        elif self._state.running:  # else the attempt has already ended here
+        elif self._state.running:  # otherwise the attempt has already ended here
             self._agent.perform(StopWorkers(number, stop.reason, stop.grace))
 
     def leader_lost(self, why: str, *, silent: bool) -> None:
-        """Handle the loss of the leader: fail over in an elastic run, else end."""
+        """Handle the loss of the leader: fail over in an elastic run, otherwise end."""
         if self._leader_lost is not None and self.peer_list is not None and not self._state.leaving:
             self._leader_lost(why, silent)
         else:
@@ -177,5 +177,5 @@ class LeaderOrders:
         self._agent.note(text)
 
     def waiting(self, text: str) -> None:
-        """Show what this node waits for."""
+        """Show what this node is waiting for."""
         self._agent.waiting(text)

@@ -1,4 +1,4 @@
-"""How an attempt ended on each node, and what follows: the result of the run, or a restart."""
+"""The results of an attempt on all nodes, and what follows: the result of the run, or a restart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.launcher.coordination.recoveries import Recoveries
 from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
 
-_LATE = 2.0  # seconds by which a node may notice an exit later than another node notices its consequence
+_LATE = 2.0  # seconds by which a node may detect an exit later than another node detects its consequence
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Restart:
 class AttemptResults:
     """Collects the reports of the members, and decides what follows the end of an attempt.
 
-    `failure`: why the run ends, if no worker is the cause. `signal`: the signal that ends the run.
-    `nodes_changed`: all ranks restart because nodes joined or left.
+    `failure`: why the run ends, if no worker is the cause. `signal`: the signal that ends the run. `nodes_changed`: all
+    ranks restart because nodes joined or left.
     """
 
     def __init__(self, agent: AgentProxy, members: Members, folder: RunFolder, recoveries: Recoveries) -> None:
@@ -44,15 +44,15 @@ class AttemptResults:
         self._reports: dict[int, messages.AttemptEnded] = {}
 
     def start_attempt(self) -> None:
-        """Forget the reports of the attempt before."""
+        """Drop the reports of the previous attempt."""
         self._reports.clear()
 
     def add(self, member: int, report: messages.AttemptEnded) -> None:
-        """Take the report of a member."""
+        """Add the report of a member."""
         self._reports[member] = report
 
     def remove(self, member: int) -> None:
-        """Forget the report of a member that is gone."""
+        """Drop the report of a member that has left or is lost."""
         self._reports.pop(member, None)
 
     def has_all(self, members: Collection[int]) -> bool:
@@ -60,12 +60,12 @@ class AttemptResults:
         return self._reports.keys() >= set(members)
 
     def fail(self, result: RunResult) -> None:
-        """End the run with this result, unless it fails already."""
+        """End the run with this result, unless it has already failed."""
         if self.failure is None:
             self.failure, self._failure_time = result, time.time()
 
     def ended(self) -> RunResult | None:
-        """Return the result of a run that has to end before the next attempt."""
+        """Return the result of a run that must end before the next attempt."""
         return RunResult(128 + self.signal) if self.signal is not None else self.failure
 
     def is_last(self, *, failed: bool, restarts: bool) -> bool:
@@ -111,7 +111,7 @@ class AttemptResults:
         return Restart(f"{blocks[first.rank]}\nphalanx: {self._recoveries.restarting()}")
 
     def _evaluate_trouble(self, report: AttemptReport, *, restarts: bool) -> None:
-        """Restart or end if a node had trouble that no worker caused."""
+        """Restart or end if a node had a problem that no worker caused."""
         troubles = [report.trouble, *(each.trouble for each in self._reports.values())]
         trouble = next(filter(None, troubles), "")
         if trouble and restarts and self.failure is None:

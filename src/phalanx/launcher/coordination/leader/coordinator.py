@@ -47,7 +47,7 @@ _LONGEST_TEXT = 1 << 15  # characters of the result
 
 @dataclass(frozen=True)
 class TakeoverState:
-    """What is known of a run whose leader is lost."""
+    """What is known about a run whose leader is lost."""
 
     leader: int  # number of the lost leader
     why: str
@@ -56,7 +56,7 @@ class TakeoverState:
     readiness: Readiness  # of the workers of this node
     worked: frozenset[int]  # members that had ranks
     others: Mapping[int, Endpoint | None]  # members that should join the new leader; None: the address is unknown
-    electorate: Electorate  # with whom this node may lead
+    electorate: Electorate  # the members with which this node may lead
 
 
 class LeaderCoordinator:
@@ -143,7 +143,7 @@ class LeaderCoordinator:
         return leader
 
     async def take_over(self, state: TakeoverState, timeout: float) -> None:
-        """Lead in place of a lost leader: wait for the others, then regroup, restart or hold."""
+        """Lead instead of a lost leader: wait for the others, then regroup, restart or hold."""
         own, member_states = self._member_states.own, self._member_states
         self._commands.attempt = CurrentAttempt(state.attempt, time.monotonic(), running=True)
         self._recoveries.generation = state.generation
@@ -196,17 +196,17 @@ class LeaderCoordinator:
         return connected.address if connected is not None else ""
 
     def dismiss(self, ranks: Sequence[int], why: str) -> bool:
-        """Continue without the member that has these ranks. False: the run is not elastic, or too few would be left."""
+        """Continue without the member that has these ranks. False: the run is not elastic, or too few would remain."""
         return self._changes.dismiss_ranks(ranks, why)
 
     # -- attempts
 
     async def first_attempt(self) -> StartAttempt | RunResult:
-        """Start the first attempt, once enough nodes are there."""
+        """Start the first attempt, once enough nodes have joined."""
         return await self._next_attempt(0)  # nodes may have left since they joined
 
     async def _next_attempt(self, attempt: int) -> StartAttempt | RunResult:
-        """Start an attempt with the nodes that are there, once they are enough."""
+        """Start an attempt with the connected nodes, once there are enough."""
         roster, timeout = self._members.roster, self._context.rendezvous.timeouts.join
         until = time.monotonic() + timeout
         while not roster.enough or self._results.failure is not None:
@@ -229,7 +229,7 @@ class LeaderCoordinator:
         return start
 
     async def wait_for_others(self) -> None:
-        """Wait until all members have reported the end of this attempt, or are gone."""
+        """Wait until all members have reported the end of this attempt, or are lost."""
         self._commands.attempt.running = False
         self._group.check_all_ended()
         await self._group.all_ended.wait()
@@ -255,7 +255,7 @@ class LeaderCoordinator:
 
     def worker_failed(self, failure: WorkerFailure) -> Action | None:
         """Decide for all nodes about a failure on this node."""
-        if self._member_states.own not in self._member_states.ranks:  # of its spare workers: the ranks do not need them
+        if self._member_states.own not in self._member_states.ranks:  # its spare workers: the ranks do not need them
             self._agent.note(failure.reason)
             return None
         return self._group.worker_failed(failure)

@@ -1,4 +1,4 @@
-"""Handles what the control plane reports to the leader: messages of members, and members that join or are lost."""
+"""Handles events of the control plane on the leader: messages of members, and members that join or are lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.launcher.coordination.leader.remote_output import RemoteOutput
 from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 
-_PROGRESS_INTERVAL = 0.5  # seconds between two events about who has joined
+_PROGRESS_INTERVAL = 0.5  # seconds between two events about the progress of the rendezvous
 
 
 class MemberMessages:
@@ -49,7 +49,7 @@ class MemberMessages:
         self._group = group
         self._changes = changes
         self._output = output
-        self._last_joined: tuple[str, ...] = ()  # who had joined at the last event
+        self._last_joined: tuple[str, ...] = ()  # members that had joined at the last event
         self._last_progress = -_PROGRESS_INTERVAL  # when that was written
 
     def message_received(self, member: int, message: messages.FromMember) -> None:
@@ -124,7 +124,7 @@ class MemberMessages:
         self._agent.perform(EndRun(number, f"{number.name} received by {name}"))
 
     def _preempt(self, name: str, number: signal.Signals) -> bool:
-        """Begin a preemption for a member that received a signal. Return whether nothing else must be done about it."""
+        """Begin a preemption for a member that received a signal. Return whether the signal is completely handled."""
         if self._results.signal is None and not self._group.preemption.begun:
             self._agent.note(f"{name} received {number.name}")
         preempted = self._results.signal is None and self._group.preempt(number)
@@ -153,11 +153,11 @@ class MemberMessages:
         self._agent.note(text)
 
     def waiting(self, text: str) -> None:
-        """Show what this node waits for."""
+        """Show what this node is waiting for."""
         self._agent.waiting(text)
 
     def rendezvous_progress(self, joined: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str) -> None:
-        """Write to the run folder who has joined and who is missing."""
+        """Write to the run folder which nodes have joined and which are missing."""
         now = time.monotonic()
         if joined != self._last_joined and (not text or now - self._last_progress >= _PROGRESS_INTERVAL):
             self._last_joined, self._last_progress = joined, now

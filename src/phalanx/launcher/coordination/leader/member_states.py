@@ -21,7 +21,7 @@ class MemberStates:
 
     def __init__(self, roster_: Roster, own: int) -> None:
         self.own = own  # the number of this node
-        self.ranks: dict[int, RankTable] = {}  # of the members that have some
+        self.ranks: dict[int, RankTable] = {}  # of the members with ranks
         self.leaving: set[int] = set()
         self.joiners: set[int] = set()  # members that got ranks in a regroup of this attempt
         self.on_trial: set[int] = set()  # those of them that have not committed a step yet
@@ -36,7 +36,7 @@ class MemberStates:
 
     @property
     def min_nodes(self) -> int:
-        """Return with how many nodes the run can continue."""
+        """Return the minimum number of nodes with which the run can continue."""
         return self._roster.least or self._roster.expected
 
     @property
@@ -80,7 +80,9 @@ class MemberStates:
 
     @property
     def topology(self) -> str:
-        """Return which ranks share a node, as workers get it. It is computed once: every member gets the same."""
+        """Return which ranks share a node, in the form that workers get. It is computed once: every member gets the
+        same.
+        """
         if self._topology is None:
             self._topology = roster.world(self.ranks)
         return self._topology
@@ -143,7 +145,7 @@ class MemberStates:
         `resumes`: it comes from a lost leader, and its workers belong to this attempt.
         """
         if resumes is not None and member in self.ranks:
-            # What it reported later stays.
+            # Keep later reports.
             if member not in self._readiness:
                 self._readiness[member] = Readiness(resumes.connected, resumes.finished)
             return False

@@ -1,4 +1,4 @@
-"""What follows when nodes join, leave or are lost.
+"""Handles nodes that join, leave or are lost.
 
 In an elastic run (`-n 1:4`, `--spares`) ranks are assigned again each time that a node joins or leaves. A node that
 joins later starts its workers as spares; once they have imported everything, the group regroups with them.
@@ -26,13 +26,13 @@ from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
 
-_PLAIN_AFTER = 10.0  # seconds without a connection of a worker: the script cannot regroup
+_PLAIN_AFTER = 10.0  # seconds without a connection of a worker, after which the script counts as unable to regroup
 
 
 class NodeChanges:
-    """Adds nodes that join, removes those that are gone, and has the group follow.
+    """Adds nodes that join, removes those that are lost, and makes the group follow.
 
-    `elastic`: the run continues without a lost node; else it ends.
+    `elastic`: the run continues without a lost node; otherwise it ends.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class NodeChanges:
             self.schedule_growth()
 
     def admit(self, member: int) -> None:
-        """Add a new member, or one of another leader, perhaps with workers that wait for a group."""
+        """Add a new member, or one of another leader. It may have workers that wait for a group."""
         state = self._members.roster.members[member].resumes
         resumes = state if state is not None and state.attempt == self._commands.attempt.number else None
         if resumes is not None:
@@ -89,7 +89,9 @@ class NodeChanges:
             self._commands.stop_member(member, "the others have continued")
 
     def set_readiness(self, member: int, readiness: Readiness) -> None:
-        """Record whether the workers of a member can regroup. One of a host that was dismissed may have to wait."""
+        """Record whether the workers of a member can regroup. A member on a host that was dismissed may have to
+        wait.
+        """
         wait = self._readmission.remaining(self._host(member), time.monotonic())
         if wait > 0 and member not in self._member_states.ranks:
             if readiness.all_connected:
@@ -144,7 +146,7 @@ class NodeChanges:
     # -- nodes that cannot take part
 
     def worker_failed(self, member: int, failure: WorkerFailure) -> bool:
-        """Handle a failure on a node that has joined a healthy run. Return whether there is nothing left to decide.
+        """Handle a failure on a node that has joined a healthy run. Return whether the failure is completely handled.
 
         A node that cannot take part is dismissed, and the others continue: their training was healthy without it.
         """
@@ -163,12 +165,12 @@ class NodeChanges:
         self._member_states.leaving.add(member)
         self._commands.stop_member(member, why)
         self._dismissed[member] = why
-        if member in self._member_states.ranks:  # else it has cost the others nothing
+        if member in self._member_states.ranks:  # otherwise it has cost the others nothing
             self._readmission.dismissed(self._host(member), time.monotonic(), why)
         self.remove(member, f"{self._members.name(member)} was dismissed", note=member in self._member_states.ranks)
 
     def dismiss_ranks(self, ranks: Sequence[int], why: str) -> bool:
-        """Dismiss the node that has these ranks, if enough others are left. Return whether it was."""
+        """Dismiss the node that has these ranks, if enough others remain. Return whether it was dismissed."""
         states, ends = self._member_states, self._commands.attempt.stopping or self._group.preemption.begun
         member = next((member for member, table in states.ranks.items() if set(ranks) & set(table.ranks)), None)
         if member is None or member == states.own or ends or not self._elastic:
@@ -198,7 +200,7 @@ class NodeChanges:
     # -- nodes that leave
 
     def left(self, member: int, code: int, text: str) -> None:
-        """Handle a member that has disconnected and said why."""
+        """Handle a member that has disconnected with a reason."""
         if member in self._dismissed:
             self._dismissed.pop(member, None)
             self._member_states.leaving.discard(member)
@@ -207,7 +209,7 @@ class NodeChanges:
         if self._elastic:
             self.remove(member, text)
         elif self._members.roster.complete and not self._members.end_sent:
-            # Before the start it may join again. Later its ranks are missing.
+            # Before the start it may join again. Afterwards its ranks are missing.
             self._group.give_up(RunResult(code or 1, text))
         self._member_states.leaving.discard(member)
         self._group.check_all_ended()
@@ -274,7 +276,7 @@ class NodeChanges:
             return
         lived = time.monotonic() - attempt.began
         action = self._group.nodes_lost(WorkerFailure(ranks.ranks[0], text, "", time.time(), lived, None))
-        if not isinstance(action, RegroupPlan):  # a regroup sends it
+        if not isinstance(action, RegroupPlan):  # a regroup also sends it
             self._commands.send_peer_list()
         if not readiness.connected:
             self._agent.note(text)

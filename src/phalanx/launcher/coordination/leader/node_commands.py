@@ -1,4 +1,4 @@
-"""Carries a decision out on all nodes: sends it to the members, and returns the action for this node."""
+"""Executes a decision on all nodes: sends it to the members, and returns the action for this node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST_REASON = 4096  # characters
 
 @dataclass
 class CurrentAttempt:
-    """The attempt that runs, or ran last."""
+    """The current attempt, or the last one."""
 
     number: int = 0
     began: float = 0.0  # monotonic time
@@ -54,7 +54,7 @@ class NodeCommands:
 
     @property
     def has_store(self) -> bool:
-        """Return whether the store's socket is open. Not while this node takes over from a lost leader."""
+        """Return whether the store's socket is open. It is not while this node takes over from a lost leader."""
         return self._store is not None
 
     def open_store(self) -> None:
@@ -115,17 +115,17 @@ class NodeCommands:
         return RegroupPlan(generation, why, self.plan, self._store, halt)
 
     def hold(self, why: str) -> HoldWorkers:
-        """Have all workers keep their state in memory and wait."""
+        """Make all workers keep their state in memory and wait."""
         self._members.broadcast(messages.Hold(attempt=self.attempt.number, why=why))
         return HoldWorkers(why)
 
     def refuse_regroup(self) -> RefuseRegroup:
-        """Let workers of all nodes that have lost a rank not wait for an assignment."""
+        """Tell workers of all nodes that have lost a rank not to wait for an assignment."""
         self._members.broadcast(messages.RankLeft(attempt=self.attempt.number))
         return RefuseRegroup()
 
     def halt(self, step: int | None) -> HaltWorkers:
-        """Have all workers report their step, or halt at `step`."""
+        """Make all workers report their step, or halt at `step`."""
         self._members.broadcast(messages.HaltAll(step=step))
         return HaltWorkers(step)
 
@@ -146,13 +146,13 @@ class NodeCommands:
         return StopWorkers(signal.SIGTERM, reason, self._grace) if self.attempt.running else None
 
     def end_run(self, number: signal.Signals) -> None:
-        """End the run on all members, as by a signal of the user."""
+        """End the run on all members, as if by a signal of the user."""
         grace = 0.0 if number == signal.SIGKILL else self.plan.shutdown.stop_timeout
         reason = f"{number.name} received at node 0"
         self._members.broadcast(messages.Stop(signal=number, reason=reason, grace=grace, ends=True))
 
     def send_peer_list(self) -> None:
-        """Send all members to all members, so that one of them can lead if this node is lost."""
+        """Send the list of all members to all members, so that one of them can lead if this node is lost."""
         if self._context.rendezvous.elastic:
             member_states = self._member_states
             self._members.broadcast(self._members.peer_list(member_states.own, member_states.ranks.keys()))

@@ -1,4 +1,4 @@
-"""How long a host that was dismissed waits until it gets ranks again. Pure.
+"""How long a dismissed host waits until it gets ranks again. Pure.
 
 Such a node costs the others two regroups each time. Some supervisors start it again at once, and it fails again.
 """
@@ -26,7 +26,7 @@ class Dismissals:
 
 
 class Readmission:
-    """Remembers the hosts that had ranks and were dismissed, for the whole run."""
+    """Records the hosts that had ranks and were dismissed, for the whole run."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, Dismissals] = {}
@@ -42,7 +42,7 @@ class Readmission:
         return max(0.0, found.latest + found.delay - now) if found.count else 0.0
 
     def note(self, host: str, now: float) -> str:
-        """Return what a node on this host reads when it joins. Empty: it was never dismissed."""
+        """Return the message for a node on this host when it joins. Empty: it was never dismissed."""
         if host not in self._hosts:
             return ""
         wait = self.remaining(host, now)

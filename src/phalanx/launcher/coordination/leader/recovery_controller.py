@@ -22,7 +22,7 @@ from phalanx.recover.decision import RecoveryAction
 
 
 class RecoveryController:
-    """Decides for all nodes. It returns the action of this node, after it has sent theirs to the members."""
+    """Decides for all nodes. It sends actions to the members, and returns the action of this node."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class RecoveryController:
         results: AttemptResults,
     ) -> None:
         self.preemption = Preemption(context.plan, context.folder, perform=self._perform_preemption, note=agent.note)
-        self.all_ended = asyncio.Event()  # all members have reported the end of this attempt, or are gone
+        self.all_ended = asyncio.Event()  # all members have reported the end of this attempt, or are lost
         self.changed = asyncio.Event()  # a node has joined, or the run ends
         self._rendezvous = context.rendezvous
         self._agent = agent
@@ -45,11 +45,13 @@ class RecoveryController:
         self._commands = commands
         self._recoveries = recoveries
         self._results = results
-        self._hold_timer: asyncio.TimerHandle | None = None  # ends the run if too few nodes are left for too long
+        self._hold_timer: asyncio.TimerHandle | None = None  # ends the run if too few nodes remain for too long
 
     @property
     def restarts(self) -> bool:
-        """Return whether all ranks are started again. Not after a preemption: the next run resumes the checkpoint."""
+        """Return whether all ranks are started again. Not after a preemption: the next run resumes from the
+        checkpoint.
+        """
         return self._recoveries.latest_action is RecoveryAction.RESTART and not self.preemption.begun
 
     # -- failures
@@ -78,7 +80,7 @@ class RecoveryController:
         return self._recoveries.would_stop(failure, can_regroup=self._member_states.readiness.can_regroup)
 
     def nodes_lost(self, failure: WorkerFailure) -> Action | None:
-        """Decide about nodes that are gone: the others regroup or restart without them, or hold if they are too few."""
+        """Decide about lost nodes: the others regroup or restart without them, or hold if there are too few."""
         can_regroup = self._member_states.readiness.can_regroup
         failure = replace(failure, idle=self._agent.idle)  # a node may be silent for long before it counts as lost
         self._recoveries.nodes_changed(failure, RecoveryAction.REGROUP if can_regroup else RecoveryAction.RESTART)
@@ -97,14 +99,14 @@ class RecoveryController:
         return self._commands.stop(why)
 
     def _regroup(self, why: str, *, halt: bool = False) -> Action:
-        """Have all members form a new group. `halt`: which writes a checkpoint."""
+        """Make all members form a new group. `halt`: which writes a checkpoint."""
         if self._hold_timer is not None:
             self._hold_timer.cancel()
             self._hold_timer = None
         return self._commands.regroup(self._recoveries.generation, why, halt=halt or self.preemption.begun)
 
     def _hold(self, why: str) -> Action:
-        """Have the members that are left wait for others, for a limited time."""
+        """Make the remaining members wait for others, for a limited time."""
         timeout = self._rendezvous.timeouts.join
         here, least, noun = len(self._member_states.ranks), self._member_states.min_nodes, self._rendezvous.noun
         left = f"{here} of at least {least} {noun}s are left"
@@ -160,7 +162,7 @@ class RecoveryController:
         self._agent.perform(self._commands.stop(result.text.splitlines()[0]))
 
     def end_run(self, number: signal.Signals) -> None:
-        """End the run on all members, as by a signal of the user."""
+        """End the run on all members, as if by a signal of the user."""
         self._results.signal = self._results.signal or number
         self.changed.set()
         self._commands.end_run(number)

@@ -16,7 +16,7 @@ from phalanx.launcher.plan import Plan
 
 
 class RemoteOutput:
-    """Shows what other nodes send of their ranks' output."""
+    """Shows the output of ranks that other nodes send."""
 
     def __init__(self, console: Console, members: Members) -> None:
         self._console = console
@@ -37,7 +37,7 @@ class RemoteOutput:
         self._console.settle(sum(len(table.ranks) for table in ranks.values()), prefixes)
 
     def show(self, member: int, log: messages.Log, *, filter_noise: bool) -> None:
-        """Show a piece of output. `filter_noise`: drop what torch prints when a group is cut."""
+        """Show a piece of output. `filter_noise`: drop messages that torch prints when a group is cut."""
         key = (log.rank, log.stream)
         tail = self._tails.get(key)
         if tail is None:

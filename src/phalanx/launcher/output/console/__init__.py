@@ -1,1 +1,1 @@
-"""The console: what is shown of the output of all ranks, and where."""
+"""The console: which output of all ranks is shown, and where."""

@@ -71,7 +71,7 @@ class _Prefixes:
     alone: bool  # one rank, whose lines have none
     digits: int
     given: Mapping[int, str]
-    colour: bool | None  # None: on a terminal
+    colour: bool | None  # None: only on a terminal
 
     def of(self, rank: int, sink: Sink) -> bytes:
         if self.alone:
@@ -85,10 +85,11 @@ class _Prefixes:
 
 
 class Console:
-    """Create it with the world size, then call `say`, and `attach` for each stream of a worker; `close` at the end.
+    """Shows output and messages. Create it with the world size, then call `say`, and `attach` for each stream of a
+    worker; `close` at the end.
 
-    `colour` and `terminal` override what the descriptors say. The thread starts with the first output, so that a
-    process that has shown nothing may fork.
+    `colour` and `terminal` override the properties of the descriptors. The thread starts with the first output, so that
+    a process that has shown nothing may fork.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Console:
 
     @property
     def together(self) -> bool:
-        """Return whether our stdout and stderr lead to the same place, and so have one order."""
+        """Return whether our stdout and stderr refer to the same file, and so have one order."""
         return self._out is self._err
 
     def window(self, rank: int, stream: Std) -> tuple[int, int]:
@@ -168,10 +169,10 @@ class Console:
         traceback: str | None = None,
         replaces: bool = False,
     ) -> LogTail:
-        """Show what is appended to the log from here on.
+        """Show data that is appended to the log from here on.
 
-        `traceback`: the file with the last traceback of the worker, which is kept back until its failure was reported.
-        That of a single rank is kept back only if it replaces another worker, which may have shown the same.
+        `traceback`: the file with the last traceback of the worker, which is withheld until its failure was reported.
+        With a single rank it is withheld only if the worker replaces another one, which may have shown the same.
         """
         sink = self._sink(stream)
         lines = None if self._prefixes.alone else LineModel(live=live)
@@ -192,12 +193,12 @@ class Console:
                     shown.rank, shown.prefix = rank, self._prefixes.of(rank, shown.sink)
 
     def await_report(self, tail: LogTail) -> None:
-        """Keep the traceback in this output back until `drop_withheld`: the worker has failed, which is reported."""
+        """Withhold the traceback in this output until `drop_withheld`: the failure of the worker is reported."""
         with self._lock:
             self._enqueue(_AwaitReport(tail))
 
     def drop_withheld(self, matches: Callable[[str], bool] | None = None, *, ended: bool = False) -> None:
-        """Forget the tracebacks that are kept back, as far as they match: their failures were reported.
+        """Drop the withheld tracebacks that match: their failures were reported.
 
         `ended`: only those of streams that have ended.
         """
@@ -205,7 +206,7 @@ class Console:
             self._enqueue(_Drop(matches, ended))
 
     def release_withheld(self, ranks: Collection[int] | None = None) -> None:
-        """Show the tracebacks that are kept back, of these ranks or of all."""
+        """Show the withheld tracebacks, of these ranks or of all."""
         with self._lock:
             self._enqueue(_Release(ranks))
 
@@ -238,7 +239,7 @@ class Console:
             self._enqueue(data)
 
     def typed(self) -> None:
-        """Note that the user pressed Enter, which moves the cursor to a new line."""
+        """Record that the user pressed Enter, which moves the cursor to a new line."""
         with self._lock:
             self._out.entered()
             self._err.entered()
@@ -253,7 +254,7 @@ class Console:
                 self._enqueue(text)
 
     def abandon(self) -> None:
-        """Show no more output of workers. Can be called from any thread, also while `close` waits."""
+        """Stop showing output of workers. Can be called from any thread, also while `close` waits."""
         with self._lock:
             self._abandoned = True
             self._out.abandoned = self._err.abandoned = True
@@ -262,7 +263,7 @@ class Console:
     def close(self) -> None:
         """Show everything, however long that takes, and restore the terminal.
 
-        It blocks: from a coroutine, `await asyncio.to_thread(console.close)`.
+        It blocks: in a coroutine, use `await asyncio.to_thread(console.close)`.
         """
         with self._lock:
             if self._closing:
@@ -294,7 +295,7 @@ class Console:
         return self._out if stream == Std.OUT else self._err
 
     def _enqueue(self, item: _Item) -> None:
-        """Queue something to show. The caller has the lock."""
+        """Queue an item to show. The caller has the lock."""
         if isinstance(item, ShownStream):
             if item.tail.queued or self._abandoned:
                 return
@@ -365,7 +366,7 @@ class Console:
 
 
 def _same(one: int, other: int) -> bool:
-    """Return whether both descriptors lead to the same place."""
+    """Return whether both descriptors refer to the same file."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(one), os.fstat(other))
     return False

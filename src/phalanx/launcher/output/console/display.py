@@ -1,4 +1,6 @@
-"""What stdout and stderr show: finished lines of all ranks, unfinished rows of live streams, messages of phalanx."""
+"""The content of stdout and stderr: finished lines of all ranks, unfinished rows of live streams, messages of
+phalanx.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ BATCH = 1 << 22  # bytes collected before they are written
 
 
 class WithheldTracebacks:
-    """The tracebacks that are kept back, also of streams that have ended. `show` shows lines of a stream."""
+    """The withheld tracebacks, also of streams that have ended. `show` shows lines of a stream."""
 
     def __init__(self, show: Callable[[ShownStream, bytes], None]) -> None:
         self._show = show
         self._streams: list[tuple[ShownStream, Withheld]] = []
 
     def add(self, stream: ShownStream) -> None:
-        """Add a stream, if its traceback is to be kept back."""
+        """Add a stream, if its traceback must be withheld."""
         if stream.tail.withheld is not None:
             self._streams.append((stream, stream.tail.withheld))
 
@@ -35,24 +37,24 @@ class WithheldTracebacks:
         return min((withheld.due for _, withheld in self._streams if withheld.due is not None), default=None)
 
     def show_overdue(self, now: float) -> None:
-        """Show what has waited too long."""
+        """Show output that has waited too long."""
         for stream, withheld in self._streams:
             self._show(stream, withheld.overdue(now))
 
     def await_report(self, tail: LogTail) -> None:
-        """Keep what is kept back of this stream until `drop` or `release`."""
+        """Withhold the output of this stream until `drop` or `release`."""
         for stream, withheld in self._streams:
             if stream.tail is tail:
                 withheld.await_report()
 
     def drop(self, matches: Callable[[str], bool] | None = None, *, besides: Collection[ShownStream] = ()) -> None:
-        """Forget what is kept back, as far as it matches, except that of the streams `besides`: it was reported."""
+        """Drop the withheld output that matches, except of the streams `besides`: it was reported."""
         for stream, withheld in self._streams:
             if stream not in besides:
                 withheld.drop(matches)
 
     def release(self, ranks: Collection[int] | None = None) -> None:
-        """Show what is kept back, of these ranks or of all."""
+        """Show the withheld output, of these ranks or of all."""
         for stream, withheld in self._streams:
             if ranks is None or stream.rank in ranks:
                 self._show(stream, withheld.release())
@@ -74,21 +76,21 @@ class Display:
         self._alone = alone
         self._colour = colour  # None: on a terminal
         self._quiet = quiet  # seconds after which an unfinished line is shown
-        self._bar_interval = bar_interval  # seconds between two states of a bar where there is no terminal
+        self._bar_interval = bar_interval  # seconds between two states of a bar without a terminal
         self._streams: dict[ShownStream, None] = {}  # in the order in which they were added
-        self._unfinished: dict[ShownStream, None] = {}  # those that have to be looked at again after a while
+        self._unfinished: dict[ShownStream, None] = {}  # streams that must be checked again after a while
         self._live: list[ShownStream] = []
         self._terminal = TerminalHolder()
         self.withheld = WithheldTracebacks(self._show_lines)
 
     @property
     def streams(self) -> tuple[ShownStream, ...]:
-        """Return the streams that have not ended. Any thread may ask, with the lock."""
+        """Return the streams that have not ended. Any thread may call it, with the lock."""
         return tuple(self._streams)
 
     @property
     def sinks(self) -> Iterator[Sink]:
-        """Return stdout and stderr: one sink, if both lead to the same place."""
+        """Return stdout and stderr: one sink, if both refer to the same file."""
         return iter(dict.fromkeys((self.out, self.err)))
 
     @property
@@ -135,7 +137,7 @@ class Display:
         self._terminal.hide()
 
     def unhide(self) -> None:
-        """Print the kept messages. What ranks have written meanwhile is only in their logs."""
+        """Print the kept messages. Output of ranks during that time is only in their logs."""
         messages, self._terminal.messages = self._terminal.messages, None
         if messages is None:
             return
@@ -153,7 +155,7 @@ class Display:
     # -- output
 
     def show(self, stream: ShownStream) -> None:
-        """Show what a stream has to show. Not while another process has the terminal."""
+        """Show the pending output of a stream. Not while another process has the terminal."""
         if self._terminal.hides(stream.sink):
             if stream.tail.skip() and stream in self._streams:
                 self._remove(stream)

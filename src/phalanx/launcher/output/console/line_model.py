@@ -1,4 +1,4 @@
-"""A model of what a stream shows on a terminal: finished lines, and rows that may still change."""
+"""A model of the content of a stream on a terminal: finished lines, and rows that may still change."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class ConsoleRow:
 
     def __init__(self, base: bytes = b"", *, phantom: bool = False) -> None:
         self.base = base  # before the last carriage return
-        self.text = bytearray()  # since
+        self.text = bytearray()  # after it
         self.returned = bool(base)
-        self.sealed = False  # a progress bar that is drawn to its end: other text does not belong to it
+        self.sealed = False  # a progress bar that is complete: other text does not belong to it
         self.phantom = phantom  # replaces a row that was finished long ago
 
     @property
     def state(self) -> bytes:
-        """Return what the row shows."""
+        """Return the content of the row."""
         return overwrite(self.base, bytes(self.text))
 
     def rewind(self) -> None:
@@ -80,7 +80,7 @@ class ConsoleRow:
         self.base, self.text, self.returned, self.sealed = self.state, bytearray(), True, False
 
     def unseal(self) -> None:
-        """Drop a bar that something else is written behind, such as a warning. The bar is drawn again below it."""
+        """Drop a bar after which something else is written, such as a warning. The bar is drawn again below it."""
         self.base, self.text, self.returned, self.sealed = b"", bytearray(), False, False
 
 
@@ -100,7 +100,7 @@ class LineModel:
         self._at = 0
         self._reach = 0
         self._cut = b""  # an incomplete escape sequence
-        self._hidden = False  # the cursor is, as with rich while it repaints
+        self._hidden = False  # the cursor is hidden, as by rich while it repaints
 
     @property
     def pending(self) -> bool:
@@ -121,7 +121,7 @@ class LineModel:
         return 1 if not last.returned or not (last.text or last.base) else 10
 
     def states(self) -> list[bytes]:
-        """Return what the rows show, without incomplete characters."""
+        """Return the content of the rows, without incomplete characters."""
         return [overwrite(row.base, _PARTIAL.sub(b"", row.text)) for row in self.rows]
 
     def feed(self, data: bytes) -> bytes:
@@ -145,7 +145,7 @@ class LineModel:
         return _joined(done)
 
     def let_go(self) -> None:
-        """Drop the only row: it stays on the screen as it is."""
+        """Drop the only row: it stays on the screen."""
         self.rows = [ConsoleRow()]
 
     def end(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What the console has not yet shown of a rank's log."""
+"""The part of a rank's log that the console has not shown yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNKEPT_LIMIT = 1 << 22  # bytes in memory that a full disk did not accept
 class LogTail:
     """The pending part of a stream: ranges of its log, and bytes that could not be written there.
 
-    `ready` is called, with the lock held, when there is something to take.
+    `ready` is called, with the lock held, when there is something to read.
     """
 
     def __init__(self, lock: RLock, ready: Callable[[], None], log: int | None, size: int) -> None:
@@ -35,7 +35,7 @@ class LogTail:
         self._ended = False
 
     def grew(self, size: int) -> None:
-        """Note the new size of the log."""
+        """Record the new size of the log."""
         with self._lock:
             last = self._parts[-1] if self._parts else b""
             if isinstance(last, range):
@@ -46,7 +46,7 @@ class LogTail:
             self._ready()
 
     def unkept(self, data: bytes) -> None:
-        """Take bytes that could not be written to the log. Only a limited number is kept in memory."""
+        """Keep bytes that could not be written to the log. Only a limited number is kept in memory."""
         with self._lock:
             kept = data[: UNKEPT_LIMIT - self._unkept]
             self.skipped += len(data) - len(kept)
@@ -56,7 +56,7 @@ class LogTail:
                 self._ready()
 
     def end(self) -> None:
-        """Note that the log is complete."""
+        """Record that the log is complete."""
         with self._lock:
             self._ended = True
             self._ready()
@@ -79,7 +79,7 @@ class LogTail:
         return (self._read(part) if isinstance(part, range) else part), last
 
     def skip(self) -> bool:
-        """Skip everything that is pending. Return whether the stream has ended."""
+        """Skip everything pending. Return whether the stream has ended."""
         with self._lock:
             self.queued = False
             self._parts.clear()

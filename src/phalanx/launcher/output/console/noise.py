@@ -1,6 +1,6 @@
-"""Recognizes what torch and NCCL print when a rank loses a peer: dozens of lines per rank. They stay in the rank's log;
-the console shows one line of phalanx instead. Those of a rank that can regroup are dropped at once, those of others
-when the failure was reported (`withheld.py`).
+"""Recognizes messages of torch and NCCL when a rank loses a peer: dozens of lines per rank. They stay in the rank's
+log; the console shows one line of phalanx instead. Those of a rank that can regroup are dropped at once, those of
+others when the failure was reported (`withheld.py`).
 
     noise = Noise()
     shown = noise.without(b"…whole lines…")
@@ -31,7 +31,7 @@ _QUOTED = b"Last error:"  # the next line is NCCL's, with any text
 class Noise:
     """Filters one stream. A message may arrive in several parts.
 
-    `aborts`: what a process writes when an exception in C++ ends it is noise, too.
+    `aborts`: output of a process that an exception in C++ ends is noise, too.
     """
 
     def __init__(self, *, aborts: bool = False) -> None:
@@ -50,7 +50,7 @@ class Noise:
         return self._inside or self._warned or self._quoted
 
     def drops(self, line: bytes) -> bool:
-        """Take the next line, and return whether it is noise."""
+        """Process the next line, and return whether it is noise."""
         text = line.rstrip(b"\r\n")
         if self._quoted:
             self._quoted = False

@@ -1,4 +1,4 @@
-"""One stream of a rank, as the console shows it."""
+"""One stream of a rank on the console."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.launcher.output.console.log_tail import LogTail
 from phalanx.launcher.output.console.sink import Sink
 
 _TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?(?!\[)", re.MULTILINE)  # of a traceback: the line has a prefix already
-_MODES_SHARED = (b"25", b"2004")  # that rank 0 may change when there are other ranks
+_MODES_SHARED = (b"25", b"2004")  # modes that rank 0 may change when there are other ranks
 
 
 class ShownStream:
@@ -28,14 +28,14 @@ class ShownStream:
         self.prefix = b""
         self.showing = False  # an unfinished line is on the screen
         self._last_data = 0.0
-        self._bar_due: float | None = None  # when to show the state of a bar where there is no terminal
+        self._bar_due: float | None = None  # when to show the state of a bar without a terminal
         self._bar_shown = b""
-        self._started = b""  # a line that may be the first of a traceback to keep back, if there is no line model
+        self._started = b""  # a line that may begin a traceback to withhold, without a line model
 
     # -- output
 
     def unwithheld(self, data: bytes, now: float, *, last: bool = False) -> bytes:
-        """Return the bytes to show of a stream without a line model: all, unless its traceback is kept back."""
+        """Return the bytes to show of a stream without a line model: all, unless its traceback is withheld."""
         withheld = self.tail.withheld
         if withheld is None:
             return data
@@ -45,7 +45,7 @@ class ShownStream:
         return shown if self._started else shown + rest
 
     def feed(self, data: bytes, now: float, bar_interval: float) -> bytes:
-        """Take output, and return the lines that are finished."""
+        """Process output, and return the finished lines."""
         if self.lines is None:
             return b""
         self._last_data = now
@@ -60,7 +60,7 @@ class ShownStream:
         return done
 
     def take_over(self, *, reclaim: bool) -> None:
-        """Apply to the sink what the output has changed: modes of the terminal and, if `reclaim`, finished rows."""
+        """Apply changes by the output to the sink: modes of the terminal and, if `reclaim`, finished rows."""
         if self.lines is None:
             return
         if self.live:
@@ -89,7 +89,7 @@ class ShownStream:
         return min(times, default=None)
 
     def overdue(self, now: float, quiet: float, bar_interval: float) -> list[bytes]:
-        """Return unfinished lines to show now: nothing follows, or it is time to show the state of a bar."""
+        """Return unfinished lines to show now: nothing follows, or the state of a bar is due."""
         if self.lines is None:
             return []
         found = []
@@ -106,7 +106,7 @@ class ShownStream:
     # -- unfinished rows of a live stream
 
     def painting_due(self, quiet: float) -> float | None:
-        """Return when unfinished rows are to be painted, if they are not yet."""
+        """Return when unfinished rows must be painted, if they are not yet."""
         if self.lines is not None and self.lines.pending and not self.showing:
             return self._last_data + quiet
         return None
@@ -125,7 +125,7 @@ class ShownStream:
         return self.showing and self.lines is not None and not self.lines.bar
 
     def leave_prompt(self) -> None:
-        """Finish a prompt: the rank does not wait there any more."""
+        """Finish a prompt: the rank no longer waits there."""
         if self.lines is not None and self.sink.let_go(self.row(self.lines.states()[0])):
             self.lines.let_go()
             self.showing = False
@@ -153,5 +153,5 @@ class ShownStream:
 
 
 def _reset(line: bytes) -> bytes:
-    """End colours with the line: the next line may be of another rank."""
+    """End colours with the line: the next line may belong to another rank."""
     return line + b"\x1b[0m" if b"\x1b[" in line and not line.endswith((b"\x1b[0m", b"\x1b[m")) else line

@@ -1,4 +1,4 @@
-"""Where the console writes: a file, a pipe, or a terminal with a repainted area at the bottom."""
+"""The output of the console: a file, a pipe, or a terminal with a repainted area at the bottom."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Sink:
             return
         self._lines.clear()
         self.waiting = 0
-        if grown:  # append only: what the user typed after a prompt stays
+        if grown:  # append only: text that the user typed after a prompt stays
             self._write(new[len(self._painted) :])
         else:
             self._write(self._erasure() + new)
@@ -103,7 +103,7 @@ class Sink:
         self.flush([], 0.0)
 
     def entered(self) -> None:
-        """Note that the user typed a line, and the cursor is at the start of the next."""
+        """Record that the user typed a line, so the cursor is at the start of the next."""
         self._fresh = True
 
     def mode(self, sequence: bytes) -> None:
@@ -177,7 +177,7 @@ class Sink:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     self.unwritten += len(left)
                     return
-                self.dead = True  # the reader (`| head`) or the terminal is gone
+                self.dead = True  # the reader (`| head`) or the terminal is closed
 
 
 def attributes(descriptors: Iterable[int]) -> Attributes | None:

@@ -1,4 +1,4 @@
-"""Who has the terminal: the console, the debugger of a rank, or the screen of the run, which hides the console."""
+"""The owner of the terminal: the console, the debugger of a rank, or the screen of the run, which hides the console."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_MESSAGES = 500  # of phalanx, kept while the console is hidden
 
 
 class TerminalHolder:
-    """Who has the terminal, and what waits until the console has it again."""
+    """The owner of the terminal, and the output that waits until the console has it again."""
 
     def __init__(self) -> None:
         self.debugged: int | None = None  # the rank whose debugger has the terminal
@@ -24,7 +24,7 @@ class TerminalHolder:
         return self.messages is not None
 
     def hide(self) -> None:
-        """Keep messages from now on, the newest if they are many."""
+        """Keep messages from now on; if there are many, the newest."""
         if self.messages is None:
             self.messages = deque(maxlen=_MOST_MESSAGES)
 
@@ -33,5 +33,5 @@ class TerminalHolder:
         return self.hidden and sink.terminal
 
     def holds(self, stream: ShownStream) -> bool:
-        """Return whether the output of a stream has to wait, or is not shown at all."""
+        """Return whether the output of a stream must wait, or is not shown at all."""
         return self.debugged not in (None, stream.rank) or self.hides(stream.sink)

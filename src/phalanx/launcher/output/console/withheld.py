@@ -1,14 +1,15 @@
-"""Keeps the last traceback of a worker off the console: the message about the failure says the same in fewer lines.
+"""Withholds the last traceback of a worker from the console: the message about the failure says the same in fewer
+lines.
 
     withheld = Withheld("…/attempt_0/1/traceback.txt")
     shown = withheld.feed(b"…whole lines…", now)    # without the traceback, which waits in `text`
 
-A worker writes its last traceback to a file before it prints it, so the text is known exactly: nothing else is kept
-back. It waits until the failure was reported (`drop`), or turns out not to be reported (`release`). After `DELAY`
-seconds it is shown in any case, unless a report is certain (`await_report`): the process may continue without its main
+A worker writes its last traceback to a file before it prints it, so the text is known exactly: nothing else is
+withheld. It waits until the failure was reported (`drop`), or turns out not to be reported (`release`). After `DELAY`
+seconds it is always shown, unless a report is certain (`await_report`): the process may continue without its main
 thread, or hang at its exit.
 
-The error of argparse is kept back in the same way, and what torch and NCCL write about a lost peer. They are recognized
+The error of argparse is withheld in the same way, and messages of torch and NCCL about a lost peer. They are recognized
 by their form.
 """
 
@@ -35,12 +36,12 @@ _USAGE_ERROR = re.compile(r"^[^\s:]+: error: ")
 
 
 class Withheld:
-    """The last traceback, or the usage error, in the output of one worker, and what torch says about a lost peer."""
+    """The last traceback, or the usage error, in the output of one worker, and messages of torch about a lost peer."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._expected: list[str] = []  # lines of the traceback
-        self._found = 0  # how many of them have come
+        self._found = 0  # number of these lines found so far
         self._usage = False  # a usage message has begun
         self._held: list[bytes] = []
         self._due: float | None = None
@@ -52,7 +53,7 @@ class Withheld:
 
     @property
     def text(self) -> str:
-        """Return what is kept back, as plain text."""
+        """Return the withheld text, as plain text."""
         return "\n".join(self._plain(line) for line in self._held)
 
     @property
@@ -69,25 +70,25 @@ class Withheld:
         return b"".join(self._next(line, now) for line in lines.splitlines(keepends=True))
 
     def may_continue(self, started: bytes) -> bool:
-        """Return whether an unfinished line may turn out to be one that is kept back."""
+        """Return whether an unfinished line may turn out to be one that must be withheld."""
         text = self._plain(started)
         return bool(started) and (
             self._inside or any(head.startswith(text) or text.startswith(head) for head in _STARTS)
         )
 
     def overdue(self, now: float) -> bytes:
-        """Return what has waited too long."""
+        """Return output that has waited too long."""
         if self._awaits_report:
             return b""
         noise = self._release_noise() if self._noise_due is not None and now >= self._noise_due else b""
         return noise + (self._release(self._over) if self._due is not None and now >= self._due else b"")
 
     def await_report(self) -> None:
-        """Wait for `drop` or `release`, however long a recovery takes: the worker has failed, which is reported."""
+        """Wait for `drop` or `release`, however long a recovery takes: the failure of the worker is reported."""
         self._awaits_report = True
 
     def release(self) -> bytes:
-        """Return what is kept back, to show it."""
+        """Return the withheld output, to show it."""
         return self._release_noise() + self._release("released")
 
     def _release(self, over: str) -> bytes:
@@ -102,7 +103,7 @@ class Withheld:
         return lines
 
     def drop(self, matches: Callable[[str], bool] | None = None) -> None:
-        """Forget what is kept back, now and later: it was reported.
+        """Drop the withheld output, now and later: it was reported.
 
         `matches`: the traceback only if this is true for its text.
         """
@@ -149,7 +150,7 @@ class Withheld:
             self._held, self._due = [], None
 
     def _keep_noise(self, line: bytes, now: float) -> bytes:
-        """Keep a line back. Return what is to be shown instead: all of it, if it is too much."""
+        """Withhold a line. Return what to show instead: all of it, if it is too much."""
         if self._over != "dropped":
             self._noise_held.append(line)
             self._noise_due = now + DELAY

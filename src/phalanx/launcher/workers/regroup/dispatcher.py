@@ -1,4 +1,4 @@
-"""Handling the messages of workers that can regroup."""
+"""Handles the messages of workers that can regroup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.launcher.workers.workers import Workers
 
 
 class MessageDispatcher:
-    """Records what workers report, and passes it to those that act on it."""
+    """Records reports of workers, and passes them to the components that act on them."""
 
     def __init__(
         self,

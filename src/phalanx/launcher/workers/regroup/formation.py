@@ -8,7 +8,7 @@ from phalanx.contract.messages import worker_messages
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.workers.worker import Worker
 
-_SLACK = 5.0  # seconds for the loss of a node to reach all nodes
+_SLACK = 5.0  # seconds until all nodes know about the loss of a node
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Formation:
     plan: Plan
     generation: int
     why: str = ""
-    held: str = ""  # why the workers wait: too few nodes are left
+    held: str = ""  # why the workers wait: too few nodes remain
     halt: bool = False  # it writes a checkpoint and ends
 
     def assignment(self, worker: Worker) -> worker_messages.FromAgent:

@@ -1,4 +1,4 @@
-"""Workers that can regroup and have no heartbeat any more."""
+"""Watches for workers that can regroup and no longer send heartbeats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HeartbeatWatch:
     """Kills workers without a heartbeat: they are stopped or hold the interpreter lock, and others wait for them.
 
     A worker that has not connected yet has no heartbeat: it imports, which may take any time. It is killed if it is
-    stopped. Seconds are counted by checks and not by a clock, so that a pause of the whole job is no silence.
+    stopped. Seconds are counted by checks and not by a clock, so that a pause of the whole job does not count.
     """
 
     def __init__(self, workers: Workers, timeout: float, note: Callable[[str], None]) -> None:
@@ -56,7 +56,7 @@ class HeartbeatWatch:
                 self._workers.send_signal(name, signal.SIGKILL)
 
     def _is_due(self, worker: Worker) -> bool:
-        """Return whether a living worker should have a heartbeat."""
+        """Return whether a live worker should have a heartbeat."""
         if not worker.pid or worker.finished or worker.seat.rank in self._workers.debugged:
             return False
         return bool(worker.last_heartbeat) or linux.state(worker.pid) == "stopped"

@@ -1,6 +1,6 @@
 """Processes that a dead rank leaves behind: data workers, servers, sidecars.
 
-The rank that replaces it needs their ports and memory, so they end with it.
+Its replacement needs their ports and memory, so they are ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessRow(NamedTuple):
-    """A living process, as /proc shows it."""
+    """A live process in /proc."""
 
     pid: int
     parent: int
@@ -26,9 +26,9 @@ class ProcessRow(NamedTuple):
 
 
 def kill(worker: int, local_rank: int, *, run: str, living: Collection[int], reapers: Collection[int]) -> list[int]:
-    """Kill what the dead worker with this pid has left behind; return the pids.
+    """Kill the leftover processes of the dead worker with this pid; return their pids.
 
-    living   pids of the other workers: what they have started is not touched
+    living   pids of the other workers: their processes are not touched
     reapers  pids of the agent and of its fork server, which become the parents of orphans
     """
     found = leftovers(
@@ -54,10 +54,10 @@ def leftovers(
     reapers: set[int],
     is_own: Callable[[int], bool],
 ) -> list[int]:
-    """Return the processes that the dead worker has started, and those that they have started.
+    """Return the processes that the dead worker has started, and their descendants.
 
     They are in its session, or its children, or orphans with its environment (`is_own`): its children have another
-    parent once the kernel has freed all that it held.
+    parent once the kernel has freed all its resources.
     """
     spared = living | reapers | _below(table, living) | {worker}
     first = {
@@ -83,7 +83,7 @@ def _below(table: Mapping[int, ProcessRow], roots: set[int]) -> set[int]:
 
 
 def processes() -> dict[int, ProcessRow]:
-    """Return all living processes of this machine."""
+    """Return all live processes of this machine."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

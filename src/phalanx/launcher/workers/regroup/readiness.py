@@ -1,4 +1,4 @@
-"""Whether workers can regroup."""
+"""Tracks whether workers can regroup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Readiness(NamedTuple):
 class ReadinessTable:
     """The readiness of the nodes of a run, by number.
 
-    Counts what nodes report, so that `overall` does not look at all of them: with thousands of nodes it is asked for
+    Counts the reports of nodes, so that `overall` does not scan all of them: with thousands of nodes it is called for
     every line of output.
     """
 
@@ -40,7 +40,7 @@ class ReadinessTable:
         return iter(self._nodes)
 
     def __getitem__(self, node: int) -> Readiness:
-        """Return the readiness of a node. That of an unknown one is empty."""
+        """Return the readiness of a node. For an unknown node it is empty."""
         return self._nodes.get(node, Readiness())
 
     def __setitem__(self, node: int, readiness: Readiness) -> None:
@@ -49,7 +49,7 @@ class ReadinessTable:
         self._counts[readiness] += 1
 
     def remove(self, node: int) -> None:
-        """Remove a node, if it is there."""
+        """Remove a node, if it exists."""
         before = self._nodes.pop(node, None)
         if before is not None:
             self._counts[before] -= 1

@@ -49,7 +49,7 @@ class ReadinessReporter:
 
 
 class Regrouper:
-    """Assigns ranks to the workers of this node, replaces dead ones, and has all of them wait or halt."""
+    """Assigns ranks to the workers of this node, replaces dead ones, and makes all of them wait or halt."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Regrouper:
         self._send_assignment(self._workers[name])
 
     def _end_leftovers(self, dead: Worker) -> None:
-        """End the processes that a dead worker has left behind, before another worker needs what they hold."""
+        """End the leftover processes of a dead worker, before another worker needs their resources."""
         living = [worker.pid for _, worker in self._workers.living]
         reapers = (os.getpid(), self._workers.fork_server.pid)
         leftovers.kill(dead.pid, dead.seat.local_rank, run=self._folder.name, living=living, reapers=reapers)
@@ -135,7 +135,7 @@ class Regrouper:
             self._channels.send(worker.pid, self.formation.assignment(worker))
 
     def hold(self, why: str) -> None:
-        """Let the workers leave their group and wait with their state in memory."""
+        """Make the workers leave their group and wait with their state in memory."""
         self.formation = replace(self.formation, held=why)
         self.unresponsive.cancel()
         for _, worker in self._workers.living:
@@ -148,13 +148,13 @@ class Regrouper:
             self._observer.rank_left()
 
     def refuse(self) -> None:
-        """Let workers that have lost a rank not wait for an assignment."""
+        """Tell workers that have lost a rank not to wait for an assignment."""
         for _, worker in self._workers.living:
             if worker.connected and not worker.spare:
                 self._channels.send(worker.pid, worker_messages.NoRegroup())
 
     def halt(self, step: int | None) -> None:
-        """Have the ranks report their committed step (None), or halt at `step`."""
+        """Make the ranks report their committed step (None), or halt at `step`."""
         self._halt = worker_messages.Halt(step)
         for _, worker in self._workers.living:
             if not worker.spare:
@@ -168,7 +168,7 @@ class Regrouper:
         self.report_readiness()
 
     def spare_exited(self, name: str, worker: Worker, code: int) -> bool:
-        """Replace a spare that has ended. Return False if that has no use and the node cannot take part."""
+        """Replace a spare that has ended. Return False if that is useless and the node cannot take part."""
         return self._spares.exited(self.formation, name, worker, code)
 
     def keep_spares(self) -> None:

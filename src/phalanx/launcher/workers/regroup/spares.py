@@ -1,8 +1,8 @@
-"""Spare workers: which device a spare waits on, which one replaces a dead rank, and keeping enough of them.
+"""Spare workers: the device on which a spare waits, which one replaces a dead rank, and keeping enough of them.
 
 A worker that sees only one device (a MIG slice, `--isolate`) cannot change it once it has a CUDA context. A spare of
-such a run is given a device when it starts: one that no rank uses, or else one that it shares with a living rank, whose
-place it can take.
+such a run is given a device when it starts: one that no rank uses, or else one that it shares with a live rank, which
+it can replace.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def slot(slots: Sequence[Slot], ranks: Sequence[Slot], spares: Sequence[Slot]) -
 
 
 def pick(wanted: Slot, spares: Mapping[str, Slot], ranks: Sequence[Slot]) -> str | None:
-    """Return the spare that replaces a rank on the slot `wanted`. None: none fits. `ranks`: slots of living ranks."""
+    """Return the spare that replaces a rank on the slot `wanted`. None: none matches. `ranks`: slots of live ranks."""
     fits = {name: one for name, one in spares.items() if one.device is None or one == wanted or one not in ranks}
     return min(fits, key=lambda name: fits[name] != wanted, default=None)
 
 
 class SparePool:
-    """Keeps the spare workers that a plan asks for."""
+    """Keeps the spare workers that a plan requests."""
 
     def __init__(self, workers: Workers, spawner: Spawner, note: Callable[[str], None]) -> None:
         self._workers = workers
@@ -67,13 +67,13 @@ class SparePool:
             self._spawner.start(formation, Seat(placement, one), spare=True)
 
     def take(self, wanted: Slot) -> str | None:
-        """Return the name of a spare that can replace a rank on the slot `wanted`. None: none fits."""
+        """Return the name of a spare that can replace a rank on the slot `wanted`. None: none matches."""
         living = self._workers.living
         ready = {name: worker.seat.slot for name, worker in living if worker.spare and worker.connected}
         return pick(wanted, ready, self._slots(spare=False))
 
     def exited(self, formation: Formation, name: str, worker: Worker, code: int) -> bool:
-        """Replace a spare that has ended. Return False if that has no use, on a node that has only spares.
+        """Replace a spare that has ended. Return False if that is useless, on a node with only spares.
 
         There an exit code means that the script does not start: the node cannot take part.
         """

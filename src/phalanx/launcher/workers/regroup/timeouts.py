@@ -1,4 +1,4 @@
-"""Workers that timed out waiting for another rank: asks the other ranks where they are, before they are stopped."""
+"""Handles workers that timed out waiting for another rank: queries the other ranks before they are stopped."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class TimeoutVictims:
 
     @property
     def asking(self) -> bool:
-        """Return whether the cause is being looked for."""
+        """Return whether the cause is being determined."""
         return self._asking is not None
 
     def take(self, worker: Worker) -> bool:
-        """Take a worker that has failed. False: it did not time out. Else `on_explained` gets it later."""
+        """Handle a worker that has failed. False: it did not time out. Otherwise `on_explained` gets it later."""
         victim = self._timed_out(self._failures.process_failure(worker))
         if victim is None or self._ask is None:
             return False
@@ -54,7 +54,7 @@ class TimeoutVictims:
         return True
 
     def cancel(self) -> None:
-        """Stop looking for the cause."""
+        """Stop determining the cause."""
         if self._asking is not None:
             self._asking.cancel()
 

@@ -1,7 +1,7 @@
 """Survivors that do not join the new group: gloo may wait forever in an operation whose connections are cut.
 
-A send to a dead rank may stay in a queue, and its waiter is never woken. Such a process can only be replaced. That
-loses nothing if another rank has the same state; otherwise another thread of the process copies the state to memory.
+A send to a dead rank may stay in a queue, and its waiter is never woken. Such a process can only be replaced. Nothing
+is lost if another rank has the same state; otherwise another thread of the process copies the state to memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from phalanx.launcher.workers.worker_channels import WorkerChannels
 from phalanx.launcher.workers.workers import Workers
 
 PATIENCE = 0.4  # seconds without CPU use
-ON_GPU = 3.0  # the same for a rank on a GPU, which waits there until NCCL's abort has ended its kernels
-LAST = 15.0  # the same if no other rank has the state: all since the last snapshot is lost
+ON_GPU = 3.0  # the same for a rank on a GPU, which waits until NCCL's abort has ended its kernels
+LAST = 15.0  # the same if no other rank has the state: everything since the last snapshot is lost
 SAVING = 120.0  # the same while it saves the state: that may be tens of gigabytes
 _INTERVAL = 0.1  # seconds between two checks of which ranks have joined
 
@@ -39,7 +39,7 @@ class Unresponsive:
         self._looks: dict[int, _Look] = {}
 
     def among(self, missing: Iterable[int], patience: float) -> list[int]:
-        """Return those of these processes that have not computed for `patience` seconds."""
+        """Return the processes among these that have not computed for `patience` seconds."""
         now = time.monotonic()
         return [pid for pid in missing if self._still(pid, now) > patience]
 
@@ -70,7 +70,7 @@ class UnresponsiveWatch:
         self._channels = channels
         self._stopper = stopper
         self._note = note
-        self._generation: int | None = None  # that workers should join; None: no regroup is due
+        self._generation: int | None = None  # generation that workers should join; None: no regroup is due
         self._saving: set[int] = set()  # processes that copy their state to memory
         self._task: asyncio.Task[None] | None = None
 
@@ -113,7 +113,7 @@ class UnresponsiveWatch:
             return
         who = f"rank {worker.seat.rank} cannot leave the group"
         if answer.step is None:
-            if worker.membership.formed >= 0:  # else it has no state to lose
+            if worker.membership.formed >= 0:  # otherwise it has no state to lose
                 self._note(f"{who}, no other rank has its state, and it cannot save it: {answer.why}")
             return
         self._note(f"{who}; step {answer.step} is saved in memory: SIGKILL")

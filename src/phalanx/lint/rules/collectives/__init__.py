@@ -1,1 +1,1 @@
-"""Rules about collectives: all ranks have to call the same ones, equally often."""
+"""Rules about collectives: all ranks must call the same ones, the same number of times."""

@@ -1,4 +1,4 @@
-"""A clock or a random number decides on each rank whether there is a collective."""
+"""A collective that depends on a clock or a random number of each rank."""
 
 from __future__ import annotations
 

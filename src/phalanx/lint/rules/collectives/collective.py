@@ -28,11 +28,11 @@ def check(model: Model) -> Iterator[LintFinding]:
 
 
 def divergent(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[RankOperation, BranchDivergence]]:
-    """Yield operations of all ranks that ranks reach on different paths."""
+    """Yield collective operations that ranks reach on different paths."""
     if _smaller(model):
         return
     seen: set[ast.Call] = set()
-    left: set[int] = set()  # where ranks leave early: report one cause once
+    left: set[int] = set()  # places where ranks leave early: report each cause once
     for one in model.operations.all():
         if one.kind != kind or one.part or one.node in seen or _expected(model, one.node):
             continue
@@ -44,7 +44,7 @@ def divergent(model: Model, kind: Kind, divides: Divides) -> Iterator[tuple[Rank
 
 
 def _smaller(model: Model) -> bool:
-    """Return whether the world is only some of the ranks: nothing is known then."""
+    """Return whether the world contains only some of the ranks: then nothing is known."""
     return any(
         one.op == "init_process_group" and one.part and model.divergences.find(one.node, model.ranks.depends)
         for one in model.operations.all()

@@ -49,5 +49,5 @@ def _name(model: Model, call: ast.Call) -> str:
     for above in model.script.above(call):
         if isinstance(above, ast.Assign) and len(above.targets) == 1 and not isinstance(above.targets[0], ast.Tuple):
             name = ast.unparse(above.targets[0])
-            return name if above.value is call else f"{name}.sampler"  # made in the call of a DataLoader
+            return name if above.value is call else f"{name}.sampler"  # created in the call of a DataLoader
     return "sampler"

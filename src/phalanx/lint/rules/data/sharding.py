@@ -19,7 +19,7 @@ _SHARDS = [
     "get_worker_info",
     "split_by_node",
 ]
-_ELSEWISE = (  # all ranks of a stage are meant to see the same data
+_ELSEWISE = (  # parallelism in which all ranks of a stage see the same data
     "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining",
     "torch.distributed.rpc",
@@ -41,7 +41,7 @@ def check(model: Model) -> Iterator[LintFinding]:
     if any(
         script.last(call.func) in ("manual_seed", "seed", "set_seed") and _of_rank(model, call) for call in script.calls
     ):
-        return  # each rank draws its own
+        return  # each rank draws its own samples
     for call in model.calls("DataLoader"):
         if _own_order(model, call) or _for_tests(model, call) or not model.reach.everywhere(call):
             continue

@@ -64,7 +64,7 @@ def _written(model: Model) -> Iterator[tuple[ast.stmt | ast.expr, object, ast.ex
 
 
 def _fixed(model: Model, value: ast.expr) -> bool:
-    """Return whether a value stands in the script: itself, as `str(29500)`, or by a name."""
+    """Return whether a value is constant in the script: a literal, `str(29500)`, or a name for one."""
     match value:
         case ast.Constant():
             return True
@@ -90,6 +90,6 @@ def _given(model: Model) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
 
 
 def _always(model: Model, node: ast.AST) -> bool:
-    """Under no condition but that the script is run."""
+    """Return whether the node runs unconditionally when the script is run."""
     tests = [above.test for above in model.script.above(node) if isinstance(above, ast.If)]
     return all("__name__" in ast.unparse(test) for test in tests) and model.reach.everywhere(node)

@@ -33,7 +33,7 @@ def check(model: Model) -> Iterator[LintFinding]:
 
 
 def _conditional(model: Model, call: ast.Call) -> bool:
-    """Return whether it depends on something, such as an option or whether a launcher has set RANK."""
+    """Return whether the call depends on a condition, such as an option or RANK being set by a launcher."""
     above = list(model.script.above(call))
     if any(isinstance(one, ast.IfExp | ast.Match | ast.Try) for one in above):
         return True

@@ -1,1 +1,1 @@
-"""Rules about what all ranks of a host share: files, GPUs and the terminal."""
+"""Rules about resources that all ranks of a host share: files, GPUs and the terminal."""

@@ -45,7 +45,7 @@ def _chooses(model: Model) -> bool:
     script = model.script
     if model.calls(*_CHOOSES):
         return True
-    # By the environment, by `with torch.cuda.device(local_rank)`.
+    # With the environment, or with `with torch.cuda.device(local_rank)`.
     return any(
         (isinstance(node, ast.Constant) and node.value == "CUDA_VISIBLE_DEVICES")
         or (isinstance(node, ast.Call) and script.name(node.func) == "torch.cuda.device")
@@ -54,7 +54,7 @@ def _chooses(model: Model) -> bool:
 
 
 def _where(model: Model, call: ast.Call) -> str:
-    """cuda or cuda:0, where something is put there."""
+    """Return `cuda` or `cuda:0` where a call moves something there."""
     last = model.script.last(call.func)
     if (
         last == "cuda"

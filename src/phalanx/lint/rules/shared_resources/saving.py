@@ -1,4 +1,4 @@
-"""One file that every rank writes."""
+"""A file that every rank writes."""
 
 from __future__ import annotations
 

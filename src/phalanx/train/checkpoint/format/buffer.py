@@ -1,4 +1,4 @@
-"""Memory to which a rank copies its share of the state, so that training can continue. It is reused."""
+"""Reusable memory to which a rank copies its share of the state, so that training can continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINE = 64  # bytes of a cache line
 
 @dataclass(frozen=True)
 class Placed:
-    """A chunk, and where in the buffer it is."""
+    """A chunk, and its position in the buffer."""
 
     chunk: Chunk
     begin: int
@@ -33,7 +33,7 @@ def _anonymous(size: int) -> mmap.mmap:
 class Buffer:
     """Memory that torch and files use without a copy; pinned if a GPU copies to it.
 
-    `make(size)` allocates it; the first `head` bytes are left alone.
+    `make(size)` allocates it; the first `head` bytes are not used.
     """
 
     def __init__(self, make: Callable[[int], mmap.mmap] = _anonymous, head: int = 0) -> None:
@@ -53,7 +53,8 @@ class Buffer:
         placed = []
         end = self._head
         for place in order([chunk.part.element_size() for chunk in chunks]):
-            # Unlike in the file, chunks are aligned here: one small tensor would make all that follow slow to copy.
+            # Unlike in the file, chunks are aligned here: otherwise one small tensor would slow down all following
+            # copies.
             begin = end + -end % _LINE
             end = begin + chunks[place].part.nbytes
             placed.append(Placed(chunks[place], begin, end))
@@ -64,7 +65,7 @@ class Buffer:
         """Copy the chunks. When this returns, the originals may change; call `ready` before `view`.
 
         A GPU copies in the stream of the training: after the update that was launched before, and before the next one.
-        So nothing waits for it here, and the training thread can launch the next step.
+        So this does not wait for the GPU, and the training thread can launch the next step.
 
         `overlap`: leave shards to `start_copies` and `copy_rest`, during the next forward and backward.
         """
@@ -83,9 +84,9 @@ class Buffer:
         return placed
 
     def start_copies(self) -> None:
-        """Start to copy the shards on GPUs that `take` left, each GPU in a separate stream: after everything that the
-        current stream was given, and concurrently with what it is given next. The originals must not change before
-        `ready` returns."""
+        """Start to copy the shards on GPUs that `take` left, each GPU in a separate stream: after all earlier work of
+        the current stream, and concurrently with later work. The originals must not change before `ready` returns.
+        """
         far = [(target, part) for target, part in self._later if part.is_cuda]
         self._later = [(target, part) for target, part in self._later if not part.is_cuda]
         for gpu in {part.device for _, part in far}:
@@ -130,7 +131,9 @@ class Buffer:
         self._pinned = False
 
     def _targets(self, placed: Sequence[Placed]) -> list[torch.Tensor]:
-        """Return the memory as tensors like the chunks. Cached: to make many small ones takes longer than to copy."""
+        """Return the memory as tensors like the chunks. Cached: creating many small tensors takes longer than
+        copying.
+        """
         layout = [(item.begin, item.chunk.part.dtype, item.chunk.part.shape) for item in placed]
         if layout != self._layout:
             self._layout = layout
@@ -146,17 +149,17 @@ class Buffer:
             self._memory = self._make(size)
             # Not inherited by the workers of a loader: every page of the next copy would be copied on write.
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-                with contextlib.suppress(OSError, AttributeError):  # a kernel that does not have it
+                with contextlib.suppress(OSError, AttributeError):  # an older kernel
                     self._memory.madvise(getattr(mmap, advice))
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         if pin and not self._pinned and size:
-            # Memory that cannot be pinned, because of a limit, works too, but slower.
+            # Memory that cannot be pinned, because of a limit, also works, but is slower.
             failed = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), 0)
             self._pinned = int(failed) == 0
 
 
 def _copy(target: torch.Tensor, part: torch.Tensor) -> None:
-    """Copy with one thread: torch would start a pool of them for this thread, beside that of the training."""
+    """Copy with one thread: torch would start a thread pool for this thread, besides that of the training."""
     if part.is_contiguous() and part.nbytes:
         ctypes.memmove(target.data_ptr(), part.data_ptr(), part.nbytes)
     else:

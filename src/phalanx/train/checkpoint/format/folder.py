@@ -34,7 +34,7 @@ _TOKEN = re.compile(r"[0-9a-f]{16}\Z")
 LOCK = ".lock"
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
-_held: set[tuple[int, str]] = set()  # (pid, folder) of locks that this process holds, or its parents
+_held: set[tuple[int, str]] = set()  # (pid, folder) of locks that this process, or a parent, holds
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Info:
 
 
 class Folder:
-    """The folder of a run's checkpoints. Call `lock` before writing. `key`: signs them; empty: there is none."""
+    """The folder of a run's checkpoints. Call `lock` before writing. `key`: signs them; empty: no key."""
 
     def __init__(self, path: str, key: bytes = b"") -> None:
         self.path = os.path.abspath(path)
@@ -93,7 +93,7 @@ class Folder:
             check_manifest(manifest)
         except CheckpointError as error:
             raise CheckpointError(f"{name}/{MANIFEST}: {error.what}") from None
-        if self.key and manifest.step != order(name)[0]:  # an old one under a new name
+        if self.key and manifest.step != order(name)[0]:  # an old checkpoint under a new name
             raise CheckpointError(f"{name}/{MANIFEST}: was signed for step {manifest.step}")
         for entry in manifest.files:
             self._measure(name, entry)
@@ -126,7 +126,7 @@ class Folder:
         return sum(entry.size for entry in self.manifest(name).files)
 
     def free(self) -> int:
-        """Return the bytes that this user can still write to the disk."""
+        """Return the number of bytes that this user can still write to the disk."""
         found = os.statvfs(self.path)
         return found.f_bavail * found.f_frsize
 
@@ -152,7 +152,7 @@ class Folder:
         try:
             os.makedirs(self.path, exist_ok=True)
             self._take()
-            # First remove what killed writers have left: it may be what fills the disk.
+            # First remove the leftovers of killed writers: they may be what fills the disk.
             self.sweep()
             token = self._write_token()
         except OSError as error:
@@ -163,15 +163,15 @@ class Folder:
         return token
 
     def _write_token(self) -> str:
-        """Write a new token over the old one, which has the same length: that needs no room on most disks.
+        """Write a new token over the old one, which has the same length: that needs no free space on most disks.
 
-        On a full disk the old one is enough: the holder of the lock uses it, and no other process can write one.
+        On a full disk the old one is sufficient: the holder of the lock uses it, and no other process can write one.
         """
         token = secrets.token_hex(8)
         try:
             os.pwrite(self._lock, token.encode(), 0)
             os.ftruncate(self._lock, len(token))
-            os.fsync(self._lock)  # a network file system shows it to others only then
+            os.fsync(self._lock)  # a network file system shows it to others only afterwards
         except OSError as error:
             old = self.token()
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _TOKEN.match(old):
@@ -215,24 +215,24 @@ class Folder:
         return os.path.join(self.path, f"{_WRITING}step-{step:012d}-{token}-{number}")
 
     def commit(self, staging: str, step: int) -> str:
-        """Rename a staged checkpoint to its name, and return that."""
+        """Rename a staged checkpoint to its final name, and return the name."""
         name = f"step-{step:012d}"
         taken = [order(other)[1] for other in self.names() if order(other)[0] == step]
         if taken:
-            # There is one of this step, good or bad: do not touch it.
+            # A checkpoint of this step exists, valid or not: do not touch it.
             name = f"{name}.{max(taken) + 1}"
         os.rename(staging, os.path.join(self.path, name))
         integrity.sync_folder(self.path)
         return name
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint. It is renamed first: one that is partly removed must not look like a checkpoint."""
+        """Remove a checkpoint. It is renamed first: a partly removed one must not look like a checkpoint."""
         hidden = os.path.join(self.path, f"{_REMOVING}{name}-{secrets.token_hex(4)}")
         os.rename(os.path.join(self.path, name), hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove what killed writers have left. Only with the lock held, before the first write."""
+        """Remove the leftovers of killed writers. Call it only with the lock held, before the first write."""
         for name in os.listdir(self.path):
             if name.startswith((_WRITING, _REMOVING)):
                 shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)

@@ -32,7 +32,7 @@ def checksum(data: memoryview | bytes, start: int = 0) -> int:
 class _Sealed(msgspec.Struct, omit_defaults=True):
     checksum: int
     body: msgspec.Raw
-    signature: str = ""  # empty: there is no key
+    signature: str = ""  # empty: no key
 
 
 def digest(data: bytes) -> str:
@@ -48,7 +48,7 @@ def sealed(body: Any, key: bytes = b"") -> bytes:
 
 
 def _signature(key: bytes, kind: type, raw: bytes) -> str:
-    # The kind is signed too: what was signed as a table is not a manifest.
+    # The kind is signed too: data signed as a table is not accepted as a manifest.
     return hmac.new(key, b"phalanx checkpoint\0" + kind.__name__.encode() + b"\0" + raw, "sha256").hexdigest()
 
 
@@ -75,7 +75,7 @@ def opened(data: bytes, kind: type[T], name: str, key: bytes = b"") -> T:
 
 
 def write_durably(path: str, data: bytes) -> None:
-    """Write a file atomically, also with regard to a power cut."""
+    """Write a file atomically, even in case of a power failure."""
     part = f"{path}.part"
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint contains beside tensors: a table per rank, and the manifest."""
+"""The contents of a checkpoint besides tensors: a table per rank, and the manifest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Piece(msgspec.Struct, frozen=True):
     """A box of a tensor in a file."""
 
     name: str
-    dtype: str  # as safetensors calls it
+    dtype: str  # name in safetensors
     shape: list[int]  # of the whole tensor
     offsets: list[int]  # of the box in it
     sizes: list[int]
@@ -60,7 +60,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Values(msgspec.Struct, frozen=True):
-    """All that is not a tensor, and is the same for all ranks."""
+    """All values that are not tensors, and are the same on all ranks."""
 
     step: int
     plain: dict[str, Any]
@@ -78,5 +78,5 @@ def table_file(rank: int) -> str:
 
 
 def failure_file(rank: int) -> str:
-    """Return the name of the file that says why a rank could not write."""
+    """Return the name of the file that contains the error of a rank that could not write."""
     return f"rank-{rank:05d}.failed"

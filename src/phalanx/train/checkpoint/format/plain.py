@@ -1,4 +1,6 @@
-"""Plain values to JSON and back: types that JSON lacks are tagged, tensors are put aside, all else is refused."""
+"""Converts plain values to JSON and back: types that JSON lacks are tagged, tensors are stored separately, and other
+types are rejected.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def packed(value: Any, path: str, tensors: Tensors) -> Any:
 
 
 def unpacked(value: Any, tensors: Tensors) -> Any:
-    """Return the value that `packed` has made JSON of."""
+    """Return the value that `packed` converted to JSON."""
     if isinstance(value, list):
         return [unpacked(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -78,7 +80,7 @@ def unpacked(value: Any, tensors: Tensors) -> Any:
 
 
 def tensor_names(value: Any) -> set[str]:
-    """Return the names of the tensors that were put aside."""
+    """Return the names of the separately stored tensors."""
     if isinstance(value, list):
         return {name for item in value for name in tensor_names(item)}
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Opens files of a checkpoint folder, which another user may have made: no links, no devices, no pipes."""
+"""Opens files of a checkpoint folder, which another user may have created: no links, no devices, no pipes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO that nobody reads
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO without a reader
             raise CheckpointError(f"{name}: is {kind_of(path)}, not a regular file") from None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -36,7 +36,7 @@ def read_regular(path: str) -> bytes:
 
 
 def kind_of(path: str) -> str:
-    """Return what a path is, for messages."""
+    """Return the type of a file, for messages."""
     mode = os.lstat(path).st_mode
     kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFREG: "a file"}
     return kinds.get(stat.S_IFMT(mode), "a device or socket")

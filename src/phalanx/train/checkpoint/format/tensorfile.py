@@ -1,6 +1,7 @@
 """Safetensors files: a JSON header, then raw tensors. Any reader of that format can open them.
 
-They are not written by the safetensors library: the bytes are in one buffer already, and are checksummed on the way.
+They are not written with the safetensors library: the bytes are already in one buffer, and the checksum is computed on
+the way.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Entry = tuple[str, Sequence[int], int, int]  # dtype's name, shape, where in the data it begins and ends
+Entry = tuple[str, Sequence[int], int, int]  # name of the dtype, shape, begin and end in the data
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -65,7 +66,7 @@ def entries(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Entry]:
 
 
 def order(sizes: Sequence[int]) -> list[int]:
-    """Return the order of items of these element sizes in which each is aligned without gaps."""
+    """Return the order of items with these element sizes in which each is aligned without gaps."""
     return sorted(range(len(sizes)), key=lambda place: -sizes[place])
 
 

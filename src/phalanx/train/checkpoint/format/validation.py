@@ -1,8 +1,8 @@
-"""Checks the sizes, names and offsets of a checkpoint before anything is allocated or opened: pure functions.
+"""Checks the sizes, names and offsets of a checkpoint before anything is allocated or opened. Pure functions.
 
-A checkpoint may come from anywhere. Its checksums detect errors, not intent: an attacker who changes a table can change
-its checksum too. What passes these checks needs no more memory than its files have bytes, reads nothing outside of its
-folder, and fills every element of every tensor.
+A checkpoint may come from anywhere. Its checksums detect errors, not manipulation: an attacker who changes a table can
+change its checksum too. A checkpoint that passes these checks needs no more memory than its files have bytes, reads
+nothing outside its folder, and fills every element of every tensor.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def check_values(plain: Mapping[str, Any], extra: Mapping[str, Any], tables: Seq
             unpacked(extra, {})
     except CheckpointError:
         raise
-    except Exception as error:  # of a tag's function, for whatever is in the file
+    except Exception as error:  # raised by a tag's function, for anything in the file
         raise CheckpointError(f"{STATE}: cannot be decoded: {type(error).__name__}: {error}") from None
     if missing:
         raise CheckpointError(f"{STATE}: {missing[0]} is in no file")
@@ -107,7 +107,7 @@ def _is_whole(pieces: Sequence[Piece]) -> bool:
     filled = [piece for piece in pieces if math.prod(piece.sizes)]
     if sum(math.prod(piece.sizes) for piece in filled) != math.prod(first.shape):
         return False
-    # As many elements as the tensor has: they fill it unless two pieces overlap.
+    # There are as many elements as in the tensor: they fill it unless two pieces overlap.
     return len(filled) < 2 or not _overlap(filled)
 
 

@@ -10,7 +10,7 @@ BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts per bucket, as Prometheus wants them."""
+    """Counts per bucket, in the form that Prometheus expects."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))  # per bound; the last: above all
     total: float = 0.0

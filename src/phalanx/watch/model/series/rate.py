@@ -1,4 +1,4 @@
-"""How fast a counter grows."""
+"""The rate at which a counter grows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _WINDOW = 10.0  # seconds
-_PAUSE = 4.0  # a gap this many times longer than the usual interval is a pause and is left out of the rate
+_PAUSE = 4.0  # a gap this many times longer than the usual interval is a pause and does not count
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class Rate:
     each: float = 0.0  # seconds per count; 0: unknown
 
     def record(self, now: float, count: int) -> None:
-        """Record the counter. If it has gone back, the rate starts from there."""
+        """Record the counter. If it has decreased, the rate restarts from there."""
         marks = self.marks
         if marks:
             then, before = marks[-1]

@@ -1,4 +1,4 @@
-"""What the ranks use of CPUs, memory and GPUs, over time."""
+"""Usage of CPUs, memory and GPUs by the ranks, over time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _GIB = 1 << 30
 
 @dataclass
 class Resources:
-    """Curves of what is used. Call `sampled` with each sample."""
+    """Curves of resource usage. Call `sampled` with each sample."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
 
     def sampled(self, event: events.ClusterSample, step: int) -> None:
-        """Add a point to each curve. `step`: of the run; -1: none yet."""
+        """Add a point to each curve. `step`: step of the run; -1: none yet."""
         living = [rank for rank in event.ranks if rank.state not in ("X", "E")]
         if not living:
             return
         step = max(0, step)
         cores = sum(rank.cpu for rank in living)
-        if cores or CPU in self.curves:  # of the first sample of a process the rate is not known yet
+        if cores or CPU in self.curves:  # the first sample of a process has no rate yet
             self._add(CPU, step, event.time, cores)
         self._add(MEMORY, step, event.time, sum(rank.memory for rank in living) / _GIB)
         used = [rank.gpu for rank in living if rank.gpu >= 0]

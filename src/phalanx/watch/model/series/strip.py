@@ -1,7 +1,7 @@
 """The phases of one rank on the time axis: one letter per tenth of a second.
 
-All strips share one grid of tenths, so letters of two ranks at the same position are from the same time. A sampler
-that is a little early or late does not shift what follows.
+All strips share one grid of tenths: letters of two ranks at the same position belong to the same time. A sampler that
+is slightly early or late does not shift the following letters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from phalanx.contract.events import UNSEEN
 TICK = 0.1  # seconds per letter
 MOST = 6000  # letters
 _LATE = 2  # ticks by which a sampler may be late without having missed anything
-_BACK = 100  # ticks: a time further back means that the clock was set
+_BACK = 100  # ticks: a time further back means that the clock was changed
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""A terminal to draw on: its modes, its keys, styled text, and what is written to it."""
+"""Terminal handling: modes, keys, styled text and output."""

@@ -70,7 +70,7 @@ class Keys:
         return [key for key in found if key]
 
     def lapse(self) -> list[str]:
-        """Return the Escape key if only an escape byte was received. During a paste: nothing."""
+        """Return the Escape key if only an escape byte was received. Return nothing during a paste."""
         if self._pasting:
             return []
         alone, self._rest = self._rest == "\x1b", ""

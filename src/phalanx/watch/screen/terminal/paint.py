@@ -28,7 +28,7 @@ _BEGIN, _END = b"\x1b[?2026h", b"\x1b[?2026l"  # synchronized update
 
 
 class Painter:
-    """Remembers what is on the screen."""
+    """Keeps the contents of the screen."""
 
     def __init__(self, *, colour: bool, ascii_only: bool) -> None:
         self._codes = _SGR if colour else _NO_COLOUR
@@ -41,7 +41,7 @@ class Painter:
         self._painted = []
 
     def frame(self, lines: Sequence[Line], width: int, height: int) -> bytes:
-        """Return what to write so that the screen shows these lines; empty if it does already."""
+        """Return the bytes that make the screen show these lines; empty if it already does."""
         rows = [self._row(line, width) for line in lines[:height]]
         rows += [b"\x1b[K"] * (height - len(rows))
         whole = len(self._painted) != len(rows)

@@ -99,13 +99,13 @@ class Terminal:
         with _allowed():
             self._write_now(LEAVE)
             with contextlib.suppress(OSError, termios.error):
-                # Unread input was meant for us, not for the shell, unless the shell is in the foreground already.
+                # Unread input was meant for us, not for the shell, unless the shell is already in the foreground.
                 when = termios.TCSAFLUSH if self.in_front else termios.TCSADRAIN
                 termios.tcsetattr(self.fd, when, attributes)
 
     @property
     def busy(self) -> bool:
-        """Whether the last frame is not written yet: then skip the next one."""
+        """Whether the last frame is still being written: then skip the next one."""
         return bool(self._rest)
 
     def write(self, data: bytes) -> None:
@@ -121,7 +121,7 @@ class Terminal:
                 self._rest = self._rest[os.write(self._out, self._rest[:65536]) :]
         except BlockingIOError:
             pass
-        except OSError:  # it is gone; the reader notices
+        except OSError:  # the terminal is closed; the reader notices
             self._rest = b""
         if self._loop is not None:
             if self._rest:
@@ -138,26 +138,26 @@ class Terminal:
         """Write all of it now, unless the terminal does not accept it."""
         ready = select.poll()
         ready.register(self._out, select.POLLOUT)
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # the terminal is closed
             while data and any(event & select.POLLOUT for _, event in ready.poll(int(_WRITE_TIMEOUT * 1000))):
                 data = data[os.write(self._out, data) :]
 
     async def suspend(self) -> None:
-        """Ctrl-Z: stop the job as the terminal would, after restoring the terminal, until the shell continues it."""
+        """Handle Ctrl-Z: restore the terminal, and stop the job until the shell continues it."""
         self.leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(0, signal.SIGTSTP)  # ignored if there is no shell that could continue us
         await self.step_back()
 
     async def step_back(self) -> None:
-        """Restore the terminal and wait until this job is in the foreground reenter."""
+        """Restore the terminal and wait until this job is in the foreground again."""
         self.leave()
         while not self.in_front:
             await asyncio.sleep(_AWAY)
         self.enter()
 
     async def lend(self, words: Sequence[str], *, hint: str) -> int:
-        """Run another program in the foreground, as a shell does: Ctrl-C is for that program alone."""
+        """Run another program in the foreground, as a shell does: Ctrl-C goes to that program only."""
         self.leave()
         attributes = termios.tcgetattr(self.fd)
         without_ctrl_z = termios.tcgetattr(self.fd)
@@ -167,14 +167,14 @@ class Terminal:
         try:
             self._in_front(process.pid)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)  # it may have been stopped by reading too early
+                os.kill(process.pid, signal.SIGCONT)  # it may have been stopped because it read too early
             code = await _ended(process)
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
             with contextlib.suppress(OSError):
-                if os.tcgetpgrp(self.fd) == process.pid:  # else a shell has taken it
+                if os.tcgetpgrp(self.fd) == process.pid:  # otherwise a shell has taken the terminal
                     self._in_front(os.getpgrp())
             with contextlib.suppress(OSError, termios.error):
                 termios.tcsetattr(self.fd, termios.TCSADRAIN, attributes)
@@ -225,7 +225,7 @@ async def _ready(fd: int) -> None:
 
 
 def _reopened(fd: int) -> tuple[int, bool]:
-    """Open the same terminal reenter, so that non-blocking mode affects only us."""
+    """Open the same terminal again, so that non-blocking mode affects only us."""
     with contextlib.suppress(OSError):
         return os.open(os.ttyname(fd), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC), True
     return fd, False

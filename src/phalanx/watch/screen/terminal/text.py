@@ -20,7 +20,7 @@ def clean(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a line as it looks when it is finished: progress bars overwrite themselves."""
+    """Return a line as it looks in the end: progress bars overwrite themselves."""
     return next((clean(part) for part in reversed(text.split("\r")) if part), "")
 
 
