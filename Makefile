@@ -21,9 +21,9 @@ test: $(VENV)/ready
 	@$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not alone and not extended"
 
 # All tests: with namespaces, Slurm, MPI, Chromium, sanitizers, torch's own suite and torchrun. No test gets a second try.
-# Five processes: those with tests of several nodes wait most of the time.
+# Four processes keep two cores busy. More would only make tests with time limits fail.
 test-all: $(VENV)/ready
-	@$(BIN)/python -m pytest -n 5 --dist loadgroup -m "not alone"
+	@$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not alone"
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 # Every kind of script under torchrun and under phalanx: the same exit code, output, files and numbers.
