@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import phalanx
 from phalanx.errors import UsageError
 from phalanx.train.kept.kept_objects import TrainingProgress
 from phalanx.train.reporting import trackers
-from phalanx.train.reporting.metrics import Metrics
+from phalanx.train.reporting.metrics import Ending, Metrics
 from phalanx.train.reporting.rank_log import LoggedRow, RankLog
 from phalanx.train.reporting.reporter import RunReporter
+from phalanx.worker import given_hyperparameters
 
 
 class Store:
@@ -236,34 +238,48 @@ def test_what_is_no_metric(run: phalanx.Run, values: Any, message: str) -> None:
 
 
 class FakeWandb(types.ModuleType):
-    """A fake of Weights & Biases, which is not installed: its few functions that phalanx calls, as its documentation
-    describes them."""
+    """A fake of Weights & Biases, which needs its own server process: the few functions that phalanx calls, as version
+    0.31 behaves offline. Steps must not decrease; `log` needs a run."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
         self.run: Any = None
         self.calls: list[Any] = []
 
-    def init(self, **options: Any) -> None:
-        self.calls.append(("init", options))
-        self.run = types.SimpleNamespace(id=options.get("id") or "abc123")
+    def init(
+        self,
+        *,
+        id: str | None = None,  # noqa: A002
+        name: str | None = None,
+        resume: str | None = None,
+        config: dict[str, Any] | None = None,
+    ) -> Any:
+        assert self.run is None
+        self.calls.append(("init", id, name, config))
+        self.run = types.SimpleNamespace(id=id or "abc123")
+        return self.run
 
     def log(self, values: dict[str, float], step: int) -> None:
+        assert self.run is not None
         self.calls.append((step, values))
 
-    def finish(self) -> None:
-        self.calls.append("finish")
+    def finish(self, exit_code: int = 0) -> None:
+        self.calls.append(("finish", exit_code))
         self.run = None
 
 
 class FakeMlflow(types.ModuleType):
-    """A fake of MLflow, in the same way."""
+    """A fake of MLflow, which installs a database with it, in the same way: as version 3.17 behaves.
+
+    It refuses names with other characters, and more than one value of a hyperparameter."""
 
     def __init__(self) -> None:
         super().__init__("mlflow")
         self.active: Any = None
         self.calls: list[Any] = []
-        self.entities = types.SimpleNamespace(Metric=lambda key, value, timestamp, step: (step, key, value))
+        self.entities = types.SimpleNamespace(
+            Metric=lambda key, value, timestamp, step: (step, key, value), Param=lambda key, value: (key, value)
+        )
 
     def MlflowClient(self) -> FakeMlflow:
         return self
@@ -271,59 +287,105 @@ class FakeMlflow(types.ModuleType):
     def active_run(self) -> Any:
         return self.active
 
-    def start_run(self, run_id: str | None = None) -> Any:
-        self.calls.append(("start", run_id))
+    def start_run(self, run_id: str | None = None, run_name: str | None = None) -> Any:
+        assert self.active is None
+        self.calls.append(("start", run_id, run_name))
         self.active = types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id or "def456"))
         return self.active
 
-    def log_batch(self, run_id: str, metrics: list[Any]) -> None:
+    def log_batch(self, run_id: str, metrics: Sequence[Any] = (), params: Sequence[Any] = ()) -> None:
         assert self.active.info.run_id == run_id
-        self.calls.append(metrics)
+        assert all(re.fullmatch(r"[/\w.\- :]+", key) for _, key, _ in metrics)
+        self.calls.append([*params, *metrics])
 
-    def end_run(self) -> None:
-        self.calls.append("end")
+    def end_run(self, status: str = "FINISHED") -> None:
+        self.calls.append(("end", status))
         self.active = None
 
 
-def send(folder: Path, log_to: Any, steps: tuple[int, ...], resumed_at: int = 0) -> list[str]:
+def send(
+    folder: Path,
+    log_to: Any,
+    steps: tuple[int, ...],
+    resumed_at: int = 0,
+    *,
+    ending: Ending = "done",
+    name: str = "loss",
+) -> list[str]:
     said: list[str] = []
     members = trackers.trackers(log_to)
-    with Metrics(str(folder), resumed_at=resumed_at, tensorboard=False, trackers=members, say=said.append) as file:
-        for step in steps:
-            file.write(step, 0, {"loss": 0.5})
-        file.log(steps[0], 0, 1.0, {"heat": 71.0}, rank=3)
+    file = Metrics(str(folder), resumed_at=resumed_at, tensorboard=False, trackers=members, say=said.append)
+    for step in steps:
+        file.write(step, 0, {name: 0.5})
+    file.log(steps[0], 0, 1.0, {"heat": 71.0}, rank=3)
+    file.close(ending)
     return said
 
 
-def test_wandb_and_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeWandb, FakeMlflow]:
     wandb, mlflow = FakeWandb(), FakeMlflow()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setattr(trackers, "_started", set())
+    monkeypatch.setattr(given_hyperparameters, "_given", {})
+    return wandb, mlflow
+
+
+def test_wandb_and_mlflow(fakes: tuple[FakeWandb, FakeMlflow], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wandb, mlflow = fakes
+    monkeypatch.setenv("PHALANX_RUN", "mine")
+    given_hyperparameters.record({"lr": 0.1}, {})
     assert send(tmp_path, ["wandb", "mlflow"], (1, 2)) == []
     assert wandb.calls == [
-        ("init", {"id": None, "resume": "allow"}),
+        ("init", None, "mine", {"lr": 0.1}),
         (1, {"loss": 0.5}),
         (2, {"loss": 0.5}),
         (2, {"heat/rank 3": 71.0}),  # its steps never decrease
-        "finish",
+        ("finish", 0),
     ]
     assert mlflow.calls == [
-        ("start", None),
+        ("start", None, "mine"),
+        [("lr", "0.1")],
         [(1, "loss", 0.5), (2, "loss", 0.5), (1, "heat/rank 3", 71.0)],  # one request for all of them
-        "end",
+        ("end", "FINISHED"),
     ]
     assert (tmp_path / trackers.NAME).stat().st_mode & 0o777 == 0o600
-    # Resumed, the same runs are continued.
+    # Resumed, the same runs are continued, with the hyperparameters that MLflow has.
     wandb.calls.clear()
     mlflow.calls.clear()
     send(tmp_path, ["wandb", "mlflow"], (3,), resumed_at=2)
-    assert (wandb.calls[0], mlflow.calls[0]) == (("init", {"id": "abc123", "resume": "allow"}), ("start", "def456"))
-    # A run that the script has started is used, and not ended.
+    assert (wandb.calls[0], mlflow.calls[0]) == (("init", "abc123", "mine", {"lr": 0.1}), ("start", "def456", None))
+    assert len(mlflow.calls) == 3
+    # What the script has started is used, and not ended.
     wandb.init(id="own")
     wandb.calls.clear()
     send(tmp_path, "wandb", (1,))
     assert wandb.calls == [(1, {"loss": 0.5}), (1, {"heat/rank 3": 71.0})]
     assert json.loads((tmp_path / trackers.NAME).read_text()) == {"wandb": "own"}
+
+
+def test_a_run_of_a_tracker_stays_open_while_the_group_forms_again(
+    fakes: tuple[FakeWandb, FakeMlflow], tmp_path: Path
+) -> None:
+    """To end and resume it takes seconds, and offline a second folder."""
+    wandb, mlflow = fakes
+    send(tmp_path, ["wandb", "mlflow"], (1, 2), ending="left")
+    send(tmp_path, ["wandb", "mlflow"], (3,), resumed_at=2)
+    first = [[call[0] for call in calls if isinstance(call[0], str)] for calls in (wandb.calls, mlflow.calls)]
+    assert first == [["init", "finish"], ["start", "end"]]
+    assert [call[0] for call in wandb.calls if isinstance(call[0], int)] == [1, 2, 2, 3, 3]
+
+
+def test_a_run_that_failed_is_one_in_the_tracker(fakes: tuple[FakeWandb, FakeMlflow], tmp_path: Path) -> None:
+    wandb, mlflow = fakes
+    send(tmp_path, ["wandb", "mlflow"], (1,), ending="failed")
+    assert (wandb.calls[-1], mlflow.calls[-1]) == (("finish", 1), ("end", "FAILED"))
+
+
+def test_a_name_that_mlflow_refuses(fakes: tuple[FakeWandb, FakeMlflow], tmp_path: Path) -> None:
+    assert send(tmp_path, "mlflow", (1,), name="acc@5") == []
+    assert (1, "acc_5", 0.5) in fakes[1].calls[1]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"wandb": 3}', '{"wandb": "../x y"}', '{"other": "x"}'])

@@ -26,7 +26,7 @@ def test_at_most_a_few_steps_per_second_are_reported_and_always_the_last() -> No
     assert len({one.step for one in told}) == len(told)
 
 
-def test_what_is_logged_is_reported_with_the_next_step_or_after_a_while() -> None:
+def test_what_is_logged_is_reported_with_its_own_step_before_the_next_one_or_after_a_while() -> None:
     told: list[words.MeasuredStep] = []
     now = [0.0]
     measuring = Measuring(told.append, None, clock=lambda: now[0])
@@ -40,15 +40,30 @@ def test_what_is_logged_is_reported_with_the_next_step_or_after_a_while() -> Non
     measuring.log(2, 1, {"accuracy": 1.1})  # nothing was sent for a while
     assert [(one.step, one.values) for one in told] == [
         (1, {"loss": 0.5}),
-        (2, {"accuracy": 0.9, "loss": 0.4}),
+        (1, {"accuracy": 0.9}),
+        (2, {"loss": 0.4}),
         (2, {"accuracy": 1.1}),
     ]
     measuring.log(2, 1, {"accuracy": torch.tensor(1.2)})
     now[0] = 3.0
     measuring.log(2, 1, {"lr": 0.1})  # would wait for a GPU
-    assert len(told) == 3
+    assert len(told) == 4
     measuring.close()
     assert told[-1].values.keys() == {"accuracy", "lr"}
+
+
+def test_what_other_ranks_have_logged_does_not_let_the_steps_decrease() -> None:
+    told: list[words.MeasuredStep] = []
+    now = [0.0]
+    measuring = Measuring(told.append, None, clock=lambda: now[0])
+    measuring.advance(5, 0, {"loss": 0.5})
+    for late in (1, 2):
+        now[0] += 1.0
+        measuring.log(late, 0, {"heat/rank 1": 71.0})
+    measuring.log(6, 0, {"accuracy": 0.5})
+    measuring.advance(7, 0, {"loss": 0.4})
+    measuring.close()
+    assert [one.step for one in told] == [5, 5, 5, 6, 7]
 
 
 def test_the_first_step_of_an_epoch_is_reported_soon() -> None:

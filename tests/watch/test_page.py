@@ -259,6 +259,7 @@ def test_a_constant_curve_stands_at_its_value_and_curves_are_smoothed_scaled_and
         now = time.time()
         for step in range(1, 41):
             values = {"lr": 3e-4, "zigzag": 10.0 if step % 2 else 1000.0, evil: 1.0}
+            values |= {"narrow": 0.55 + step * 2e-5, "tiny": 1.64094e-12}
             await made.tell(events.MetricsMeasured(time=now - 41 + step, step=step, values=values))
         async with looked_at(stage.chromium, made) as page:
             value = "document.querySelector('[data-curve=%s] .value').textContent"
@@ -272,6 +273,18 @@ def test_a_constant_curve_stands_at_its_value_and_curves_are_smoothed_scaled_and
             await page.evaluate(f"{ticks}('zigzag')")
             await page.click("#log-scale")
             await wait_for(page, "window.drawn.includes('100')")
+            # Ticks that are close to each other differ, and long ones fit beside the chart.
+            await page.evaluate("document.querySelector('[data-curve=narrow]').scrollIntoView()")
+            await page.evaluate(f"{ticks}('narrow')")
+            await page.keyboard.press("x")
+            await wait_for(page, "window.drawn.filter(text => text.startsWith('0.55')).length >= 2")
+            found = await page.evaluate("window.drawn.filter(text => text.startsWith('0.55'))")
+            assert len(set(found)) >= 2, found
+            await page.evaluate("document.querySelector('[data-curve=tiny]').scrollIntoView()")
+            await page.evaluate(f"{ticks}('tiny')")
+            await page.keyboard.press("x")
+            await wait_for(page, r"window.drawn.some(text => /^1\.6\d?e-12$/.test(text))")
+            await page.evaluate("document.querySelector('[data-curve=zigzag]').scrollIntoView()")
             await is_(page, "document.getElementById('log-scale').getAttribute('aria-pressed')", "true")
             await page.evaluate(
                 "(x => { x.value = 0.9; x.dispatchEvent(new Event('input')); })(document.getElementById('smooth'))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,8 +19,11 @@ from phalanx.cli.main import main
 from phalanx.contract import events
 from phalanx.errors import UsageError
 from phalanx.forkserver import linux
-from phalanx.launcher.runs import history, run_folder, summary
+from phalanx.launcher.runs import recorded_metrics, run_folder, summary
+from phalanx.launcher.runs.finished_run import FinishedRun
+from phalanx.launcher.viewers import views
 from phalanx.watch.model import simulation
+from phalanx.watch.source import Source
 from tests.kit.cli import phalanx
 from tests.watch.finished_run import START, home, left, record_at, wrote
 
@@ -85,6 +89,24 @@ def test_the_last_steps_of_a_run_that_failed_are_in_its_metrics() -> None:
     (Path(record.folder) / "metrics.jsonl").write_text("".join(lines))
     told = summary.of(record)
     assert (told.step, told.loss) == (4, 0.25)
+
+
+def test_a_viewer_of_an_ended_run_gets_every_step() -> None:
+    """An agent hears of a few steps per second only, and of none before it watches its ranks."""
+    sampled = [events.MetricsMeasured(time=START + 3, step=3, epoch=1, epochs=2, total=4, values={"loss": 0.3})]
+    record = left("ended", [*sampled, events.RunEnded(time=START + 5, code=0, seconds=5.0)])
+    lines = [f'{{"step": {step}, "epoch": 0, "time": {START + step}, "loss": {1 / step}}}\n' for step in (1, 2, 3, 4)]
+    lines.insert(2, f'{{"step": 2, "epoch": 0, "time": {START + 2.5}, "accuracy": 0.5}}\n')
+    path = Path(record.folder) / "metrics.jsonl"
+    path.write_text("".join(lines))
+
+    async def steps(source: Source) -> list[tuple[int, int, int, int]]:
+        found = [event async for event in source.events() if isinstance(event, events.MetricsMeasured)]
+        return [(event.step, event.epoch, event.epochs, event.total) for event in found]
+
+    assert asyncio.run(steps(views.of(record))) == [(step, 1, 2, 4) for step in (1, 2, 2, 3, 4)]
+    small = FinishedRun(record, most_metrics=path.stat().st_size - 1)
+    assert asyncio.run(steps(small)) == [(3, 1, 2, 4)]
 
 
 def io_read() -> int:
@@ -183,7 +205,7 @@ def test_the_run_of_a_agent_whose_list_is_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [b'{"time": 1, "step": 1e999}', b'{"time": 1, "step": 1, "loss": 1%s}' % (b"0" * 400)])
 def test_a_line_that_is_none(line: bytes) -> None:
-    assert history.measured(line) is None
+    assert recorded_metrics.parse(line) is None
 
 
 def test_nodes_that_share_a_disk_are_forgotten_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -377,7 +377,7 @@ class Run(DataRun):
             stack.callback(self._checkpoints.close, broken=failed)
             stack.callback(self._misuse.unhook if failed else self._misuse.close)
             stack.callback(self._snapshots.close)
-            stack.callback(self._reporter.close)
+            stack.callback(self._reporter.close, "failed" if failed else "done")
 
     def _abandon(self, left: Callable[[], None] | None = None, *, has_state: bool = False) -> None:
         """Leave a group that was lost, without waiting for other ranks. Called by `phalanx.main`.
@@ -396,4 +396,4 @@ class Run(DataRun):
             stack.callback(self._group.abandon)
             stack.callback(self._misuse.unhook)
             stack.callback(self._snapshots.close, _SNAPSHOT_PATIENCE)
-            stack.callback(self._reporter.close)
+            stack.callback(self._reporter.close, "left")

@@ -9,8 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.contract import hyperparameters
+from phalanx.contract.hyperparameters import Hyperparameter
 from phalanx.contract.variables import RUN_FOLDER
 from phalanx.errors import UsageError
+
+_given: dict[str, Hyperparameter] = {}  # by this process
+
+
+def recorded() -> Mapping[str, Hyperparameter]:
+    """Return what this process has given."""
+    return _given
 
 
 def record(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -> None:
@@ -22,11 +30,13 @@ def record(given: Mapping[str, Any] | None, environ: Mapping[str, str]) -> None:
             f"hyperparameters is a {type(given).__name__}, expected a mapping of names to values",
             fix="phalanx.main(train, hyperparameters=vars(args))",
         )
+    _given.clear()
+    _given.update(hyperparameters.recordable(given))
     folder = environ.get(RUN_FOLDER)
     if not folder or environ.get("RANK") != "0":
         return
     path = os.path.join(folder, hyperparameters.FILE)
-    text = json.dumps(hyperparameters.recordable(given))
+    text = json.dumps(_given)
     with contextlib.suppress(OSError):  # a full disk must not end the training
         fd = os.open(f"{path}.part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(fd, "w") as file:

@@ -289,16 +289,19 @@ async def _printed(scene: SampledAgent) -> None:
         file.write("loss 7\n")
     await _read(scene)
     assert len(scene.of(events.MetricsMeasured)) == 2
-    # Of several reports at once the last is kept, with the values of the others.
+    # Of several reports at once the last is kept, and what only earlier ones have, with its own step.
     for step in range(20):
         seldom = {"accuracy": 0.9} if step == 7 else {}
         scene.collector.measured(worker_messages.MeasuredStep(step=step, values={"loss": 1.0, **seldom}))
     scene.sampler.concluded()
     scene.second()  # nothing more of this attempt
     kept = [events.decode(text) for text in Path(scene.folder.path, "samples.jsonl").read_bytes().splitlines()]
-    assert [event.step for event in kept if isinstance(event, events.MetricsMeasured)][2:] == [0, 19]
-    assert isinstance(kept[-1], events.MetricsMeasured)
-    assert kept[-1].values == {"loss": 1.0, "accuracy": 0.9}
+    measured = [(event.step, event.values) for event in kept if isinstance(event, events.MetricsMeasured)]
+    assert measured[2:] == [(0, {"loss": 1.0}), (7, {"accuracy": 0.9}), (19, {"loss": 1.0})]
+    assert [event.step for event in scene.of(events.MetricsMeasured)][2:] == list(range(20))  # viewers get each once
+    # What came before the agent watched its ranks has its own time.
+    scene.collector.measured(worker_messages.MeasuredStep(step=20, received=7.25))
+    assert scene.of(events.MetricsMeasured)[-1].time == 7.25
     assert len([event for event in kept if isinstance(event, events.ClusterSample)]) == len(
         scene.of(events.ClusterSample)
     )

@@ -35,6 +35,7 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True, tag="measured-step
     epochs: int = 0  # 0: unknown
     total: int = 0  # planned steps; 0: unknown
     values: dict[str, float | None] = {}  # None: not finite
+    received: float = 0.0  # when the agent received it, if it could not pass it on at once; 0: now
 
 
 class SkippedBatch(msgspec.Struct, frozen=True, tag="batch-skipped"):

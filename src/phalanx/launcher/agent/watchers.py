@@ -6,8 +6,12 @@ They start shortly after the first workers, because importing them takes as long
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from phalanx.contract.messages import worker_messages
 from phalanx.diagnose.rules.collectives.timeouts import Timeout
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.launcher.telemetry.node_sampler import NodeSampler
     from phalanx.launcher.telemetry.step_timings import StepTimings
 
+_EARLY = 1000  # metrics that wait for the watchers
 _DELAY = 0.5  # seconds from the start of the workers to that of the watchers
 
 
@@ -39,13 +44,14 @@ class _Started:
 
 
 class Watchers:
-    """Starts the watchers once per run, and ends them together. Before they have started they report nothing."""
+    """Starts the watchers once per run, and ends them together. Metrics that arrive before wait for them."""
 
     def __init__(self, context: WatchContext) -> None:
         self._context = context
         self._metadata = MetadataRecorder(context)
         self._starting: asyncio.Task[None] | None = None
         self._started: _Started | None = None
+        self._early: deque[worker_messages.MeasuredStep] = deque(maxlen=_EARLY)  # from before they have started
 
     def start(self, attempt: WorkerGroup) -> None:
         """Start them after a delay, if this is the first attempt."""
@@ -67,6 +73,8 @@ class Watchers:
             collector=collector(*nodes, context.folder),
         )
         sampling.start(started.exits, started.hang_detector, started.step_timings, started.collector)
+        while self._early:
+            started.collector.measured(self._early.popleft())
 
     async def blame(self, rank: int, timeout: Timeout) -> list[str]:
         """Return lines that explain why a rank timed out."""
@@ -78,6 +86,8 @@ class Watchers:
         """Handle metrics of rank 0."""
         if self._started is not None:
             self._started.collector.measured(message)
+        else:
+            self._early.append(msgspec.structs.replace(message, received=time.time()))
 
     def attempt_over(self) -> None:
         """Take a last sample of an attempt before its status slots are released."""

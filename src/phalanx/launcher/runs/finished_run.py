@@ -17,19 +17,21 @@ from phalanx.contract.events import AnyEvent
 from phalanx.diagnose.evidence import Evidence
 from phalanx.launcher.evidence import stacks
 from phalanx.launcher.output import log_reader
-from phalanx.launcher.runs import event_cursor, postmortem, run_folder
+from phalanx.launcher.runs import event_cursor, postmortem, recorded_metrics, run_folder
 from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.watch.source import LogPart, SearchResult, Stream, WhyAnswer
 
 _POLL_INTERVAL = 1.0  # seconds between two reads of files that another host writes
 _GIVE_UP = 600.0  # seconds without a new line: whether the run still exists is unknown
+_METRICS = 1 << 22  # bytes that are folded in about a second: a browser waits for its page
 
 
 class FinishedRun:
     """A run that has ended, from the files of all nodes on this disk."""
 
-    def __init__(self, run: RunRecord) -> None:
+    def __init__(self, run: RunRecord, *, most_metrics: int = _METRICS) -> None:
         self.run = run.id
+        self._most_metrics = most_metrics  # bytes of metrics.jsonl; of a larger one the sampled metrics are used
         self._record = run
         self._folder = _whole(run.folder)
 
@@ -39,7 +41,11 @@ class FinishedRun:
         return False
 
     async def events(self) -> AsyncIterator[AnyEvent]:
-        """Yield all events."""
+        """Yield all events, with the metrics of every step."""
+        async for event in recorded_metrics.merged(self._folder, self._logged(), most=self._most_metrics):
+            yield event
+
+    async def _logged(self) -> AsyncIterator[AnyEvent]:
         since: float | None = None
         # After a failover, the later leaders have their own samples.
         heirs = [part for part in self._parts()[1:] if os.path.exists(os.path.join(part, event_cursor.FILES[1]))]

@@ -189,8 +189,11 @@ class RunFolder:
             case events.Preempted():
                 self.mark_preempted()
 
-    def sample(self, event: events.Event, *, kept: bool = True) -> int:
-        """Publish a sample or metrics and, with `kept`, append them to samples.jsonl. Return the size of the line."""
+    def sample(self, event: events.Event, *, kept: bool = True, published: bool = True) -> int:
+        """Send a sample or metrics to viewers (`published`) and append them to samples.jsonl (`kept`).
+
+        Return the size of the line.
+        """
         from phalanx.contract import events
 
         line = events.encode(event)
@@ -199,7 +202,7 @@ class RunFolder:
                 if self._samples is None:
                     self._samples = open(os.path.join(self.path, "samples.jsonl"), "ab", buffering=0)  # noqa: SIM115
                 self._samples.write(line)
-        for listener in self.listeners:
+        for listener in self.listeners if published else ():
             listener(line)
         return len(line)
 

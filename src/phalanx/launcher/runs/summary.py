@@ -13,7 +13,7 @@ import msgspec
 
 from phalanx.contract import events
 from phalanx.contract.exit_codes import stopped_by
-from phalanx.launcher.runs import history
+from phalanx.launcher.runs import history, recorded_metrics
 from phalanx.launcher.runs.run_folder import RunRecord
 
 _END = 1 << 18  # bytes of a file
@@ -62,8 +62,8 @@ def _measured(folder: str) -> tuple[int | None, float | None]:
                     break
             if isinstance(event, events.ClusterSample) and seen is None:
                 seen = max((sample.step for sample in event.ranks if sample.step >= 0), default=None)
-    lines = reversed(history.end(os.path.join(folder, history.METRICS), _END).splitlines())
-    found = max(_latest(iter(sampled)), _latest(filter(None, map(history.measured, lines))), key=_step)
+    lines = reversed(history.end(os.path.join(folder, recorded_metrics.FILE), _END).splitlines())
+    found = max(_latest(iter(sampled)), _latest(filter(None, map(recorded_metrics.parse, lines))), key=_step)
     return seen if found[0] is None else found[0], found[1]
 
 

@@ -67,9 +67,6 @@ class Collector:
         self._downsampler = Downsampler(_ROOM, 1.0)
         self._metrics = RunMetrics(rpc, folder)
         self._tasks: set[asyncio.Task[None]] = set()
-        attempt = agent.attempt
-        if attempt is not None and attempt.measured is not None:
-            self._metrics.send(attempt.measured)
 
     async def end(self) -> None:
         """Stop background work."""

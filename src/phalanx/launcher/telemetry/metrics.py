@@ -62,8 +62,8 @@ class RunMetrics:
         self._rpc = rpc
         self._folder = folder
         self._downsampler = Downsampler(_ROOM, _INTERVAL)
-        self._skipped: events.MetricsMeasured | None = None  # the latest, if it was not kept
-        self._unwritten: dict[str, float | None] = {}  # the latest of each name since the last line that was kept
+        self._latest: events.MetricsMeasured | None = None  # if it is not in the file yet
+        self._unwritten: dict[str, events.MetricsMeasured] = {}  # by name: the latest that has it, if not in the file
         self._parsers: dict[str, tuple[int, LossParser]] = {}  # by file: how far it was read
         self._task: asyncio.Task[None] | None = None
         self.samples = -1.0  # per second, of all ranks
@@ -80,34 +80,42 @@ class RunMetrics:
             logger.debug("cannot write metrics", exc_info=True)
 
     def _write(self, message: words.MeasuredStep) -> None:
-        now = time.time()
-        kept = self._downsampler.keeps(now)
-        # A rare value, such as an accuracy, must not be lost because its line was not kept.
-        self._unwritten.update(message.values)
+        now = message.received or time.time()
         event = events.MetricsMeasured(
             time=round(now, 3),
             step=message.step,
-            values=dict(self._unwritten) if kept else message.values,
+            values=message.values,
             epoch=message.epoch,
             epochs=message.epochs,
             total=message.total,
             samples=self.samples,
         )
-        size = self._folder.sample(event, kept=kept)
-        self._downsampler.written += size if kept else 0
-        self._skipped = None if kept else msgspec.structs.replace(event, values=dict(self._unwritten))
-        if kept:
-            self._unwritten.clear()
+        self._folder.sample(event, kept=False)
+        self._latest = event
+        self._unwritten.update(dict.fromkeys(event.values, event))
+        if self._downsampler.keeps(now):
+            self._keep()
+
+    def _keep(self) -> None:
+        """Write the latest value of every name, with its own step, and the latest step.
+
+        A value that comes seldom, such as an accuracy, is not lost because its own line was not kept.
+        """
+        lines = {id(event): event for event in (*self._unwritten.values(), self._latest) if event is not None}
+        for event in sorted(lines.values(), key=lambda event: (event.time, event.step)):
+            values = {name: value for name, value in event.values.items() if self._unwritten.get(name) is event}
+            line = msgspec.structs.replace(event, values=values)
+            self._downsampler.written += self._folder.sample(line, published=False)
+        self._latest = None
+        self._unwritten.clear()
 
     def concluded(self, attempt: WorkerGroup | None) -> None:
         """Write the last metrics of an attempt, regardless of the downsampler."""
         worker = _silent_first_rank(attempt) if attempt is not None else None
         if worker is not None and not self._reading:
             self._send_parsed(self._newest(worker.folder), _step(worker))
-        if self._skipped is not None:
-            self._folder.sample(self._skipped)
-            self._skipped = None
-            self._unwritten.clear()
+        if self._latest is not None:
+            self._keep()
 
     # -- scripts that report nothing
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from phalanx.contract import run_metadata
 from phalanx.contract.run_metadata import RunMetadata
 from phalanx.errors import UsageError
-from phalanx.launcher.runs import deletion, history, metadata, run_folder, summary
+from phalanx.launcher.runs import deletion, history, metadata, recorded_metrics, run_folder, summary
 from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.launcher.runs.summary import RunSummary
 from phalanx.launcher.viewers import views
@@ -26,7 +26,7 @@ from phalanx.watch.model.status import STOPPED
 from phalanx.watch.run_list import RunEntry, RunKind
 from phalanx.watch.source import Source
 
-_FILES = ("run.json", "events.jsonl", "samples.jsonl", history.METRICS, run_metadata.FILE)
+_FILES = ("run.json", "events.jsonl", "samples.jsonl", recorded_metrics.FILE, run_metadata.FILE)
 _REMEMBERED = 16  # compared runs
 
 Signature = tuple[tuple[int, int], ...]  # time and size of each file

@@ -102,7 +102,10 @@ class RankComparison:
         ranks have drawn different numbers of batches at their first commit.
         """
         checksum = fingerprint(self._data)
-        if checksum is None or (self._shapes is not None and not has_batch(self._shapes, self._data)):
+        if checksum is None:
+            return None
+        batch = min(self._data.batch_size, len(self._data.dataset))
+        if self._shapes is not None and not has_batch(self._shapes, batch, self._ranks):
             return None
         return [checksum, self._drawn]
 

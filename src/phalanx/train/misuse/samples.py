@@ -82,12 +82,16 @@ def iterated_data() -> IteratedData | None:
     return IteratedData(iterators[0]._dataset, batches.sampler, batches.batch_size, drawn)
 
 
-def has_batch(shapes: Sequence[tuple[int, ...]], data: Any) -> bool:
-    """Return whether one of these tensors has a dimension as long as a batch of `data`. Otherwise the script may have
-    taken a part of the batch.
+def has_batch(shapes: Sequence[tuple[int, ...]], batch: int, ranks: int) -> bool:
+    """Return whether one of these tensors is a whole batch, of this many samples: in its first dimension, or in its
+    second, as recurrent networks have it.
+
+    Else the script may have taken a part for this rank. So it may have if the first dimension is as long as such a
+    part, even if the second one, such as the number of features, is as long as the batch. A batch that the script has
+    flattened into one dimension cannot be told from a part.
     """
-    size = min(data.batch_size, len(data.dataset))
-    return any(size in shape for shape in shapes)
+    parts = (batch // ranks, -(-batch // ranks))
+    return any(batch in shape[:2] and shape[0] not in parts for shape in shapes)
 
 
 def fingerprint(data: Any) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.contract.messages.worker_messages import MeasuredStep
 from phalanx.train.reporting.metrics import read
@@ -18,6 +18,13 @@ _MOST = 64  # values per message, which is one packet
 _LONGEST = 100  # characters of a name
 
 
+class _Row(NamedTuple):
+    step: int
+    epoch: int
+    epochs: int
+    values: Mapping[str, Any]
+
+
 class Measuring:
     """Sends metrics. A step without a message only reads the clock."""
 
@@ -28,10 +35,10 @@ class Measuring:
         self._total = total or 0
         self._clock = clock
         self._sent = -EVERY  # when values were sent
-        self._epoch = 0  # of the values that were sent last
+        self._step = self._epoch = 0  # of the values that were sent last
         self._read = 0.0  # when values on a GPU are due
-        self._last: tuple[int, int, int, Mapping[str, Any]] | None = None  # not sent yet
-        self._logged: Mapping[str, Any] = {}  # to be sent with it
+        self._last: _Row | None = None  # not sent yet
+        self._logged: dict[str, _Row] = {}  # by name: not sent yet
 
     def advance(
         self, step: int, epoch: int, values: Mapping[str, Any], *, epochs: int = 0, waited: bool = False
@@ -41,7 +48,7 @@ class Measuring:
         `epoch` is counted from 1, like in the progress bar; 0: unknown. `waited`: the GPU was just synchronised, so
         reading from it is cheap.
         """
-        self._last = (step, epoch, epochs, values)
+        self._last = _Row(step, epoch, epochs, values)
         now = self._clock()
         if epoch == self._epoch or now < self._sent + EPOCH_EVERY:
             if now < self._sent + EVERY:
@@ -52,24 +59,34 @@ class Measuring:
         self.close()
 
     def log(self, step: int, epoch: int, values: Mapping[str, Any], *, epochs: int = 0) -> None:
-        """Send logged values, if it is time and none is on a GPU; otherwise with those of the next step, or at the end.
+        """Send values that were logged, if it is time and none is on a GPU; else before the next step's, or at the end.
 
         A newer value of the same name replaces an older one.
         """
-        self._logged = {**self._logged, **values}
+        self._logged.update(dict.fromkeys(values, _Row(step, epoch, epochs, values)))
         if self._last is None:
-            self._last = (step, epoch, epochs, {})
-        waiting = (*self._logged.values(), *self._last[-1].values())
-        if self._clock() >= self._sent + EVERY and all(type(value) is float for value in waiting):
+            self._last = _Row(max(step, self._step), epoch, epochs, {})
+        waiting = (row.values[name] for name, row in self._logged.items())
+        if self._clock() >= self._sent + EVERY and all(
+            type(value) is float for value in (*waiting, *self._last.values.values())
+        ):
             self.close()
 
     def close(self) -> None:
-        """Send the newest values, if they were not sent yet."""
+        """Send the newest values, if they were not sent yet. Each is sent with the step that it belongs to."""
         if self._last is None:
             return
-        (step, epoch, epochs, values), self._last = self._last, None
-        self._sent, self._epoch = self._clock(), epoch
-        values, self._logged = {**self._logged, **values}, {}
-        (numbers,) = read([dict(list(values.items())[:_MOST])])
-        finite = {name[:_LONGEST]: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self._tell(MeasuredStep(step=step, epoch=epoch, epochs=epochs, total=self._total, values=finite))
+        last, self._last = self._last, None
+        logged, self._logged = self._logged, {}
+        self._sent, self._epoch = self._clock(), last.epoch
+        rows: dict[int, dict[str, Any]] = {}  # by step
+        for name, row in list(logged.items())[:_MOST]:
+            # What other ranks have logged arrives late. Steps that decrease would mean that they are computed again.
+            rows.setdefault(max(row.step, self._step), {})[name] = row.values[name]
+        rows[last.step] = {**rows.get(last.step, {}), **last.values}
+        self._step = last.step
+        steps = sorted(rows)
+        for step, numbers in zip(steps, read([dict(list(rows[step].items())[:_MOST]) for step in steps]), strict=True):
+            epoch = next((row.epoch for row in logged.values() if row.step == step), last.epoch)
+            finite = {name[:_LONGEST]: value if math.isfinite(value) else None for name, value in numbers.items()}
+            self._tell(MeasuredStep(step=step, epoch=epoch, epochs=last.epochs, total=self._total, values=finite))

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 
@@ -34,6 +34,7 @@ PREVIOUS = "metrics.{}.jsonl"  # of earlier trainings in this folder
 FLUSH_EVERY = 1.0  # seconds that a step's values on a GPU, TensorBoard's files and trackers may wait
 LOG_FLUSH_EVERY = 0.1  # the same for values of `run.log` while values on a GPU wait
 MOST = 1000  # lines that wait to be written
+Ending = Literal["done", "failed", "left"]  # left: the group has lost a rank, and the training continues in a new one
 OURS = frozenset(("step", "epoch", "time", "rank"))
 _BLOCK = 1 << 16
 
@@ -184,20 +185,20 @@ class Metrics:
             if self._board is not None:
                 self._board.flush()
 
-    def close(self) -> None:
-        """Write all lines and close the files."""
+    def close(self, ending: Ending = "done") -> None:
+        """Write all lines and close the files. End the runs of trackers, unless the training continues ("left")."""
         try:
             self.flush()
         finally:
             self._end()
-            if self._trackers is not None:
-                self._trackers.close()
+            if self._trackers is not None and ending != "left":
+                self._trackers.close(failed=ending == "failed")
 
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close("failed" if error is not None else "done")
 
     @contextlib.contextmanager
     def _or_none(self) -> Any:

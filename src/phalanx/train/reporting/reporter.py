@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.train.kept.kept_objects import TrainingProgress
 from phalanx.train.reporting.measuring import Measuring
-from phalanx.train.reporting.metrics import FLUSH_EVERY, Metrics, read
+from phalanx.train.reporting.metrics import FLUSH_EVERY, Ending, Metrics, read
 from phalanx.train.reporting.progress import ProgressBar
 from phalanx.train.reporting.rank_log import LoggedRow, RankLog
 from phalanx.train.reporting.trackers import Tracker
@@ -178,12 +178,12 @@ class RunReporter:
         if self._measuring is not None:
             self._measuring.close()
 
-    def close(self) -> None:
+    def close(self, ending: Ending = "done") -> None:
         """Close the bar and the metrics files."""
         with contextlib.ExitStack() as stack:
             if self._early:
                 self._open(self._counter.steps)
             if self._metrics is not None:
-                stack.callback(self._metrics.close)
+                stack.callback(self._metrics.close, ending)
             if self.bar is not None:
                 stack.callback(self.bar.close)

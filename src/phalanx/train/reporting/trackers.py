@@ -3,9 +3,10 @@
     phalanx.main(train, log_to="wandb")             # or "mlflow", or both: ["wandb", "mlflow"]
     phalanx.main(train, log_to=lambda step, values: ...)
 
-Rank 0 sends them, about once per second. A tracker is imported when the first metric is sent. If `train` has started a
-run (`wandb.init(project=...)`, `mlflow.start_run()`), it is used; otherwise one is started here, and ended at the end.
-Its ID is written next to the metrics, so that a resumed training continues the same run.
+Rank 0 sends them, about once a second. A tracker is imported when the first metric is sent. A run that `train` has
+started is used (`wandb.init(project=...)`, `mlflow.start_run()`); otherwise one is started here, with the name and the
+hyperparameters of the run, and ended at the end. It stays open while the group forms again after the loss of another
+rank. Its ID is written beside the metrics, so that a training that is resumed continues the same run.
 """
 
 from __future__ import annotations
@@ -16,13 +17,28 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from phalanx.cluster.sources.surroundings import environment
+from phalanx.contract.hyperparameters import Hyperparameter
+from phalanx.contract.variables import RUN
 from phalanx.errors import UsageError
+from phalanx.worker import given_hyperparameters
 
-_MLFLOW_MOST = 1000  # metrics per request
+_MLFLOW_MOST = 1000  # metrics of one request
+_MLFLOW_MOST_PARAMS = 100  # hyperparameters of one request
 NAME = "trackers.json"  # the IDs, by the name of the tracker
+_started: set[str] = set()  # IDs of runs that this process has started and not ended, also in an earlier generation
 LogTo = str | Callable[[int, Mapping[str, float]], object]
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker shows of a run beside its metrics."""
+
+    name: str = ""  # as `phalanx ps` shows it; empty: it was not started by `phalanx run`
+    hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
 
 
 class Tracker(Protocol):
@@ -30,8 +46,8 @@ class Tracker(Protocol):
 
     name: str
 
-    def begin(self, run_id: str | None) -> str | None:
-        """Start or find its run; `run_id`: the run of a resumed training. Return the ID."""
+    def begin(self, run_id: str | None, described: TrackedRun) -> str | None:
+        """Start or find its run; `run_id`: that of a training that is resumed. Return the ID."""
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -42,7 +58,7 @@ class Tracker(Protocol):
         """Send the added values, if they were not sent at once."""
         ...
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """End the run, if it was started here."""
         ...
 
@@ -54,16 +70,19 @@ class WandbTracker:
 
     def __init__(self) -> None:
         self._wandb: Any = None
-        self._started = False
+        self._run_id = ""
         self._step = 0
 
-    def begin(self, run_id: str | None) -> str | None:
+    def begin(self, run_id: str | None, described: TrackedRun) -> str | None:
         """Use the run that the script has started, or start one."""
         self._wandb = importlib.import_module("wandb")
-        if self._wandb.run is None:
-            self._wandb.init(id=run_id, resume="allow")
-            self._started = True
-        return str(self._wandb.run.id)
+        run = self._wandb.run
+        if run is None:
+            config = dict(described.hyperparameters)
+            run = self._wandb.init(id=run_id, resume="allow", name=described.name or None, config=config)
+            _started.add(str(run.id))
+        self._run_id = str(run.id)
+        return self._run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values. Weights & Biases drops values of an earlier step: they are sent with the latest one."""
@@ -73,10 +92,11 @@ class WandbTracker:
     def flush(self) -> None:
         """Do nothing: a process of Weights & Biases sends the values."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """End the run, if it was started here."""
-        if self._started:
-            self._wandb.finish()
+        if self._run_id in _started:
+            _started.discard(self._run_id)
+            self._wandb.finish(exit_code=int(failed))
 
 
 class MlflowTracker:
@@ -89,23 +109,31 @@ class MlflowTracker:
         self._client: Any = None
         self._run_id = ""
         self._taken: list[Any] = []  # not sent yet
-        self._started = False
 
-    def begin(self, run_id: str | None) -> str | None:
+    def begin(self, run_id: str | None, described: TrackedRun) -> str | None:
         """Use the run that the script has started, or start one."""
         self._mlflow = importlib.import_module("mlflow")
+        self._client = self._mlflow.MlflowClient()
         active = self._mlflow.active_run()
         if active is None:
-            active = self._mlflow.start_run(run_id=run_id)
-            self._started = True
-        self._client, self._run_id = self._mlflow.MlflowClient(), str(active.info.run_id)
+            active = self._mlflow.start_run(run_id=run_id, run_name=None if run_id else described.name or None)
+            _started.add(str(active.info.run_id))
+            if run_id is None:  # those of a run that is resumed cannot be changed
+                self._send_hyperparameters(str(active.info.run_id), described.hyperparameters)
+        self._run_id = str(active.info.run_id)
         return self._run_id
+
+    def _send_hyperparameters(self, run_id: str, given: Mapping[str, Hyperparameter]) -> None:
+        param = self._mlflow.entities.Param
+        sent = [param(_mlflow_name(name), str(value)) for name, value in given.items()]
+        for first in range(0, len(sent), _MLFLOW_MOST_PARAMS):
+            self._client.log_batch(run_id, params=sent[first : first + _MLFLOW_MOST_PARAMS])
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values. A request per step would slow down the training."""
         now = int(time.time() * 1000)
         metric = self._mlflow.entities.Metric
-        self._taken += [metric(name, value, now, step) for name, value in values.items()]
+        self._taken += [metric(_mlflow_name(name), value, now, step) for name, value in values.items()]
 
     def flush(self) -> None:
         """Send the added values, in requests of the size that MLflow allows."""
@@ -113,10 +141,16 @@ class MlflowTracker:
         for first in range(0, len(taken), _MLFLOW_MOST):
             self._client.log_batch(self._run_id, metrics=taken[first : first + _MLFLOW_MOST])
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """End the run, if it was started here."""
-        if self._started:
-            self._mlflow.end_run()
+        if self._run_id in _started:
+            _started.discard(self._run_id)
+            self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+def _mlflow_name(name: str) -> str:
+    """Return a name that MLflow accepts: letters, digits and _-. /: only."""
+    return re.sub(r"[^\w\-. /:]", "_", name)
 
 
 class FunctionTracker:
@@ -126,7 +160,7 @@ class FunctionTracker:
         self.name = getattr(function, "__name__", "log_to")
         self._function = function
 
-    def begin(self, run_id: str | None) -> None:
+    def begin(self, run_id: str | None, described: TrackedRun) -> None:
         """Do nothing."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -136,7 +170,7 @@ class FunctionTracker:
     def flush(self) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Do nothing."""
 
 
@@ -171,8 +205,10 @@ class TrackerGroup:
         path = os.path.join(folder, NAME)
         before = _ids(path) if resumed else {}
         ids: dict[str, str] = {}
+        described = TrackedRun(environment().get(RUN, ""), given_hyperparameters.recorded())
         for member in members:
-            if self._ran(member, lambda member=member: ids.update(_id(member, before.get(member.name)))):  # type: ignore[misc]
+            known = before.get(member.name)
+            if self._ran(member, lambda member=member, known=known: ids.update(_id(member, known, described))):  # type: ignore[misc]
                 self._members.append(member)
         if ids:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -186,10 +222,10 @@ class TrackerGroup:
         """Make all trackers send the values they have."""
         self._members = [one for one in self._members if self._ran(one, one.flush)]
 
-    def close(self) -> None:
-        """Close all trackers."""
+    def close(self, *, failed: bool) -> None:
+        """End all of them."""
         for member in self._members:
-            self._ran(member, member.close)
+            self._ran(member, lambda member=member: member.close(failed=failed))  # type: ignore[misc]
         self._members = []
 
     def _ran(self, member: Tracker, call: Callable[[], object]) -> bool:
@@ -202,8 +238,8 @@ class TrackerGroup:
         return True
 
 
-def _id(member: Tracker, before: str | None) -> dict[str, str]:
-    found = member.begin(before)
+def _id(member: Tracker, before: str | None, described: TrackedRun) -> dict[str, str]:
+    found = member.begin(before, described)
     return {} if found is None else {member.name: found}
 
 

@@ -8,11 +8,11 @@ const FIGURES = [
   ["step", (h) => count(h.step), (h) => (h.total ? `of ${count(h.total)}` : epoch(h))],
   ["ETA", (h) => (h.eta == null ? "–" : span(h.eta)), (h) => (h.total ? epoch(h) : "")],
   ["elapsed", (h, now) => span(now - h.started), (h) => (h.attempt ? `attempt ${h.attempt + 1}` : "")],
-  ["ranks", (h) => count(h.world_size), (h) => (h.nodes === 1 ? "on 1 node" : `on ${count(h.nodes)} nodes`)],
+  ["ranks", (h) => count(h.world_size), (h) => (h.nodes === 1 ? "on 1 node" : h.nodes ? `on ${count(h.nodes)} nodes` : "")],
   ["generation", (h) => count(h.generation), (h) => (h.generation ? "regrouped" : "first group")],
-  ["steps/s", (h) => rate(h.rate), () => ""],
+  ["steps/s", (h) => (h.ended != null && !h.rate ? "–" : rate(h.rate)), () => ""],
   ["samples/s", (h) => rate(h.samples), () => ""],
-  ["goodput", (h) => percent(h.goodput), (h) => (h.lost >= 0.05 ? `${h.lost < 60 ? h.lost.toFixed(1) + " s" : span(h.lost)} lost` : "no time lost")],
+  ["goodput", (h) => (h.step < 0 ? "–" : percent(h.goodput)), (h) => (h.step < 0 ? "no steps yet" : h.lost >= 0.05 ? `${h.lost < 60 ? h.lost.toFixed(1) + " s" : span(h.lost)} lost` : "no time lost")],
 ];
 
 const INTERPRETER = /^\S*\bpython[\d.]*( -u)? (?=\S)/; // `phalanx ps` leaves it out, too

@@ -110,14 +110,17 @@ function scales(pen, field, { over, since }, width) {
   const marks = marksOf(field);
   pen.textAlign = "right";
   // As many digits as distinguish two ticks.
-  const size = marks.length > 1 ? Math.log10(Math.max(...marks.map(Math.abs))) - Math.log10(marks[1] - marks[0]) : 3;
-  const digits = field.bent ? 2 : Math.min(9, Math.max(3, Math.ceil(size + 1e-9) + 1)) || 3;
-  for (const tick of marks) {
+  const range = marks.length > 1 ? Math.log10(Math.max(...marks.map(Math.abs))) - Math.log10(marks[1] - marks[0]) : 3;
+  let digits = field.bent ? 2 : Math.min(9, Math.max(3, Math.ceil(range + 1e-9) + 1)) || 3;
+  const texts = () => marks.map((tick) => short(!field.bent && Math.abs(tick) < (high - low) * 1e-9 ? 0 : tick, digits));
+  while (digits < 9 && new Set(texts()).size < marks.length) digits++;
+  while (digits > 1 && texts().some((text) => pen.measureText(text).width > LEFT - 8)) digits--; // no room for more
+  marks.forEach((tick, place) => {
     pen.fillStyle = colour("line");
     pen.fillRect(LEFT, Math.round(y(tick)), width - LEFT - RIGHT, 1);
     pen.fillStyle = colour("soft");
-    pen.fillText(short(!field.bent && Math.abs(tick) < (high - low) * 1e-9 ? 0 : tick, digits), LEFT - 6, y(tick));
-  }
+    pen.fillText(texts()[place], LEFT - 6, y(tick));
+  });
   const timely = over === "time";
   const pitch = timely ? timeStep(to - from, width - LEFT) : ticks(from, to, Math.max(2, width / 110)).slice(0, 2).reduce((a, b) => b - a, 0);
   const step = timely ? pitch : Math.max(1, pitch); // whole steps
