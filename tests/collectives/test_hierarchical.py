@@ -56,7 +56,8 @@ def test_every_collective_where_machines_are_uneven_and_ranks_not_in_a_row() -> 
 def test_what_starts_in_one_profile_may_end_in_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # With this, a write to memory that a profile has freed always ends the rank. Without it, that is rare.
     guard = tmp_path / "freed_memory.so"
-    words = ["gcc", "-shared", "-fPIC", "-o", guard, Path(__file__).parent / "native" / "freed_memory.c", "-ldl"]
+    source = Path(__file__).parent / "native" / "freed_memory.c"
+    words = ["gcc", "-shared", "-fPIC", "-o", str(guard), str(source), "-ldl"]
     subprocess.run(words, check=True, timeout=60)
     monkeypatch.setenv("LD_PRELOAD", str(guard))
     program("across", "profiled")
