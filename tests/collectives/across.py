@@ -1,6 +1,7 @@
 """Groups across simulated machines: ranks of this machine that treat others as ranks on another host.
 
     python -m tests.collectives.across results babca
+    python -m tests.collectives.across profiled
     python -m tests.collectives.across trouble
 
 Each rank's machine is a letter. `trouble` prints in JSON the error of each rank.
@@ -167,6 +168,32 @@ def results(places: str) -> None:
     sys.exit(any(ends))
 
 
+def profiled() -> None:
+    """Every call has its own profile. The message of one is received in that of the next."""
+
+    def work(rank: int, _: int, path: str) -> None:
+        engine = group("aab", rank, path)
+        message = None
+        for number in range(4):
+            part = torch.full((8,), float(number))
+            with torch.autograd.profiler.profile(record_shapes=True):
+                for _ in range(64):  # events before it, so that those of the group are not the first ones in memory
+                    part + 1
+                engine.run(EngineCall(CallKind.REDUCE, outs=[part], reduction=Reduction(Op.MAX), timeout=LIMIT))
+                last, message = message, engine.recv(part, 2, number, LIMIT) if rank == 0 else None
+                if rank == 2:
+                    engine.send(part, 0, number, LIMIT).wait()
+                if last is not None:
+                    last.wait()
+        if message is not None:
+            message.wait()
+        engine.close()
+
+    ends = fork(3, work, 100)
+    print(ends)
+    sys.exit(any(ends))
+
+
 # -- failures: four ranks, two on each machine
 
 
@@ -257,4 +284,10 @@ def trouble() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    results(sys.argv[2]) if sys.argv[1] == "results" else trouble()
+    match sys.argv[1]:
+        case "results":
+            results(sys.argv[2])
+        case "profiled":
+            profiled()
+        case "trouble":
+            trouble()

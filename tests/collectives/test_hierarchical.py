@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -50,6 +51,17 @@ def test_who_does_not_come_is_named() -> None:
 @pytest.mark.extended
 def test_every_collective_where_machines_are_uneven_and_ranks_not_in_a_row() -> None:
     program("across", "results", "babca")
+
+
+@pytest.mark.extended
+def test_what_starts_in_one_profile_may_end_in_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With this, a write to memory that a profile has freed always ends the rank. Without it, that is rare.
+    guard = tmp_path / "freed_memory.so"
+    source = Path(__file__).parent / "native" / "freed_memory.c"
+    words = ["gcc", "-shared", "-fPIC", "-o", str(guard), str(source), "-ldl"]
+    subprocess.run(words, check=True, timeout=60)
+    monkeypatch.setenv("LD_PRELOAD", str(guard))
+    program("across", "profiled")
 
 
 @pytest.mark.extended

@@ -307,3 +307,18 @@ def test_with_a_short_limit_every_waiting_rank_counts() -> None:
         limit=1.0,
     )
     assert "the other 2 wait for it in all_reduce" in diagnose(found)[0].text
+
+
+@pytest.mark.parametrize("silent", [0.4, 1.5, 3.5, 7.0])
+def test_a_waiting_rank_that_does_not_answer_in_time_is_not_blamed_for_another(silent: float) -> None:
+    """On a busy host: all that is known of it is that it was in a collective when it last published."""
+    mute = Rank(rank=0, node=0, process=process(), phase="collective", silent=silent, since=9.0, note="no answer")
+    sleeps = behind(2, [HERE], size=3, since=9.0)
+    found = diagnose(evidence(mute, waiting(1, size=3, since=9.0), sleeps, waited=9.0, limit=8.0))
+    assert [verdict.ranks for verdict in found] == [(2,)]
+
+
+def test_a_waiting_rank_that_stays_silent_is_blamed() -> None:
+    mute = Rank(rank=0, node=0, process=process(), phase="collective", silent=9.0, since=9.0, note="no answer")
+    found = diagnose(evidence(mute, waiting(1, size=2, since=9.0), waited=9.0, limit=8.0))
+    assert [(verdict.kind, verdict.ranks) for verdict in found] == [("gil", (0,))]

@@ -18,6 +18,7 @@ COMPUTES = 0.1  # cores: now and then
 RESTS = 0.05  # cores: it does not
 MOVES = 1e5  # bytes a second: it reads or writes
 STREAMS = 1e6  # likewise, whatever it is at: a data set is read, or a checkpoint written, by code that nobody knows
+WAITS = ("collective", "join")  # phases in which a rank waits for others
 MEETINGS = ("join", "new group")  # every rank must call these, and they have no sequence number
 _LONG = frozenset({"compile", "checkpoint", "import"})
 
@@ -125,6 +126,13 @@ class RankState:
     def bucket(self) -> bool:
         """Whether the collective is called by DDP in the backward pass."""
         return self.call is not None and bucket(self.call, self.frames)
+
+
+def only_late(evidence: Evidence, state: RankState) -> bool:
+    """Return whether a rank did not answer in time, but waited for others when it last published: its host is busy."""
+    rank = state.rank
+    known = rank.threads or rank.calls or rank.process is None or state.gone or state.stopped
+    return not known and rank.phase in WAITS and rank.silent < evidence.limit
 
 
 def bucket(call: CallEvidence, stack: tuple[Frame, ...] = ()) -> bool:

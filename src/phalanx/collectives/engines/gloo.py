@@ -60,7 +60,7 @@ class GlooEngine(Threaded):
         if self._ended:
             raise GroupAborted(f"{what}: the group was closed or aborted")
         with self._translate_errors(what, timeout):
-            return GlooMessage(post(), lambda: self._translate_errors(what, timeout), timeout)
+            return GlooMessage(unprofiled(post), lambda: self._translate_errors(what, timeout), timeout)
 
     @contextmanager
     def _translate_errors(self, what: str, timeout: float) -> Iterator[None]:
@@ -210,6 +210,18 @@ class GlooMessage(ThreadedTask):
     def source(self) -> int:
         """The rank that the message came from."""
         return int(self._work._source_rank())
+
+
+def unprofiled(post: Callable[[], Any]) -> Any:
+    """Start a gloo operation that profilers do not record, because it may end after the profile.
+
+    A profiler of torch writes the end of an operation to its events. If the profile has ended, their memory is freed.
+    """
+    torch.autograd._enable_record_function(False)
+    try:
+        return post()
+    finally:
+        torch.autograd._enable_record_function(True)
 
 
 def reduced(parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:

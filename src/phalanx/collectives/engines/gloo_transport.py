@@ -18,7 +18,7 @@ from phalanx.collectives.errors import GroupAborted
 from phalanx.forkserver.signed_store import SignedStore
 
 from .engine import ANY_SOURCE, as_bytes
-from .gloo import GlooMessage
+from .gloo import GlooMessage, unprofiled
 from .threaded import ENDED
 
 LAZY_SIZE = 64  # ranks from which connections are made on first use: then a call waits for a rank that has exited
@@ -53,12 +53,15 @@ class GlooTransport:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
         """Start to send a tensor's bytes."""
-        return self._gloo.send([as_bytes(tensor)], to, tag)
+        part = [as_bytes(tensor)]
+        return unprofiled(lambda: self._gloo.send(part, to, tag))
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
         """Start to receive a tensor's bytes; `source` may be ANY_SOURCE."""
         part = [as_bytes(tensor)]
-        return self._gloo.recv_anysource(part, tag) if source == ANY_SOURCE else self._gloo.recv(part, source, tag)
+        if source == ANY_SOURCE:
+            return unprofiled(lambda: self._gloo.recv_anysource(part, tag))
+        return unprofiled(lambda: self._gloo.recv(part, source, tag))
 
     def cut(self) -> None:
         """Close all connections for reading, so that waiting calls raise. Thread-safe."""

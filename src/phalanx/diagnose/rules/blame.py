@@ -9,7 +9,7 @@ import msgspec
 from phalanx.diagnose import words
 from phalanx.diagnose.description import being, described, named
 from phalanx.diagnose.frames import What
-from phalanx.diagnose.rank_state import LONGER, MEETINGS, RankState, unstarted
+from phalanx.diagnose.rank_state import LONGER, MEETINGS, RankState, only_late, unstarted
 from phalanx.diagnose.rules import children, data, gpu, leaving
 from phalanx.diagnose.rules.process import lost_nodes
 from phalanx.diagnose.verdict import Verdict
@@ -60,7 +60,8 @@ def roots(field: Field) -> set[int]:
     """Return the ranks that keep the others waiting. If no rank waits for another: those that are stuck alone."""
     awaited = {rank for missing in field.awaits.values() for rank in missing}
     if awaited:
-        return awaited - set(field.awaits)
+        found = awaited - set(field.awaits)
+        return {rank for rank in found if not _is_late(field, rank)} or found
     # While others make progress, a rank that never had steps has another role: a server, or a monitor.
     together = all(each.stuck or each.gone for each in field.states.values())
     return {
@@ -70,6 +71,10 @@ def roots(field: Field) -> set[int]:
         and (together or each.rank.step >= 0)
         and (each.act.what in _ALONE or (overdue(field, each) and not each.works))
     }  # fmt: skip
+
+
+def _is_late(field: Field, rank: int) -> bool:
+    return rank in field.states and only_late(field.evidence, field.states[rank])
 
 
 def overdue(field: Field, state: RankState) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Evidence, NodeFacts
-from phalanx.diagnose.rank_state import LONGER, SPINS, RankState
+from phalanx.diagnose.rank_state import LONGER, SPINS, RankState, only_late
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field
 
@@ -138,6 +138,8 @@ def _memory(field: Field, state: RankState) -> Verdict | None:
 def _lock(field: Field, state: RankState) -> Verdict | None:
     process = state.rank.process
     if not state.held or process is None or process.state == "D" or state.call is not None:
+        return None
+    if only_late(field.evidence, state):
         return None
     if state.long and state.rank.silent < LONGER * field.evidence.limit:
         return None  # native code of a compiler, or of an import

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from phalanx.diagnose.evidence import Phase, Rank
 from phalanx.diagnose.progress import Alarm, ProgressWatch, Reading
-from phalanx.diagnose.rank_state import COMPUTES
+from phalanx.diagnose.rank_state import COMPUTES, WAITS
 
 if TYPE_CHECKING:
     from phalanx.launcher.telemetry.node_sampler import WorkerReading
@@ -21,7 +21,6 @@ _STEPS = 31  # over which the usual step time is computed
 _PLACES = 3  # pieces of code that a rank must be seen in, to count as busy
 _MODEL = ("forward", "backward", "optimizer")  # here a moving rank computes, however few places it is seen at
 _RECENTLY = 1.5  # seconds
-_WAITS = ("collective", "join")
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -47,7 +46,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             step=self.step,
             progress=self.progress,
             phase=self.phase,
-            waiting=self.phase in _WAITS,
+            waiting=self.phase in WAITS,
             silent=self.silent,
             busy=self.busy,
             state=self.state,
