@@ -27,7 +27,6 @@ from phalanx.control.tokens import Token
 HOST = "127.0.0.1"
 _AT_ONCE = 32  # nodes that open their connection at the same time
 _LOG_INTERVAL = 0.05  # seconds between two bursts of log lines
-_TIMINGS_EVERY = 5  # seconds, as a real node
 _READY = select.EPOLLIN
 _WRITING = select.EPOLLIN | select.EPOLLOUT
 
@@ -138,12 +137,11 @@ class Nodes:
 
     def _send_second(self, second: int) -> None:
         self._step += not self._stalled
-        timings = second % _TIMINGS_EVERY == 0
         for fd, node in list(self._nodes.items()):
             if node.ended:
                 continue
             try:
-                node.second(second * 10, self._step, stalled=self._stalled, timings=timings)
+                node.second(second, self._step, stalled=self._stalled)
             except LostError as error:
                 self._remove(fd)
                 answer(lost=str(error))

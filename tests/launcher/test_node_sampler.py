@@ -85,7 +85,8 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Any:
     spare = Worker(seat(1, local_rank=0), "", pid=os.getpid(), probe=found.probe)
     spare.spare = True
     found.attempt = SimpleNamespace(workers={"0": worker, "1": spare}, living=[("0", worker), ("1", spare)])
-    found.agent = SimpleNamespace(attempt=found.attempt)
+    found.group = SimpleNamespace(node_rank=0, node_count=2)
+    found.agent = SimpleNamespace(attempt=found.attempt, plan=SimpleNamespace(group=found.group))
     return found
 
 
@@ -110,9 +111,38 @@ def test_a_worker_is_read_once_per_tick_and_sent_once_per_second(node: Any) -> N
     assert node.probe.reads == 4
     assert one.readings == other.readings
     assert [len(each.workers) for each in one.readings] == [1] * 4
-    assert [each.new_second for each in one.readings] == [True, False, True, False]
+    assert [each.due for each in one.readings] == [True, False, True, False]
     assert [frame.kind for frame in node.carrier.sent] == ["telemetry"] * 2
     assert node.carrier.sent[1].content == b'{"one":{"count":3},"other":{"count":3}}'
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [(1, 1), (1024, 1), (1025, 2), (4096, 4), (1 << 14, 5)])
+def test_a_leader_of_more_nodes_gets_messages_less_often(nodes: int, seconds: int) -> None:
+    assert node_sampler.period(nodes) == seconds
+
+
+def test_each_of_many_nodes_sends_in_its_turn_what_all_have_sampled_at_once(node: Any) -> None:
+    one = Recorder("one")
+    node.now, node.group.node_rank, node.group.node_count = 52.0, 6, 4096
+    sent: dict[float, bytes] = {}
+
+    async def play() -> None:
+        made = sampler(node, one)
+        for _ in range(17):
+            made.sample()
+            if node.carrier.sent:
+                sent[node.now] = node.carrier.sent.pop().content
+            node.now += 0.5
+        node.now -= 0.3
+        made.concluded()
+
+    asyncio.run(play())
+    due = [each for each in one.readings if each.due]
+    assert [each.now for each in due] == [52.0, 56.0, 60.0, 60.2]
+    assert [each.tick for each in due] == [10520, 10560, 10600, 10602]
+    assert sent == {54.0: b'{"one":{"count":1}}', 58.0: b'{"one":{"count":9}}'}
+    # The end of an attempt is sent at once, and what was waiting before it.
+    assert [frame.content for frame in node.carrier.sent] == [b'{"one":{"count":17}}', b'{"one":{"count":18}}']
 
 
 def test_one_that_fails_costs_the_others_nothing(node: Any) -> None:
