@@ -36,6 +36,7 @@ class SimulatedNode:
         self._telemetry: Telemetry | None = None
         self._place: messages.StartRanks | None = None
         self._attempt = 0
+        self._sent = -1  # the latest period whose telemetry was sent
         self._received = 0  # messages of the leader
         self._upgraded = False
         self._input = bytearray()
@@ -170,17 +171,22 @@ class SimulatedNode:
         """Blame these ranks for the next stall."""
         self._slow, self._telemetry = slow, None
 
-    def second(self, second: int, step: int, *, stalled: bool) -> None:
-        """Send telemetry, if it is the turn of this node in this second."""
+    def report(self, now: float, step: int, *, stalled: bool) -> float:
+        """Send telemetry, if it is the turn of this node. Return how late that is, in seconds."""
         if self._place is None:
-            return
+            return 0.0
         place = self._place.placements[0]
         period = node_sampler.period(place.node_count)
-        if second % period != place.node_rank % period:
-            return
+        late = now % period - node_sampler.turn(place.node_rank, place.node_count)
+        number = int(now // period)
+        if number == self._sent or late < 0:
+            return 0.0
+        first, self._sent = self._sent < 0, number
+        second = number * period
         timings = second // period % -(-_TIMINGS_EVERY // period) == 0
         tick = second // period * period * node_sampler.TENTHS
         self.send(self._prepared(self._place).message(tick, step, stalled=stalled, timings=timings))
+        return 0.0 if first else late
 
     def _prepared(self, place: messages.StartRanks) -> Telemetry:
         if self._telemetry is None:

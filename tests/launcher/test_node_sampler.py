@@ -17,6 +17,7 @@ from phalanx.launcher.telemetry import node_sampler
 from phalanx.launcher.telemetry.node_sampler import NodeReading, NodeSampler
 from phalanx.launcher.telemetry.step_timings import RankTiming
 from phalanx.launcher.workers.worker import Worker
+from tests.control.parties import until
 from tests.kit.placements import seat
 from tests.launcher.test_step_timings import reading
 
@@ -121,28 +122,35 @@ def test_a_leader_of_more_nodes_gets_messages_less_often(nodes: int, seconds: in
     assert node_sampler.period(nodes) == seconds
 
 
+def test_many_nodes_take_turns_within_a_period() -> None:
+    assert [node_sampler.turn(node, 1024) for node in (0, 1023)] == [0.0, 0.0]
+    turns = [node_sampler.turn(node, 4096) for node in range(4096)]
+    assert turns == sorted(set(turns))
+    assert (turns[0], turns[-1]) == (0.0, pytest.approx(3.0, abs=1e-3))
+
+
 def test_each_of_many_nodes_sends_in_its_turn_what_all_have_sampled_at_once(node: Any) -> None:
     one = Recorder("one")
     node.now, node.group.node_rank, node.group.node_count = 52.0, 6, 4096
-    sent: dict[float, bytes] = {}
 
     async def play() -> None:
         made = sampler(node, one)
-        for _ in range(17):
+        for _ in range(9):
             made.sample()
-            if node.carrier.sent:
-                sent[node.now] = node.carrier.sent.pop().content
             node.now += 0.5
+            assert node.carrier.sent == []  # its turn comes after the first sample
+            if node.now == 54.0:
+                await until(lambda: node.carrier.sent)
+                assert node.carrier.sent.pop().content == b'{"one":{"count":1}}'
         node.now -= 0.3
         made.concluded()
 
     asyncio.run(play())
     due = [each for each in one.readings if each.due]
-    assert [each.now for each in due] == [52.0, 56.0, 60.0, 60.2]
-    assert [each.tick for each in due] == [10520, 10560, 10600, 10602]
-    assert sent == {54.0: b'{"one":{"count":1}}', 58.0: b'{"one":{"count":9}}'}
-    # The end of an attempt is sent at once, and what was waiting before it.
-    assert [frame.content for frame in node.carrier.sent] == [b'{"one":{"count":17}}', b'{"one":{"count":18}}']
+    assert [each.now for each in due] == [52.0, 56.0, 56.2]
+    assert [each.tick for each in due] == [10520, 10560, 10562]
+    # The end of an attempt is sent at once, after what was waiting.
+    assert [frame.content for frame in node.carrier.sent] == [b'{"one":{"count":9}}', b'{"one":{"count":10}}']
 
 
 def test_one_that_fails_costs_the_others_nothing(node: Any) -> None:

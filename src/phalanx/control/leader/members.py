@@ -127,7 +127,7 @@ class Members:
         self.names = names or MemberNames()
         self.connected: dict[int, JoinedMember] = {}
         self.end_sent = False  # all members know that the run is over
-        # Of all members that ever joined: where each would listen if it had to lead.
+        # Of all members that ever joined, less those that have ended: where each would listen if it had to lead.
         self.failover_endpoints: dict[int, tuple[str, int]] = {}
         self._hosts: dict[int, str] = {}  # of the same
 
@@ -150,6 +150,10 @@ class Members:
             return False
         del self.connected[member.id]
         return True
+
+    def ended(self, number: int) -> None:
+        """Note that the agent of a member has ended: its host refuses connections to its endpoint."""
+        self.failover_endpoints.pop(number, None)
 
     def find(self, number: int, session: bytes) -> JoinedMember | None:
         """Return the member that has this secret."""

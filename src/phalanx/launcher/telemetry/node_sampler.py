@@ -47,6 +47,14 @@ def period(nodes: int) -> int:
     return min(_LONGEST_PERIOD, max(1, -(-nodes // _NODES_PER_SECOND)))
 
 
+def turn(node: int, nodes: int) -> float:
+    """Return after how many seconds of a period a node sends: spread, so that the leader has no peaks of work.
+
+    Nobody waits if the period is one second. Otherwise its last second is left for messages that are late.
+    """
+    return (period(nodes) - 1) * node / nodes
+
+
 @dataclass(frozen=True)
 class WorkerReading:
     """One worker at one tick."""
@@ -108,6 +116,7 @@ class NodeSampler:
         self._concluded: WorkerGroup | None = None
         self._last_due = 0  # when a message was due last: the number of the period
         self._unsent: bytes | None = None  # a message that waits for the turn of this node
+        self._turn: asyncio.TimerHandle | None = None
         self._gpus: dict[str, Gpu] = {}
         self._gpus_asked = time.monotonic()
         self._gpu_task: asyncio.Task[None] | None = None
@@ -121,6 +130,8 @@ class NodeSampler:
 
     async def end(self) -> None:
         """Stop polling."""
+        if self._turn is not None:
+            self._turn.cancel()
         tasks = [task for task in (self._task, self._gpu_task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -162,20 +173,25 @@ class NodeSampler:
                 continue
             if section is not None:
                 sections[consumer.section] = section
-        if reading.due and not self._coordinator.leads:
+        if sections and reading.due and not self._coordinator.leads:
             self._send_unsent()
-            self._unsent = encoding.encode(sections) if sections else None
-        if last or self._has_turn(reading):
-            self._send_unsent()
+            self._unsent = encoding.encode(sections)
+            group = self._agent.plan.group
+            self._send_later(0.0 if last else turn(group.node_rank, group.node_count))
         if not last and reading.now - self._gpus_asked >= _GPU_INTERVAL:
             self._gpus_asked = reading.now
             self._ask_driver(attempt)
 
-    def _has_turn(self, reading: NodeReading) -> bool:
-        """Return whether this node sends now: with many nodes, each second of a period some of them do."""
-        return int(reading.wall) % reading.period >= self._agent.plan.group.node_rank % reading.period
+    def _send_later(self, delay: float) -> None:
+        if delay:
+            self._turn = asyncio.get_running_loop().call_later(delay, self._send_unsent)
+        else:
+            self._send_unsent()
 
     def _send_unsent(self) -> None:
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
         if self._unsent is not None:
             self._rpc.send(_KIND, 0, self._unsent)
             self._unsent = None
