@@ -26,7 +26,8 @@ from phalanx.control.tokens import Token
 
 HOST = "127.0.0.1"
 _AT_ONCE = 32  # nodes that open their connection at the same time
-_INTERVAL = 0.05  # seconds between two looks at what is to be sent
+_INTERVAL = 0.05  # seconds between two bursts of log lines
+_TURNS = 0.25  # seconds between two looks at whose turn it is to send telemetry
 _READY = select.EPOLLIN
 _WRITING = select.EPOLLIN | select.EPOLLOUT
 
@@ -67,7 +68,7 @@ class Nodes:
 
     def run(self) -> None:
         """Run until the leader has ended all nodes, or standard input ends."""
-        logged = time.monotonic()
+        logged, looked = time.monotonic(), 0.0
         while not self._closing or self._nodes:
             self._connect()
             wait = max(0.0, logged + _INTERVAL - time.monotonic())
@@ -79,9 +80,11 @@ class Nodes:
                     self._ready(fd, mask)
             self._report()
             if (since := time.monotonic() - logged) >= _INTERVAL:
-                self._send_telemetry(time.time())
                 self._send_lines(since)
                 logged += since
+            if (now := time.time()) - looked >= _TURNS:
+                self._send_telemetry(now)
+                looked = now
 
     # -- connections
 
