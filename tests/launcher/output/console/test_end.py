@@ -187,6 +187,7 @@ def test_a_stream_that_has_ended_is_freed_without_a_collection() -> None:
             tail.end()
             del tail
             shown.caught_up()
+            shown.caught_up()  # the thread keeps what it has shown last until there is more
             until(lambda: freed() is None)
             assert shown.out == b"[1] the only line\n"
     finally:
