@@ -67,16 +67,17 @@ def parse(data: bytearray) -> list[bytes]:
 
 
 class Telemetry:
-    """The telemetry of one node: what its sampler sends every second, and its evidence about a stall."""
+    """The telemetry of one node: what its sampler sends every `period` seconds, and its evidence about a stall."""
 
-    def __init__(self, placements: tuple[RankPlacement, ...], host: str, slow: frozenset[int]) -> None:
+    def __init__(self, placements: tuple[RankPlacement, ...], host: str, slow: frozenset[int], period: int) -> None:
         self._placements = placements
         self._host = host
         self._slow = slow  # ranks that the others wait for while the run is stalled
+        self._period = period
         self._frames: dict[tuple[bool, bool], bytes] = {}
 
-    def second(self, tick: int, step: int, *, stalled: bool, timings: bool) -> bytes:
-        """Return the frame of one second. `tick`: tenths of a second. `timings`: with the totals of all steps."""
+    def message(self, tick: int, step: int, *, stalled: bool, timings: bool) -> bytes:
+        """Return the frame of one period. `tick`: tenths of a second. `timings`: with the totals of all steps."""
         key = (stalled, timings)
         if key not in self._frames:
             self._frames[key] = self._prepared(stalled=stalled, timings=timings)
@@ -92,7 +93,7 @@ class Telemetry:
             ),
             "samples": NodeSamples(
                 tick=_TICK,
-                seconds=1.0,
+                seconds=float(self._period),
                 infos=tuple(
                     RankInfo(rank=place.rank, node=node, host=self._host, device=f"cuda:{place.local_rank}", pid=40_000)
                     for place in self._placements
@@ -128,7 +129,7 @@ class Telemetry:
         )
 
     def _sample(self, rank: int, *, stalled: bool) -> RankSample:
-        phases = "wwwwwwwwww" if stalled else "dffffbbbbO"
+        phases = ("wwwwwwwwww" if stalled else "dffffbbbbO") * self._period
         return RankSample(
             rank=rank,
             step=_STEP,

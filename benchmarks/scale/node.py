@@ -13,8 +13,10 @@ import msgspec
 from benchmarks.scale import frames
 from benchmarks.scale.frames import Telemetry
 from phalanx.control import messages
+from phalanx.launcher.telemetry import node_sampler
 
 _READ = 1 << 16
+_TIMINGS_EVERY = 5  # seconds, as a real node
 
 
 class LostError(Exception):
@@ -34,6 +36,7 @@ class SimulatedNode:
         self._telemetry: Telemetry | None = None
         self._place: messages.StartRanks | None = None
         self._attempt = 0
+        self._sent = -1  # the latest period whose telemetry was sent
         self._received = 0  # messages of the leader
         self._upgraded = False
         self._input = bytearray()
@@ -144,8 +147,8 @@ class SimulatedNode:
                 self.send(frames.frame(pong))
             case messages.Start() | messages.Regroup():
                 self._assigned(message, step)
-            case messages.RpcFrame(kind="evidence") if self._telemetry is not None:
-                reply = self._telemetry.evidence(step)
+            case messages.RpcFrame(kind="evidence") if self._place is not None:
+                reply = self._prepared(self._place).evidence(step)
                 self.send(frames.frame(messages.RpcFrame(kind="reply", number=message.number, content=reply)))
             case messages.Stop():
                 self.ended = True
@@ -168,13 +171,28 @@ class SimulatedNode:
         """Blame these ranks for the next stall."""
         self._slow, self._telemetry = slow, None
 
-    def second(self, tick: int, step: int, *, stalled: bool, timings: bool) -> None:
-        """Send the telemetry of one second."""
+    def report(self, now: float, step: int, *, stalled: bool) -> float:
+        """Send telemetry, if it is the turn of this node. Return how late that is, in seconds."""
         if self._place is None:
-            return
+            return 0.0
+        place = self._place.placements[0]
+        period = node_sampler.period(place.node_count)
+        late = now % period - node_sampler.turn(place.node_rank, place.node_count)
+        number = int(now // period)
+        if number == self._sent or late < 0:
+            return 0.0
+        first, self._sent = self._sent < 0, number
+        second = number * period
+        timings = second // period % -(-_TIMINGS_EVERY // period) == 0
+        tick = second // period * period * node_sampler.TENTHS
+        self.send(self._prepared(self._place).message(tick, step, stalled=stalled, timings=timings))
+        return 0.0 if first else late
+
+    def _prepared(self, place: messages.StartRanks) -> Telemetry:
         if self._telemetry is None:
-            self._telemetry = Telemetry(self._place.placements, self._info.host, self._slow)
-        self.send(self._telemetry.second(tick, step, stalled=stalled, timings=timings))
+            period = node_sampler.period(place.placements[0].node_count)
+            self._telemetry = Telemetry(place.placements, self._info.host, self._slow, period)
+        return self._telemetry
 
     def log(self, number: int) -> None:
         """Send a line of output of one of the ranks."""

@@ -26,8 +26,8 @@ from phalanx.control.tokens import Token
 
 HOST = "127.0.0.1"
 _AT_ONCE = 32  # nodes that open their connection at the same time
-_LOG_INTERVAL = 0.05  # seconds between two bursts of log lines
-_TIMINGS_EVERY = 5  # seconds, as a real node
+_INTERVAL = 0.05  # seconds between two bursts of log lines
+_TURNS = 0.25  # seconds between two looks at whose turn it is to send telemetry
 _READY = select.EPOLLIN
 _WRITING = select.EPOLLIN | select.EPOLLOUT
 
@@ -61,17 +61,17 @@ class Nodes:
         self._stalled = False
         self._reported = -1  # generation
         self._step = frames.FIRST_STEP
+        self._second = 0  # of the latest step
         self._lines = 0  # sent
         self._late = 0.0  # seconds: the maximum delay of a second's telemetry
         self._closing = False
 
     def run(self) -> None:
         """Run until the leader has ended all nodes, or standard input ends."""
-        second, logged = int(time.time()) + 1, time.monotonic()
+        logged, looked = time.monotonic(), 0.0
         while not self._closing or self._nodes:
             self._connect()
-            now = time.time()
-            wait = max(0.0, min(second + 0.01 - now, _LOG_INTERVAL))
+            wait = max(0.0, logged + _INTERVAL - time.monotonic())
             for fd, mask in self._poll.poll(wait, 4096):
                 if fd == sys.stdin.fileno():
                     if not self._take_orders():
@@ -79,14 +79,12 @@ class Nodes:
                 else:
                     self._ready(fd, mask)
             self._report()
-            if (late := time.time() - second - 0.01) >= 0:
-                if self._reported >= 0:
-                    self._late = max(self._late, late)
-                self._send_second(second)
-                second = max(second + 1, int(time.time()))
-            if (since := time.monotonic() - logged) >= _LOG_INTERVAL:
+            if (since := time.monotonic() - logged) >= _INTERVAL:
                 self._send_lines(since)
                 logged += since
+            if (now := time.time()) - looked >= _TURNS:
+                self._send_telemetry(now)
+                looked = now
 
     # -- connections
 
@@ -136,14 +134,15 @@ class Nodes:
 
     # -- what the nodes send
 
-    def _send_second(self, second: int) -> None:
-        self._step += not self._stalled
-        timings = second % _TIMINGS_EVERY == 0
+    def _send_telemetry(self, now: float) -> None:
+        if int(now) > self._second:  # a step takes a second
+            self._second = int(now)
+            self._step += not self._stalled
         for fd, node in list(self._nodes.items()):
             if node.ended:
                 continue
             try:
-                node.second(second * 10, self._step, stalled=self._stalled, timings=timings)
+                self._late = max(self._late, node.report(now, self._step, stalled=self._stalled))
             except LostError as error:
                 self._remove(fd)
                 answer(lost=str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ import pytest
 from benchmarks.scale import frames
 from benchmarks.scale.benchmark import main, remarks, targets
 from benchmarks.scale.measurement import ScaleSample, Second
-from phalanx.control import messages
+from benchmarks.scale.node import SimulatedNode
+from phalanx.control import messages, tls
 from phalanx.errors import OptionError
+from tests.control.parties import TOKEN, arrival
 from tests.kit.cli import phalanx
+from tests.kit.placements import placement
 
 
 def sample(
@@ -101,3 +105,24 @@ def test_a_real_leader_of_64_nodes(tmp_path: Path) -> None:
     assert found["pages"]["fault"]
     assert found["pages"]["verdict"]
     assert not [name for name in os.listdir(tmp_path) if name != file.name]
+
+
+def test_a_simulated_node_sends_telemetry_as_a_real_one() -> None:
+    """Once per period, in its turn, for the time that all nodes have sampled."""
+    sent: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        node = SimulatedNode(arrival(1, slots=2), tls.client_context(TOKEN), leader.getsockname())
+        node.send = sent.append  # type: ignore[method-assign]
+        placements = tuple(placement(rank, 8192, node_rank=2048, node_count=4096) for rank in (4096, 4097))
+        node._place = messages.StartRanks(placements=placements, topology="2*4096", store_port=1)
+        late = [node.report(1_795_000_000 + at / 4, 100_123, stalled=False) for at in range(32)]
+        node.close()
+    content = bytearray(sent[1])
+    size = int.from_bytes(content[2:4], "big")  # a long frame with an empty mask
+    frame = messages.from_member.decode(bytes(content[8 : 8 + size]))
+    assert isinstance(frame, messages.RpcFrame)
+    samples = json.loads(frame.content)["samples"]
+    assert len(sent) == 2
+    assert [at for at, seconds in enumerate(late) if seconds > 0] == []  # it is at 1.5 and 5.5 s, as is its turn
+    assert samples[:2] == [17_950_000_040, 4.0]
+    assert [len(rank[2]) for rank in samples[3]] == [40, 40]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from phalanx.control import messages
 from phalanx.control.leader.liveness import Timing
 from phalanx.control.leader.members import JoinedMember
-from phalanx.control.messages import NoteMessage, Refusal, ResumeRequest
+from phalanx.control.messages import JoinRequest, NoteMessage, Refusal, ResumeRequest
 from phalanx.control.outbox import Outbox
 from tests.control.eavesdropper import Eavesdropper
 from tests.control.parties import Led, MemberEars, arrival, joined, leading, speaking, until
@@ -158,3 +159,22 @@ def test_a_member_that_cannot_come_again_is_lost_on_both_sides() -> None:
                 assert not led.ids
 
     asyncio.run(meet())
+
+
+def test_an_agent_that_has_ended_is_lost_at_once_and_not_probed_again() -> None:
+    """Its host refuses connections to the port on which it would have led."""
+
+    async def scene() -> None:
+        with socket.socket() as reserved:
+            reserved.bind(("127.0.0.1", 0))  # and does not listen
+            info = arrival(1, failover_port=reserved.getsockname()[1])
+            async with leading(timing=PATIENT) as led, speaking(led.port) as speaker:
+                join = JoinRequest(protocol=messages.PROTOCOL, info=messages.encode(info))
+                await speaker.ws.send_bytes(messages.encode(join))
+                await led.leader.wait_for_members(60)
+                assert led.members.failover_endpoints[1] == ("127.0.0.1", info.failover_port)
+                await speaker.ws.close()
+                await until(lambda: led.ears.gone)
+                assert 1 not in led.members.failover_endpoints
+
+    asyncio.run(scene())

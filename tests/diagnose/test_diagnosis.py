@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import replace as replace_dataclass
+
 import pytest
 from msgspec.structs import replace
 
 from phalanx.diagnose.diagnosis import diagnose, remarks
 from phalanx.diagnose.evidence import Rank, ThreadStack
+from phalanx.diagnose.rules import blame
+from phalanx.diagnose.rules.collectives import deadlock
+from phalanx.diagnose.waits import survey
 from tests.diagnose.made_evidence import (
     GETS,
     HERE,
@@ -164,3 +171,33 @@ def test_worker_of_a_loader_without_a_fetcher_frame_is_data_by_its_phase() -> No
 
 def _fields(rank: Rank) -> dict[str, object]:
     return {name: getattr(rank, name) for name in rank.__struct_fields__}
+
+
+class CountedSet(frozenset[int]):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        CountedSet.reads += 1
+        return super().__iter__()
+
+    def __and__(self, other: AbstractSet[object]) -> frozenset[int]:
+        CountedSet.reads += 1
+        return super().__and__(other)
+
+    def isdisjoint(self, other: Iterable[object]) -> bool:
+        CountedSet.reads += 1
+        return super().isdisjoint(other)
+
+
+def test_ranks_that_many_wait_for_are_not_read_for_each_of_those() -> None:
+    """Half of all ranks are one collective ahead, and wait for the other half, which waits for rank 0."""
+    field = survey(beside(behind(0, loading(ITEM))))
+    behind_, ahead = CountedSet(range(500)), range(500, 1000)
+    awaits = {**dict.fromkeys(range(1, 500), frozenset({0})), **dict.fromkeys(ahead, behind_)}
+    many = replace_dataclass(field, awaits=awaits)
+    assert not list(deadlock.verdicts(many))
+    assert blame.roots(many) == {0}
+    assert many.waiting_for([0]) == list(range(1, 1000))
+    assert CountedSet.reads < 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,8 +59,9 @@ def test_a_node_that_others_do_not_reach_is_dismissed_whatever_on_hang_says() ->
     assert "-n MIN:MAX" in action.fix
 
 
-def _progress(members: dict[int, tuple[int, ...]]) -> ClusterProgress:
-    plan = SimpleNamespace(group=SimpleNamespace(node_rank=0), hang=SimpleNamespace(stall_timeout=30.0))
+def _progress(members: dict[int, tuple[int, ...]], nodes: int = 3) -> ClusterProgress:
+    group = SimpleNamespace(node_rank=0, node_count=nodes)
+    plan = SimpleNamespace(group=group, hang=SimpleNamespace(stall_timeout=30.0))
     agent: Any = SimpleNamespace(plan=plan)
     coordinator: Any = SimpleNamespace(members=lambda: members, leads=True)
     return ClusterProgress(agent, coordinator, None)
@@ -101,6 +103,21 @@ def test_the_progress_of_all_nodes() -> None:
     del members[1]
     progress.update(own)
     assert progress.last_heartbeat(1) == (0.0, None)
+
+
+@pytest.mark.parametrize(("nodes", "quiet", "stall_timeout"), [(3, 3.0, 30.0), (4096, 12.0, 33.0)])
+def test_nodes_that_report_less_often_are_given_more_time(nodes: int, quiet: float, stall_timeout: float) -> None:
+    progress = _progress({1: (1,)}, nodes)
+    own = progress.heartbeat(_reading())
+    assert own is not None
+    assert progress.tracker is not None
+    assert progress.tracker._watch.stall_timeout == stall_timeout
+    progress.receive(1, encoding.encode(NodeHeartbeat(node=1, host="b", ranks=(RankProgress(rank=1),))))
+    for late, silent in ((quiet - 1, False), (quiet + 1, True)):
+        _, heartbeat = progress._received[1]
+        progress._received[1] = (time.monotonic() - late, heartbeat)
+        progress.update(own)
+        assert (progress.tracker.ranks[1].silent > 0) == silent
 
 
 def test_hang_detection_gives_up_after_several_errors() -> None:

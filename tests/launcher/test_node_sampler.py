@@ -17,6 +17,7 @@ from phalanx.launcher.telemetry import node_sampler
 from phalanx.launcher.telemetry.node_sampler import NodeReading, NodeSampler
 from phalanx.launcher.telemetry.step_timings import RankTiming
 from phalanx.launcher.workers.worker import Worker
+from tests.control.parties import until
 from tests.kit.placements import seat
 from tests.launcher.test_step_timings import reading
 
@@ -85,7 +86,8 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Any:
     spare = Worker(seat(1, local_rank=0), "", pid=os.getpid(), probe=found.probe)
     spare.spare = True
     found.attempt = SimpleNamespace(workers={"0": worker, "1": spare}, living=[("0", worker), ("1", spare)])
-    found.agent = SimpleNamespace(attempt=found.attempt)
+    found.group = SimpleNamespace(node_rank=0, node_count=2)
+    found.agent = SimpleNamespace(attempt=found.attempt, plan=SimpleNamespace(group=found.group))
     return found
 
 
@@ -110,9 +112,45 @@ def test_a_worker_is_read_once_per_tick_and_sent_once_per_second(node: Any) -> N
     assert node.probe.reads == 4
     assert one.readings == other.readings
     assert [len(each.workers) for each in one.readings] == [1] * 4
-    assert [each.new_second for each in one.readings] == [True, False, True, False]
+    assert [each.due for each in one.readings] == [True, False, True, False]
     assert [frame.kind for frame in node.carrier.sent] == ["telemetry"] * 2
     assert node.carrier.sent[1].content == b'{"one":{"count":3},"other":{"count":3}}'
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [(1, 1), (1024, 1), (1025, 2), (4096, 4), (1 << 14, 5)])
+def test_a_leader_of_more_nodes_gets_messages_less_often(nodes: int, seconds: int) -> None:
+    assert node_sampler.period(nodes) == seconds
+
+
+def test_many_nodes_take_turns_within_a_period() -> None:
+    assert [node_sampler.turn(node, 1024) for node in (0, 1023)] == [0.0, 0.0]
+    turns = [node_sampler.turn(node, 4096) for node in range(4096)]
+    assert turns == sorted(set(turns))
+    assert (turns[0], turns[-1]) == (0.0, pytest.approx(3.0, abs=1e-3))
+
+
+def test_each_of_many_nodes_sends_in_its_turn_what_all_have_sampled_at_once(node: Any) -> None:
+    one = Recorder("one")
+    node.now, node.group.node_rank, node.group.node_count = 52.0, 6, 4096
+
+    async def play() -> None:
+        made = sampler(node, one)
+        for _ in range(9):
+            made.sample()
+            node.now += 0.5
+            assert node.carrier.sent == []  # its turn comes after the first sample
+            if node.now == 54.0:
+                await until(lambda: node.carrier.sent)
+                assert node.carrier.sent.pop().content == b'{"one":{"count":1}}'
+        node.now -= 0.3
+        made.concluded()
+
+    asyncio.run(play())
+    due = [each for each in one.readings if each.due]
+    assert [each.now for each in due] == [52.0, 56.0, 56.2]
+    assert [each.tick for each in due] == [10520, 10560, 10562]
+    # The end of an attempt is sent at once, after what was waiting.
+    assert [frame.content for frame in node.carrier.sent] == [b'{"one":{"count":9}}', b'{"one":{"count":10}}']
 
 
 def test_one_that_fails_costs_the_others_nothing(node: Any) -> None:

@@ -275,7 +275,7 @@ class RankSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class ClusterSample(Event, frozen=True, kw_only=True, tag="sample"):
-    """All ranks of all nodes, once per second.
+    """All ranks of all nodes, once per second; with more than 1,024 nodes, once per 2 to 5 seconds.
 
     `time` is when the last phase letter of every rank ends, rounded to tenths of a second. A rank whose data did not
     arrive in time has no letters. For long runs samples.jsonl keeps only every 2nd, 4th, 8th … sample, unchanged:

@@ -33,7 +33,8 @@ class Field:
         reached = set(ranks)
         found: set[int] = set()
         while True:
-            more = {rank for rank, missing in self.awaits.items() if rank not in found and missing & reached}
+            late = {missing for missing in set(self.awaits.values()) if not missing.isdisjoint(reached)}
+            more = {rank for rank, missing in self.awaits.items() if rank not in found and missing in late}
             if not more:
                 return sorted(found - set(ranks))
             found |= more
@@ -51,6 +52,11 @@ class Field:
             f"; {words.others(numbers, self.evidence, ranks)} {words.verb(numbers, 'waits', 'wait')} for {whom} in "
             f"{described(first)}"
         )
+
+
+def awaited_by(missing: Iterable[frozenset[int]]) -> set[int]:
+    """Return all ranks in these sets. Thousands of ranks may wait for the same thousands: equal sets are read once."""
+    return set().union(*set(missing))
 
 
 def timed(evidence: Evidence) -> Evidence:

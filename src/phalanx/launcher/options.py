@@ -71,11 +71,15 @@ class OutputOptions:
         local = seat.local_rank
         return bool(self.tee.of(local)[local] | self.redirects.of(local)[local])
 
+    def prefix_template(self, local_rank: int) -> str | None:
+        """Return the template of the prefix: the user's or torchrun's. None: phalanx's own prefix."""
+        if self.line_prefix is None and self.tee.of(local_rank)[local_rank]:
+            return TEE_PREFIX
+        return self.line_prefix
+
     def prefix(self, seat: Seat, host: str, role: str) -> str | None:
         """Return the prefix of a rank's lines, from the user's template or torchrun's. None: phalanx's own."""
-        template = self.line_prefix
-        if template is None and self.tee.of(seat.local_rank)[seat.local_rank]:
-            template = TEE_PREFIX
+        template = self.prefix_template(seat.local_rank)
         if template is None:
             return None
         return Template(template).safe_substitute(

@@ -74,7 +74,7 @@ class SampledAgent:
         )
         plan = SimpleNamespace(
             seats=[self.worker.seat],
-            group=SimpleNamespace(spare=False, node_rank=0),
+            group=SimpleNamespace(spare=False, node_rank=0, node_count=3),
             environ={"PHALANX_HOME": str(folder)},
         )
         self.coordinator = FakeCoordinator()
@@ -82,6 +82,7 @@ class SampledAgent:
         self.folder = RunFolder(str(folder))
         self.told: list[events.AnyEvent] = []
         self.folder.listeners.append(lambda line: self.told.append(events.decode(line)))
+        self.plan = plan
         agent: Any = SimpleNamespace(attempt=self.attempt, plan=plan)
         self.collector = Collector(agent, self.coordinator, self.rpc, self.folder)
         self.sampler = NodeSampler(agent, self.coordinator, self.rpc)
@@ -186,6 +187,41 @@ async def _together(scene: SampledAgent) -> None:
     await asyncio.wait_for(asyncio.gather(*scene.collector._tasks), 10)
     (known,) = scene.of(events.Links)
     assert (known.measured, known.pairs[0].there) == (7.0, 1e9)
+
+
+def test_with_many_nodes_a_sample_covers_several_seconds(play: Play) -> None:
+    play(_many_nodes)
+
+
+async def _many_nodes(scene: SampledAgent) -> None:
+    scene.plan.group.node_count = 4096
+    scene.now = 51.0
+
+    def seconds(count: int) -> None:
+        for _ in range(count):
+            scene.second()
+
+    seconds(1)
+    for rank in (1, 2):
+        scene.other(rank, 10520, phases="w" * 40)
+    seconds(4)
+    assert scene.now == 56.0
+    scene.other(1, 10560, phases="b" * 40)
+    seconds(3)  # the other node has its turn
+    before = len(scene.of(events.ClusterSample))
+    scene.other(2, 10560, phases="k" * 40)
+    found = scene.of(events.ClusterSample)
+    assert len(found) == before + 1
+    assert (found[-1].time, found[-1].seconds) == (1056.0, 4.0)
+    assert [sample.phases for sample in found[-1].ranks] == ["f" * 40, "b" * 40, "k" * 40]
+    # One that misses a turn is not silent yet.
+    for turn in range(4):
+        seconds(4)
+        scene.other(1, 10600 + 40 * turn, phases="b" * 40)
+    seconds(1)
+    silent = [event.ranks[2].silent for event in scene.of(events.ClusterSample)[before + 1 :]]
+    assert silent[0] == 0.0
+    assert silent[-1] > 12.0
 
 
 def test_samples_of_a_node_with_a_wrong_clock_are_used(play: Play) -> None:

@@ -269,11 +269,12 @@ class Leader:
         """Remove a member that does not connect again: at once, if its agent is known to have ended."""
         until = time.monotonic() + self._timing.resume
         where = Endpoint(*self.members.failover_endpoints.get(member.id, ("", 0)))
-        if await probe(where, steadily=min(STEADILY, self._timing.resume)) == "closed":
-            until = 0.0
-        while member.broken and time.monotonic() < until:
+        ended = await probe(where, steadily=min(STEADILY, self._timing.resume)) == "closed"
+        while member.broken and time.monotonic() < until and not ended:
             await asyncio.sleep(_RESUME_CHECK)
         if member.broken:
+            if ended:
+                self.members.ended(member.id)
             self._disconnected(member, why)
 
     def _dispatch(self, member: JoinedMember, message: messages.FromMember) -> None:

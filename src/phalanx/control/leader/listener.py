@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 
+from phalanx.control.leader import tls_transport
 from phalanx.control.leader.connection_gate import ConnectionGate
 from phalanx.control.tls import HANDSHAKE
 
@@ -82,15 +83,13 @@ class Listener:
         if first is None:
             connection.close()
             return
-        secure = first == HANDSHAKE
         try:  # from here on the transport closes the socket
-            await asyncio.get_running_loop().connect_accepted_socket(
-                self._gate,
-                connection,
-                ssl=self._context if secure else None,
-                ssl_handshake_timeout=self._patience if secure else None,
-                ssl_shutdown_timeout=_CLOSE_TIMEOUT if secure else None,
-            )
+            if first == HANDSHAKE:
+                await tls_transport.accept(
+                    connection, self._context, self._gate, timeout=self._patience, close_timeout=_CLOSE_TIMEOUT
+                )
+            else:
+                await asyncio.get_running_loop().connect_accepted_socket(self._gate, connection)
         except OSError as error:  # SSLError and TimeoutError, too
             logger.debug("a connection was not authenticated: %s", error)
 

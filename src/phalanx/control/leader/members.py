@@ -129,7 +129,7 @@ class Members:
         self.names = names or MemberNames()
         self.connected: dict[int, JoinedMember] = {}
         self.end_sent = False  # all members know that the run is over
-        # Per member that ever joined: the address at which it would listen if it became leader.
+        # Per member that ever joined and has not ended: the address at which it would listen if it became leader.
         self.failover_endpoints: dict[int, tuple[str, int]] = {}
         self._hosts: dict[int, str] = {}  # of the same members
 
@@ -152,6 +152,10 @@ class Members:
             return False
         del self.connected[member.id]
         return True
+
+    def ended(self, number: int) -> None:
+        """Note that the agent of a member has ended: its host refuses connections to its endpoint."""
+        self.failover_endpoints.pop(number, None)
 
     def find(self, number: int, session: bytes) -> JoinedMember | None:
         """Return the member that has this secret."""

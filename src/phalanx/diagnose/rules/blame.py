@@ -13,7 +13,7 @@ from phalanx.diagnose.rank_state import LONGER, MEETINGS, RankState, only_late, 
 from phalanx.diagnose.rules import children, data, gpu, leaving
 from phalanx.diagnose.rules.process import lost_nodes
 from phalanx.diagnose.verdict import Verdict
-from phalanx.diagnose.waits import Field
+from phalanx.diagnose.waits import Field, awaited_by
 
 _ALONE = frozenset(
     {"lock", "input", "subprocess", "file", "socket", "store", "loader", "work"}
@@ -58,7 +58,7 @@ def _likeness(field: Field, state: RankState) -> tuple[object, ...]:
 
 def roots(field: Field) -> set[int]:
     """Return the ranks that keep the others waiting. If no rank waits for another: those that are stuck alone."""
-    awaited = {rank for missing in field.awaits.values() for rank in missing}
+    awaited = awaited_by(field.awaits.values())
     if awaited:
         found = awaited - set(field.awaits)
         return {rank for rank in found if not _is_late(field, rank)} or found
@@ -232,7 +232,7 @@ def _late(field: Field, kept: Sequence[RankState], waiting: Sequence[RankState])
 def _never_came(field: Field) -> Iterator[Verdict]:
     """Yield verdicts for ranks about which nothing is known."""
     joining = [each for each in field.of(field.awaits) if each.act.what == "join" and each.call is None]
-    missing = sorted({rank for each in joining for rank in field.awaits[each.number]} - set(field.states))
+    missing = sorted(awaited_by(field.awaits[each.number] for each in joining) - set(field.states))
     if not missing:
         return
     here = [each.number for each in joining]

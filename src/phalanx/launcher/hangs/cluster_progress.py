@@ -13,18 +13,18 @@ from phalanx.contract.encoding import Decoder
 from phalanx.diagnose.progress import Alarm
 from phalanx.launcher.hangs.progress_tracker import ProgressTracker, RankProgress
 from phalanx.launcher.ipc.node_rpc import RpcCarrier
-from phalanx.launcher.telemetry.node_sampler import NodeReading
+from phalanx.launcher.telemetry.node_sampler import NodeReading, period
 
 if TYPE_CHECKING:
     from phalanx.launcher.workers.watched import WatchedAgent
     from phalanx.launcher.workers.worker_group import WorkerGroup
 
-QUIET = 3.0  # seconds without a heartbeat from a node whose workers run
+_QUIET = 3.0  # periods without a heartbeat from a node whose workers run
 _SLOW_START = 10.0  # seconds for a node to send its first heartbeat
 
 
 class NodeHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """The message that a node sends to the leader every second."""
+    """The message that a node sends to the leader every second, or less often: see `node_sampler.period`."""
 
     node: int
     host: str
@@ -49,6 +49,15 @@ class ClusterProgress:
         """Return the attempt and the generation that are followed."""
         return self.tracker.generation if self.tracker is not None else None
 
+    @property
+    def _period(self) -> int:
+        return period(self._agent.plan.group.node_count)
+
+    @property
+    def quiet(self) -> float:
+        """Return the seconds without a heartbeat after which a node counts as silent."""
+        return _QUIET * self._period
+
     def heartbeat(self, reading: NodeReading) -> NodeHeartbeat | None:
         """Return the progress of all started workers of this node, dead ones included. None: none is expected."""
         self.attempt = attempt = reading.attempt
@@ -59,7 +68,9 @@ class ClusterProgress:
             return None
         generation = (attempt.number, attempt.generation)
         if self.tracker is None or self.tracker.generation != generation:
-            self.tracker = ProgressTracker(generation, self._agent.plan.hang.stall_timeout)
+            timeout = self._agent.plan.hang.stall_timeout
+            # What is known of a rank may be as old as a period.
+            self.tracker = ProgressTracker(generation, timeout and timeout + self._period - 1)
         ranks = tuple(
             self.tracker.measure(each, debugged=each.worker.seat.rank in attempt.debugged)
             for each in reading.workers
@@ -75,7 +86,7 @@ class ClusterProgress:
         """Combine the progress of all nodes. Return an alarm if the ranks stalled or resumed."""
         if self.tracker is None:
             return None
-        members, now = self._coordinator.members(), time.monotonic()
+        members, now, quiet = self._coordinator.members(), time.monotonic(), self.quiet
         self._received = {member: each for member, each in self._received.items() if member in members}
         ranks = list(own.ranks)
         for member, theirs in members.items():
@@ -83,10 +94,10 @@ class ClusterProgress:
                 then, received = self._received[member]
                 late = now - then
                 known = received.ranks
-                if late > QUIET:
+                if late > quiet:
                     known = tuple(replace(each, silent=each.silent + late) for each in known)
                 ranks += known
-            elif now - self.tracker.began > _SLOW_START:
+            elif now - self.tracker.began > _SLOW_START * self._period:
                 ranks += [RankProgress(rank=rank, silent=now - self.tracker.began) for rank in theirs]
         return self.tracker.update(now, ranks)
 

@@ -25,7 +25,7 @@ from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError
 from phalanx.launcher.evidence import stall_dump
 from phalanx.launcher.hangs import hang_action, node_evidence
-from phalanx.launcher.hangs.cluster_progress import QUIET, ClusterProgress, NodeHeartbeat
+from phalanx.launcher.hangs.cluster_progress import ClusterProgress, NodeHeartbeat
 from phalanx.launcher.hangs.evidence_gatherer import NODE_TIMEOUT, EvidenceGatherer
 from phalanx.launcher.hangs.hang_action import KillRanks, StopRun, WaitLonger
 from phalanx.launcher.ipc.control_messages import QueryRefused, WhyQuery, WhyReply
@@ -140,8 +140,8 @@ class HangDetector:
             self._stalled = self._recheck = None
         if not self._coordinator.leads:
             return heartbeat
-        if not reading.new_second and self._coordinator.members():
-            return heartbeat  # other nodes report once per second
+        if not reading.due and self._coordinator.members():
+            return heartbeat  # other nodes report once per period
         alarm, stall_timeout = self._progress.update(heartbeat), self._agent.plan.hang.stall_timeout
         if stall_timeout is None:
             return heartbeat
@@ -189,7 +189,7 @@ class HangDetector:
         self._stalled = (time.monotonic() - evidence.waited, f"the run was stalled when it ended:\n{short}")
         self._say(f"{text}\n  stacks and all evidence: {path}" if path else text)
         self._act(evidence, verdicts)
-        if any(0 < node.silent < QUIET and not node.lost for node in evidence.nodes):
+        if any(0 < node.silent < self._progress.quiet and not node.lost for node in evidence.nodes):
             # A busy node did not answer in time. Its evidence may change the verdict.
             self._recheck = self._recheck or time.monotonic() + max(stall_timeout, _SOONEST)
 

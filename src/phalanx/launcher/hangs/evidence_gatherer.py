@@ -17,7 +17,7 @@ from phalanx.contract.encoding import Decoder
 from phalanx.control.member import join_problems
 from phalanx.diagnose.evidence import Evidence, NodeFacts
 from phalanx.launcher.hangs import node_evidence
-from phalanx.launcher.hangs.cluster_progress import QUIET, ClusterProgress
+from phalanx.launcher.hangs.cluster_progress import ClusterProgress
 from phalanx.launcher.hangs.node_evidence import NodeEvidence
 from phalanx.launcher.telemetry import out_of_memory, process_stats
 from phalanx.launcher.telemetry.process_stats import ProcessStatsReader
@@ -102,7 +102,7 @@ class EvidenceGatherer:
             return
         await asyncio.wait(replies.values(), timeout=NODE_TIMEOUT)
         # A node that still sends heartbeats may need longer, because its own ranks do not answer.
-        recent = time.monotonic() - QUIET
+        recent = time.monotonic() - self._progress.quiet
         slow = [
             reply
             for member, reply in replies.items()

@@ -1,4 +1,4 @@
-"""Collects one sample of all ranks per second: every node samples its own ranks, the leader combines them."""
+"""Collects one sample of all ranks per second or period: nodes sample their own ranks, the leader combines them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
 from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.telemetry.metrics import Downsampler, RunMetrics
-from phalanx.launcher.telemetry.node_sampler import TENTHS, NodeReading
+from phalanx.launcher.telemetry.node_sampler import TENTHS, NodeReading, period
 from phalanx.launcher.telemetry.rank_samples import RankSampleBuilder
 
 if TYPE_CHECKING:
     from phalanx.launcher.workers.watched import WatchedAgent
 
 _ROOM = 1 << 22  # bytes of samples.jsonl, after which fewer samples are kept
-_QUIET = 3.0  # seconds: the leader does not wait for a node that was silent for longer
+_QUIET = 3.0  # periods: the leader does not wait for a node that was silent for longer
 _CLOCK_ERROR = 15  # tenths of a second: if a node's clock is off by more, its samples count as of now
 
 
 class NodeSamples(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The message that a node sends to the leader every second."""
+    """The message that a node sends to the leader every second, or less often: see `node_sampler.period`."""
 
     tick: int  # tenths of a second, by the leader's clock
     seconds: float
@@ -61,7 +61,7 @@ class Collector:
         self._concluded: object = None  # the attempt of which the last sample was taken
         self._own: NodeSamples | None = None  # not published yet: waits for those of other nodes
         self._received: dict[int, _Received] = {}  # by member
-        self._missing: set[int] = set()  # members whose samples of this second are expected
+        self._missing: set[int] = set()  # members whose samples of this period are expected
         self._infos: tuple[RankInfo, ...] = ()
         self._hosts: frozenset[str] = frozenset()
         self._downsampler = Downsampler(_ROOM, 1.0)
@@ -83,9 +83,9 @@ class Collector:
 
     def observe(self, reading: NodeReading) -> NodeSamples | None:
         """Sample the ranks of this node. On the leader, publish as soon as all nodes have sent theirs."""
-        if not reading.new_second:
+        if not reading.due:
             return None
-        self._publish()  # the previous second, even if nodes are missing
+        self._publish()  # the previous period, even if nodes are missing
         attempt = self._agent.attempt
         if attempt is None or attempt is self._concluded:
             return None
@@ -118,8 +118,9 @@ class Collector:
         """Handle the samples of another node. Publish if they were the last ones missing."""
         samples = _decoder.decode(content)
         now = int((time.time() - self._coordinator.skew) * TENTHS)
-        if abs(samples.tick - now) > _CLOCK_ERROR:
-            samples = replace(samples, tick=now // TENTHS * TENTHS)
+        ticks = self._period * TENTHS
+        if not -_CLOCK_ERROR <= now - samples.tick <= _CLOCK_ERROR + ticks - TENTHS:  # it is sent within the period
+            samples = replace(samples, tick=now // ticks * ticks)
         if self._own is not None and samples.tick > self._own.tick:  # other nodes are late
             self._publish()
         self._received[member] = _Received(samples, time.monotonic())
@@ -127,26 +128,29 @@ class Collector:
         if not self._missing:
             self._publish()
 
+    @property
+    def _period(self) -> int:
+        return period(self._agent.plan.group.node_count)
+
     def _expected(self, tick: int) -> set[int]:
-        """Return the members that sent something recently, but not yet for this second."""
+        """Return the members that sent something recently, but not yet for this period."""
         members, now = self._coordinator.members(), time.monotonic()
         self._received = {member: each for member, each in self._received.items() if member in members}
-        return {
-            member for member, each in self._received.items() if each.samples.tick < tick and now - each.when < _QUIET
-        }
+        oldest = now - _QUIET * self._period
+        return {member for member, each in self._received.items() if each.samples.tick < tick and each.when > oldest}
 
     def _publish(self, *, last: bool = False) -> None:
-        """Write the samples that have arrived for this second."""
+        """Write the samples that have arrived for this period."""
         own, now = self._own, time.monotonic()
         if own is None or not self._coordinator.leads:
             return
         self._own = None
         infos, ranks = list(own.infos), list(own.ranks)
-        members = self._coordinator.members()
+        members, quiet = self._coordinator.members(), _QUIET * self._period
         for member, received in self._received.items():
             theirs = members.get(member, ())  # ranks may have moved to another node meanwhile
             infos += [info for info in received.samples.infos if info.rank in theirs]
-            ranks += [sample for sample in _extended(received, own.tick, now) if sample.rank in theirs]
+            ranks += [sample for sample in _extended(received, own.tick, now, quiet) if sample.rank in theirs]
         self._write_infos(tuple(sorted(infos, key=lambda info: info.rank)), own.tick / TENTHS)
         ranks.sort(key=lambda sample: sample.rank)
         counts = [sample.samples for sample in ranks if sample.state not in ("X", "E")]
@@ -184,10 +188,10 @@ class Collector:
             self._folder.event(events.Links(time=time.time(), measured=measured, pairs=pairs))
 
 
-def _extended(received: _Received, tick: int, now: float) -> tuple[RankSample, ...]:
-    """Return a node's samples for this tick: if it has sent none, its previous ones, marked as silent."""
+def _extended(received: _Received, tick: int, now: float, quiet: float) -> tuple[RankSample, ...]:
+    """Return a node's samples for this tick: if it has sent none, its previous ones, marked if it is silent."""
     if received.samples.tick == tick:
         return received.samples.ranks
     late = now - received.when
-    silent = round(late, 1) if late > _QUIET else 0.0
+    silent = round(late, 1) if late > quiet else 0.0
     return tuple(replace(sample, phases="", silent=sample.silent + silent) for sample in received.samples.ranks)

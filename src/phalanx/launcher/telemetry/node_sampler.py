@@ -2,6 +2,7 @@
 
 Each tick reads the status slot and the kernel's counters of every worker once. Hang detector, step timings, collector
 and exits all use that reading. Data for the leader is sent in one message per second, with one section per consumer.
+With more than 1,024 nodes it is sent less often, so that the leader does not get more messages per second.
 Ticks are at whole and half seconds of the leader's clock, so that samples of different nodes align.
 """
 
@@ -33,10 +34,25 @@ INTERVAL = 0.5  # seconds
 TENTHS = 10  # per second: samples have one letter for each
 _AFTER = 0.01  # seconds after the whole or half second
 _KIND = "telemetry"  # of the message to the leader
+_NODES_PER_SECOND = 1024  # messages that a leader takes per second
+_LONGEST_PERIOD = 5  # seconds: a status slot remembers six
 _GPU_INTERVAL = 5.0  # seconds
 _GPU_TIMEOUT = 2.0  # seconds for the GPU driver to answer
 
 _sections: encoding.Decoder[dict[str, msgspec.Raw]] = encoding.Decoder(dict[str, msgspec.Raw])
+
+
+def period(nodes: int) -> int:
+    """Return the seconds between two messages of a node to the leader, in a run of `nodes` nodes."""
+    return min(_LONGEST_PERIOD, max(1, -(-nodes // _NODES_PER_SECOND)))
+
+
+def turn(node: int, nodes: int) -> float:
+    """Return after how many seconds of a period a node sends: spread, so that the leader has no peaks of work.
+
+    Nobody waits if the period is one second. Otherwise its last second is left for messages that are late.
+    """
+    return (period(nodes) - 1) * node / nodes
 
 
 @dataclass(frozen=True)
@@ -58,13 +74,14 @@ class NodeReading:
     workers: tuple[WorkerReading, ...]  # spares left out
     now: float  # seconds of `time.monotonic`
     wall: float  # seconds of the leader's clock
-    new_second: bool = True  # the first tick of a second: the one whose results are sent
+    due: bool = True  # the first tick of a period: the one whose results are sent
     last: bool = False  # the attempt is over, and its status slots are about to be released
+    period: int = 1  # seconds
 
     @property
     def tick(self) -> int:
         """Return the tenth of a second, by the leader's clock, up to which this reading counts."""
-        return int(self.wall * TENTHS) if self.last else int(self.wall) * TENTHS
+        return int(self.wall * TENTHS) if self.last else int(self.wall) // self.period * self.period * TENTHS
 
 
 class Consumer(Protocol):
@@ -97,7 +114,9 @@ class NodeSampler:
         self._consumers: tuple[Consumer, ...] = ()
         self._attempt = attempt  # the latest: it may already be over
         self._concluded: WorkerGroup | None = None
-        self._second = 0
+        self._last_due = 0  # when a message was due last: the number of the period
+        self._unsent: bytes | None = None  # a message that waits for the turn of this node
+        self._turn: asyncio.TimerHandle | None = None
         self._gpus: dict[str, Gpu] = {}
         self._gpus_asked = time.monotonic()
         self._gpu_task: asyncio.Task[None] | None = None
@@ -111,6 +130,8 @@ class NodeSampler:
 
     async def end(self) -> None:
         """Stop polling."""
+        if self._turn is not None:
+            self._turn.cancel()
         tasks = [task for task in (self._task, self._gpu_task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -152,15 +173,32 @@ class NodeSampler:
                 continue
             if section is not None:
                 sections[consumer.section] = section
-        if sections and reading.new_second and not self._coordinator.leads:
-            self._rpc.send(_KIND, 0, encoding.encode(sections))
+        if sections and reading.due and not self._coordinator.leads:
+            self._send_unsent()
+            self._unsent = encoding.encode(sections)
+            group = self._agent.plan.group
+            self._send_later(0.0 if last else turn(group.node_rank, group.node_count))
         if not last and reading.now - self._gpus_asked >= _GPU_INTERVAL:
             self._gpus_asked = reading.now
             self._ask_driver(attempt)
 
+    def _send_later(self, delay: float) -> None:
+        if delay:
+            self._turn = asyncio.get_running_loop().call_later(delay, self._send_unsent)
+        else:
+            self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        if self._unsent is not None:
+            self._rpc.send(_KIND, 0, self._unsent)
+            self._unsent = None
+
     def _read(self, attempt: WorkerGroup, *, last: bool) -> NodeReading:
-        now, wall = time.monotonic(), self._wall()
-        second, self._second = self._second, int(wall)
+        now, wall, seconds = time.monotonic(), self._wall(), period(self._agent.plan.group.node_count)
+        before, self._last_due = self._last_due, int(wall) // seconds
         self.stats.forget({worker.pid for _, worker in attempt.living})
         workers = tuple(
             WorkerReading(
@@ -173,7 +211,8 @@ class NodeSampler:
             for name, worker in attempt.workers.items()
             if not worker.spare
         )
-        return NodeReading(attempt, workers, now, wall, new_second=last or self._second != second, last=last)
+        due = last or self._last_due != before
+        return NodeReading(attempt, workers, now, wall, due=due, last=last, period=seconds)
 
     def _receive(self, member: int | None, _: int, content: bytes) -> None:
         if member is None:

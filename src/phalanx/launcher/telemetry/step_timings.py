@@ -145,7 +145,7 @@ class StepTimings:
         for each in reading.workers:
             if each.status is not None:
                 self._timings.setdefault(each.name, RankTiming()).update(each.status, each.gpu)
-        if not reading.new_second or (reading.now - self._sent < _SEND_INTERVAL and not reading.last):
+        if not reading.due or (reading.now - self._sent < _SEND_INTERVAL and not reading.last):
             return None
         self._sent = reading.now
         return self._own()

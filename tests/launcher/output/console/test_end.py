@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import sys
 import tempfile
 import termios
 import threading
+import weakref
 
 from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.output.filters import Std
@@ -172,3 +174,21 @@ def test_last_words_of_ours_are_shown_even_so() -> None:
         shown.console.say("ending at once")
         shown.console.close()
         assert (shown.out, shown.err) == (b"", b"phalanx: ending at once\n")
+
+
+def test_a_stream_that_has_ended_is_freed_without_a_collection() -> None:
+    """A leader of thousands of nodes ends thousands of them at each regroup."""
+    gc.disable()
+    try:
+        with Captured(2) as shown:
+            tail = shown.console.attach(1, Std.OUT, None, 0, live=False)
+            freed = weakref.ref(tail)
+            tail.unkept(b"the only line\n")
+            tail.end()
+            del tail
+            shown.caught_up()
+            shown.caught_up()  # the thread keeps what it has shown last until there is more
+            until(lambda: freed() is None)
+            assert shown.out == b"[1] the only line\n"
+    finally:
+        gc.enable()

@@ -9,7 +9,7 @@ from phalanx.diagnose.description import being, described
 from phalanx.diagnose.evidence import CallEvidence
 from phalanx.diagnose.rank_state import RankState, site
 from phalanx.diagnose.verdict import Verdict
-from phalanx.diagnose.waits import Field
+from phalanx.diagnose.waits import Field, awaited_by
 
 _MESSAGES = ("send", "recv")
 _ORDER = "the same order of the groups on all ranks"
@@ -22,7 +22,7 @@ def verdicts(field: Field) -> Iterator[Verdict]:
         circle = _circle(field, left)
         yield _judge(field, circle)
         left -= set(circle)
-        left = {rank for rank in left if not field.awaits[rank] & set(circle)}
+        left = {rank for rank in left if field.awaits[rank].isdisjoint(circle)}
         left = _shrunk(field, left)
     yield from _crossed(field)
     yield from _unanswered(field)
@@ -35,8 +35,10 @@ def _entangled(field: Field) -> set[int]:
 def _shrunk(field: Field, ranks: set[int]) -> set[int]:
     """Return those that wait for one of them and are waited for by one of them."""
     while True:
-        awaited = {rank for each in ranks for rank in field.awaits[each]}
-        kept = {rank for rank in ranks if field.awaits[rank] & ranks and rank in awaited}
+        missing = {field.awaits[each] for each in ranks}  # most ranks wait for the same ones
+        awaited = awaited_by(missing)
+        within = {each for each in missing if not each.isdisjoint(ranks)}
+        kept = {rank for rank in ranks if rank in awaited and field.awaits[rank] in within}
         if kept == ranks:
             return kept
         ranks = kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import time
@@ -111,7 +112,7 @@ class NodeCommands:
                 halt=halt,
             )
             self._members.send(member, regroup)
-        self.send_peer_list()
+        asyncio.get_running_loop().call_soon(self.send_peer_list)  # once all assignments are written
         return RegroupPlan(generation, why, self.plan, self._store, halt)
 
     def hold(self, why: str) -> HoldWorkers:

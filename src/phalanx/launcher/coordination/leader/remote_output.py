@@ -29,12 +29,13 @@ class RemoteOutput:
             tail.end()
         self._tails.clear()
         prefixes = {}
-        for member, table in ranks.items():
-            for placement in table.placements:
-                prefix = plan.line_prefix(Seat(placement, plan.seats[0].slot), self._members.host(member))
-                if prefix is not None:
-                    prefixes[placement.rank] = prefix
-        self._console.settle(sum(len(table.ranks) for table in ranks.values()), prefixes)
+        if any(plan.output.prefix_template(local) is not None for local in range(_local_ranks(ranks))):
+            for member, table in ranks.items():
+                for placement in table.placements:
+                    prefix = plan.line_prefix(Seat(placement, plan.seats[0].slot), self._members.host(member))
+                    if prefix is not None:
+                        prefixes[placement.rank] = prefix
+        self._console.settle(sum(len(table.placements) for table in ranks.values()), prefixes)
 
     def show(self, member: int, log: messages.Log, *, filter_noise: bool) -> None:
         """Show a piece of output. `filter_noise`: drop messages that torch prints when a group is cut."""
@@ -52,3 +53,9 @@ class RemoteOutput:
         if log.ended:
             tail.end()
             del self._tails[key]
+
+
+def _local_ranks(ranks: Mapping[int, RankTable]) -> int:
+    """Return the most ranks that a node has."""
+    first = (table.placements[0] for table in ranks.values() if table.placements)
+    return max((placement.local_world_size for placement in first), default=0)

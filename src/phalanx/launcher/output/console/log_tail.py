@@ -15,6 +15,10 @@ CHUNK = 1 << 18  # read from a log at once
 UNKEPT_LIMIT = 1 << 22  # bytes in memory that a full disk did not accept
 
 
+def _nothing() -> None:
+    pass
+
+
 class LogTail:
     """The pending part of a stream: ranges of its log, and bytes that could not be written there.
 
@@ -93,7 +97,8 @@ class LogTail:
         return b""
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log. Nothing is ready any more: `ready` holds the stream, which holds this."""
+        self._ready = _nothing
         if self._log is not None:
             os.close(self._log)
             self._log = None
