@@ -204,6 +204,25 @@ def test_tampering_ends_the_connection_with_the_error() -> None:
     asyncio.run(exchange())
 
 
+def test_an_error_of_the_protocol_is_logged_and_ends_the_connection() -> None:
+    async def exchange() -> None:
+        async with connected() as pair:
+            logged: list[dict[str, object]] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+            error = ValueError("not a frame")
+
+            def fail(data: bytes) -> None:
+                raise error
+
+            pair.recorder.data_received = fail  # type: ignore[method-assign]
+            pair.writer.write(b"x")
+            await until(lambda: bool(pair.recorder.lost))
+            assert pair.recorder.lost == [error]
+            assert [context["exception"] for context in logged] == [error]
+
+    asyncio.run(exchange())
+
+
 def test_a_stranger_is_not_accepted() -> None:
     async def exchange() -> None:
         ours, theirs = socket.socketpair()

@@ -129,7 +129,12 @@ class TlsTransport(asyncio.Transport):
                 self._protocol.eof_received()
                 self._close(None)
                 return
-            self._protocol.data_received(data)
+            try:
+                self._protocol.data_received(data)
+            except Exception as error:  # as asyncio's transports do: it is logged, and the connection is lost
+                self._loop.call_exception_handler({"message": "data_received failed", "exception": error})
+                self._close(error)
+                return
             if self._closed or not self._sock.pending():
                 return
 
