@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 Found = TypeVar("Found")
 LISTEN = "0A"
+_PF_EXITING = 0x4  # of the kernel
 SLOWEST = 4  # timeouts are for an idle machine; a loaded one may be this many times slower
 
 
@@ -19,10 +20,16 @@ class Process(NamedTuple):
     start: int
     parent: int
     state: str
+    flags: int = 0
 
     @property
     def dead(self) -> bool:
         return self.state in "ZX"
+
+    @property
+    def exiting(self) -> bool:
+        """Whether it is dead, or the kernel frees its memory and files: on a busy machine that can take seconds."""
+        return self.dead or bool(self.flags & _PF_EXITING)
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -37,7 +44,7 @@ def read(pid: int) -> Process | None:
         return None
     # The name in parentheses may contain spaces and parentheses, so the fields begin after the last one.
     fields = text[text.rindex(b")") + 2 :].split()
-    return Process(pid, int(fields[19]), int(fields[1]), fields[0].decode())
+    return Process(pid, int(fields[19]), int(fields[1]), fields[0].decode(), int(fields[6]))
 
 
 def every() -> Iterator[Process]:

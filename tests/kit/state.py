@@ -64,7 +64,7 @@ def family() -> set[tuple[int, int]]:
         if process.dead and process.parent == os.getpid():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
-    return {process.identity for process in found if not process.dead}
+    return {process.identity for process in found if not process.exiting}
 
 
 def descriptors() -> dict[int, str]:

@@ -121,7 +121,7 @@ class Before:
         return not left
 
     def _new(self, node: Node) -> list[proc.Process]:
-        return [process for process in node.living() if process.identity not in self.processes]
+        return [process for process in node.living() if not process.exiting and process.identity not in self.processes]
 
     def _differences(self) -> Iterator[leaks.Leak]:
         for service in self.lab.services:
