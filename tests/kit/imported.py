@@ -203,8 +203,10 @@ class _Process:
             self.wait() if self.returncode is None and select.select([self.report], [], [], 0)[0] else self.returncode
         )
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
+            if not select.select([self.report], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
             self.returncode = int(os.read(self.report, 16) or -signal.SIGKILL)
             os.close(self.report)
         return self.returncode
