@@ -45,9 +45,7 @@ def named(state: RankState, call: CallEvidence) -> str:
 
 
 def _bucket_number(state: RankState, call: CallEvidence) -> int | None:
-    """Return the number of this gradient bucket: how many buckets came since the last collective that was not a
-    bucket.
-    """
+    """Return the number of a gradient bucket: the buckets since the last collective that was not a bucket."""
     before = [each for each in state.rank.calls if each.group == call.group and each.seq < call.seq]
     seen = {call.shapes}
     for count, each in enumerate(reversed(before)):

@@ -176,8 +176,7 @@ def act(frames: Sequence[Frame], process: Process | None = None) -> Act:
 
 def reads_gpu(frames: Sequence[Frame]) -> Act | None:
     """Return the activity of a rank whose source line reads a value from the GPU: it waits for all queued kernels.
-    None: the
-    line does not read one.
+    None: the line does not read one.
     """
     source = frames[0].source if frames and mine(frames[0]) else ""
     return Act("cuda", "waiting for the GPU") if _READS_GPU.search(source) else None

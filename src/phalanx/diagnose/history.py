@@ -88,8 +88,7 @@ def first_difference(histories: Mapping[int, Log]) -> Difference | None:
     """Return the first difference in one group.
 
     For each sequence number, only ranks that have a record are compared. A rank that has not reached it does not
-    differ, nor
-    does a rank whose older records are overwritten.
+    differ, nor does a rank whose older records are overwritten.
     """
     known = {rank: log for rank, log in sorted(histories.items()) if log}
     if len(known) < 2:
@@ -135,9 +134,7 @@ def _size(signature: Signature) -> int | None:
 def _sides(
     by_key: dict[_Key, list[int]], here: Mapping[int, tuple[Item, ...]], unfinished: set[int]
 ) -> list[HistorySide]:
-    """Group ranks by what they called. A rank inside a coalesced block has recorded only the first collectives of
-    it.
-    """
+    """Group ranks by what they called. A rank inside a coalesced block has recorded only its first collectives."""
     longest = max(len(items) for items in here.values())
     begun = [len(items) for rank, items in here.items() if rank in unfinished and len(items) < longest]
     shown = min(begun, default=longest)

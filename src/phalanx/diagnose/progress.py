@@ -202,9 +202,7 @@ class ProgressWatch:
         return self._now - max(past.moved, past.eased) >= limit
 
     def _rests(self, past: _Past, limit: float) -> bool:
-        """Return whether a rank that no other rank waits for is idle for too long: it had steps, or all ranks are
-        idle.
-        """
+        """Return whether a rank that no other waits for is idle for too long: it had steps, or all ranks are idle."""
         if past.stepped and self._now - max(past.moved, past.eased, past.worked) >= limit:
             return True
         return self._idle >= LONGER * limit and self._resting >= limit

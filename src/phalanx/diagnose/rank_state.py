@@ -129,9 +129,7 @@ class RankState:
 
 
 def only_late(evidence: Evidence, state: RankState) -> bool:
-    """Return whether a rank only answered late: it waited for others when it last published its status, and its host is
-    busy.
-    """
+    """Return whether a rank only answered late on a busy host: it waited for others at its last status update."""
     rank = state.rank
     known = rank.threads or rank.calls or rank.process is None or state.gone or state.stopped
     return not known and rank.phase in WAITS and rank.silent < evidence.limit

@@ -55,9 +55,7 @@ class Field:
 
 
 def awaited_by(missing: Iterable[frozenset[int]]) -> set[int]:
-    """Return all ranks in these sets. Thousands of ranks may wait for the same thousands, so equal sets are read
-    once.
-    """
+    """Return all ranks in these sets. Equal sets are read once: thousands may wait for the same thousands."""
     return set().union(*set(missing))
 
 

@@ -177,9 +177,7 @@ def _call(state: RankState, key: _Key, seq: int, item: Item) -> CallEvidence:
 
 
 def _oddness(pairs: Sequence[_Pair]) -> tuple[int, bool, int]:
-    """Order the sides: the fewest ranks first, then those whose code has a condition on the rank, then those without
-    rank 0.
-    """
+    """Order the sides: the fewest ranks first, then calls under a condition on the rank, then ranks without rank 0."""
     return len(pairs), all(guard(*pair) is None for pair in pairs), -pairs[0][0].number
 
 

@@ -51,9 +51,7 @@ _NCCL = {  # operations as NCCL's watchdog names them
 
 
 def read(text: str) -> Timeout | None:
-    """Return the timeout that a message reports. None: it is not a timeout of torch.distributed or of a phalanx
-    group.
-    """
+    """Return the timeout that a message reports. None: not one of torch.distributed or of a phalanx group."""
     found = next((match for pattern in _PATTERNS if (match := re.search(pattern, text))), None)
     if found is None:
         return None
