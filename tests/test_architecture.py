@@ -1,4 +1,4 @@
-"""What docs/concepts/architecture.md and CONTRIBUTING.md say about the code: functions, files, packages, layers."""
+"""The code matches docs/concepts/architecture.md and CONTRIBUTING.md: functions, files, packages, layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_layers_of_the_page_are_those_that_are_enforced() -> None:
 
 
 def test_phalanx_starts_itself_without_the_current_folder() -> None:
-    """`python -m` puts it first into sys.path, where a phalanx.py or json.py would be imported: `-P` does not."""
+    """Without `-P`, `python -m` would import a phalanx.py or json.py from the current folder."""
     calls = 0
     for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""What an installed phalanx has: every file, also those in folders that are no packages."""
+"""An installed phalanx has every file, also in folders that are not packages."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "PhalanxError", "RankError", "Run", "__version__", "init", "launch", "main", "spawn", "topology"]
 
-# Found at first use: the launcher imports this package too, and has no time for torch.
+# Imported at first use: the launcher imports this package too, and must not wait for torch.
 _WHERE = {
     "Job": "phalanx.launcher.job",
     "PhalanxError": "phalanx.errors",
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 
 def topology() -> Topology:
-    """Where this rank stands: its node, the ranks beside it, the first rank of every node."""
+    """Return the placement of this rank: its node, the ranks on the same node, and the first rank of every node."""
     from phalanx.worker.rendezvous.topology import here
 
     return here()

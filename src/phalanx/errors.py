@@ -23,11 +23,11 @@ from collections.abc import Mapping, Sequence
 
 
 class PhalanxError(Exception):
-    """`except phalanx.PhalanxError as error`: the base class of every exception of phalanx.
+    """Base class of every exception of phalanx: `except phalanx.PhalanxError as error`.
 
-    what     What was seen, in one line.
-    details  What is known about it: lines.
-    fix      What to type. Empty: nothing is known to help.
+    what     What happened, in one line.
+    details  More lines about it.
+    fix      What to type. Empty: no fix is known.
     """
 
     exit_code = 1
@@ -46,21 +46,21 @@ class PhalanxError(Exception):
 
 
 class UsageError(PhalanxError):
-    """What the user typed cannot be done: exit code 2, no traceback."""
+    """The command or call is not valid: exit code 2, no traceback."""
 
     exit_code = 2
 
 
 class OptionError(UsageError):
-    """An option, or its value, is wrong."""
+    """An option or its value is wrong."""
 
 
 class ScriptError(UsageError):
-    """The script or module to run is not there, or cannot be run."""
+    """The script or module does not exist, or cannot be run."""
 
 
 class DeviceError(UsageError):
-    """Devices or slots that were asked for do not exist."""
+    """Requested devices or slots do not exist."""
 
 
 class PortError(UsageError):
@@ -72,11 +72,11 @@ class TokenError(UsageError):
 
 
 class LaunchError(PhalanxError):
-    """The request is valid, but this host could not start it: exit code 1."""
+    """The request is valid, but this host could not start the run: exit code 1."""
 
 
 class JoinError(LaunchError):
-    """The nodes did not come together. `by_host`: the error of each host, if it is about single hosts."""
+    """The nodes did not join. `by_host`: the error of each host, if it concerns single hosts."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RankError(LaunchError):
 
 
 class CheckpointError(PhalanxError):
-    """A checkpoint could not be written, is damaged, or does not fit the objects."""
+    """A checkpoint could not be written, is damaged, or does not match the objects."""
 
 
 class NonFiniteError(PhalanxError):

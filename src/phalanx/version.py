@@ -1,3 +1,3 @@
-"""The one place that holds the version."""
+"""The version of phalanx."""
 
 __version__ = "0.2.0"

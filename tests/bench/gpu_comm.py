@@ -1,7 +1,7 @@
-"""What `phalanx bench comm` says of NCCL, as a plain script for a machine with a GPU: python tests/bench/gpu_comm.py
+"""Tests `phalanx bench comm` with NCCL. Run by hand on a machine with a GPU: python tests/bench/gpu_comm.py
 
-One rank, so that nothing but the device's own memory is the limit: every operation has to be measured and right, in
-three types, and beside an earlier run. Then two ranks of the CPU by gloo.
+First one rank, which only the device memory limits: every operation must be measured and correct, in three types, and
+compared with an earlier run. Then two CPU ranks with gloo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def bench(work: Path, name: str, *words: str) -> tuple[subprocess.CompletedProce
 
 
 def measured(data: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """By operation, type and size; of those in two places, out of place."""
+    """Return the measurements by operation, type and size. Out of place wins over in place."""
     cells = [cell for cell in data.get("measurements", []) if cell["rounds"]]
     cells.sort(key=lambda cell: cell["place"] == "out")
     return {(cell["operation"], cell["dtype"], cell["size"]): cell for cell in cells}

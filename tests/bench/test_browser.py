@@ -1,4 +1,4 @@
-"""Chromium under Playwright: no process or file of it is left. The page tests use it."""
+"""Chromium under Playwright: no process or file is left. The page tests use it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_ends_with_the_block_whatever_happens_there() -> None:
             pids.update(descendants(os.getpid()))
             await page.evaluate("nothing.of.that")
 
-    earlier = descendants(os.getpid())  # processes that another test in this process has started
+    earlier = descendants(os.getpid())  # processes that another test in this process started
     pids: set[int] = set()
     with pytest.raises(Error, match="nothing is not defined"):
         asyncio.run(broken())

@@ -1,4 +1,4 @@
-"""`phalanx bench comm`: how it evaluates times, and one small real run of all of it."""
+"""`phalanx bench comm`: how it evaluates times, and one small real run of all parts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests(operation: str, factor: float) -> N
 
 
 def test_what_memory_must_do() -> None:
-    # 4 ranks: reading and writing once, beside 4 ranks that each copy as much.
+    # 4 ranks: data is read and written once, while 4 ranks each copy as much.
     least = {name: traffic.passes(name, 4, "out") for name in OPERATIONS}
     assert least["all_reduce"] == least["all_to_all"] == least["sendrecv"] == 1
     assert least["broadcast"] == 0.5
@@ -95,7 +95,7 @@ def test_share_of_memory_and_of_the_slowest_link() -> None:
     assert near.share(near.measurements[0]) == 0.5
     assert CommResults(worlds=[world(4)], measurements=near.measurements[:1]).share(near.measurements[0]) is None
     slow, quick = (Link(4, "shm", 0, one, 1e-6, speed, same_node=False) for one, speed in ((2, 512.0), (3, 4096.0)))
-    inside = Link(4, "shm", 0, 1, 1e-6, 1.0, same_node=True)  # which does not hold up what goes between
+    inside = Link(4, "shm", 0, 1, 1e-6, 1.0, same_node=True)  # not a limit for traffic between nodes
     apart = CommResults(
         worlds=[world(4, (0, 1), (2, 3))], measurements=[cell("shm", 8.0), copy], links=[slow, quick, inside]
     )
@@ -108,7 +108,7 @@ def test_on_one_gpu_the_limit_is_its_own_memory() -> None:
     copy = Measurement(1, traffic.COPY, "float32", "out", KIB, KIB, "cuda", (1.0,))
     results = CommResults(worlds=[world(1, device="H200")], measurements=[gathered, reduced, copy])
     assert results.share(gathered) == 0.25
-    assert results.share(reduced) is None  # nothing has to be done
+    assert results.share(reduced) is None  # one rank has nothing to reduce
 
 
 @pytest.mark.parametrize(("text", "size"), [("64K", 65536), ("25MiB", 25 * MIB), ("1G", 1 << 30), ("100", 100)])
@@ -136,7 +136,7 @@ def test_a_wrong_element_is_counted(dtype: str) -> None:
 
 @pytest.mark.parametrize("operation", [name for name, one in OPERATIONS.items() if one.sized])
 def test_what_was_not_done_is_seen(operation: str) -> None:
-    """No operation may pass by doing nothing."""
+    """An operation that does nothing must fail the check."""
     for place in {"both": ("in", "out")}.get(OPERATIONS[operation].place, (OPERATIONS[operation].place,)):
         task = Task(operation, "float32", place, KIB)
         wrong = 0
@@ -157,7 +157,7 @@ def test_the_slow_link_is_named() -> None:
     all_links = [
         Link(4, "gloo", *ends_, 1e-5, speed, ends_[0] // 2 == ends_[1] // 2) for ends_, speed in speeds.items()
     ]
-    (found,) = slow_links(all_links)  # those between nodes are slower than the others, but that is their kind
+    (found,) = slow_links(all_links)  # links between nodes are slower than others, but alike
     assert (found.link.source, found.link.target) == (0, 3)
     hosts = msgspec.structs.replace(world(4, (0, 1), (2, 3)), hosts=("a", "a", "b", "b"))
     assert found.text(hosts) == (
@@ -166,7 +166,7 @@ def test_the_slow_link_is_named() -> None:
     )
 
 
-# -- beside others
+# -- compared with other backends
 
 
 def test_beside_an_earlier_run() -> None:
@@ -175,7 +175,7 @@ def test_beside_an_earlier_run() -> None:
     found = comparison.compare(now, before)
     assert [(one.measurement.backend, round(one.ratio, 2), one.word) for one in found] == [
         ("shm", 1.2, "slower"),
-        ("gloo", 1.1, ""),  # its rounds differ by more than that
+        ("gloo", 1.1, ""),  # its rounds vary by more than that
         ("mpi", 0.5, "faster"),
     ]
 
@@ -265,7 +265,7 @@ def test_what_cannot_be_measured(argv: list[str]) -> None:
 
 
 def slow_in_one() -> tuple[int, str]:
-    """A call that one rank finds too slow to be made many times, and the other does not."""
+    """Measure a call that only one of two ranks finds too slow for many repetitions."""
 
     class Slow(TorchBackend):
         def call(self, task: Task, b: Buffers) -> Call | None:
@@ -284,7 +284,7 @@ def test_ranks_that_find_a_call_differently_slow_do_as_many() -> None:
 
 @functools.cache
 def small() -> tuple[Result, dict[str, object], tuple[str, ...]]:
-    """All operations, backends and parts, with hardly any rounds."""
+    """Run all operations, backends and parts, with as few rounds as possible."""
     with tempfile.TemporaryDirectory() as folder:
         few = ("-g", "2", "--backends", "shm,gloo,never", "--sizes", "1K,100K", "--rounds", "2", "--seconds", "0.002")
         files = ("--json", f"{folder}/comm.json", "--plot", f"{folder}/comm.png")
@@ -320,7 +320,7 @@ def test_everything_is_measured_and_right() -> None:
 @pytest.mark.xdist_group("bench comm")
 def test_what_is_said() -> None:
     done, data, _ = small()
-    # Whether a promise is kept is not to be seen in so little time; that each was judged is.
+    # So short a run cannot show whether targets are met, only that each was evaluated.
     assert done.code in (0, 1)
     assert len(data["targets"]) == 3  # type: ignore[arg-type]
     assert "2 ranks, cpu" in done.out

@@ -77,7 +77,7 @@ def test_a_small_real_run(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_reported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    # No interpreter of ours is there to be found by what is started.
+    # No process that it starts finds a Python interpreter.
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert main(["--members", "2", "--rounds", "1"], {}) == 1
     assert "the leader ended with code 1" in capfd.readouterr().out

@@ -35,7 +35,7 @@ GOOD = {
 def made(
     settings: LaunchSettings = ALL, times: dict[str, tuple[float, ...]] = GOOD, failing: LaunchCase | None = None
 ) -> LaunchResults:
-    """Rounds a little below, at and above the given times."""
+    """Return rounds slightly below, at and above the given times."""
     results = LaunchResults(settings)
     for number, noise in enumerate((0.9, 1.0, 1.1), 1):
         results.imports.append(LaunchSample(LaunchCase("python", "import", 1), number, 1.3 * noise, 1.4 * noise))

@@ -61,9 +61,9 @@ def test_a_recovery_is_over_when_every_rank_has_stepped_again() -> None:
     records = parse(BEFORE + AFTER)
     assert recovery_times(records, KILL, 2) == RecoveryTimes(first=1.0, whole=1.2, met=0.4, ready=0.6, lost=0)
     assert recovery_times(parse(BEFORE), KILL, 2) is None
-    assert recovery_times(records[:-2], KILL, 2) is None  # the new rank 1 is still missing
+    assert recovery_times(records[:-2], KILL, 2) is None  # the new rank 1 has not reported yet
     assert recovery_times(records, KILL, 3) is None
-    # What the dead process has told late is not of the one in its place.
+    # A late report of the dead process does not count for its replacement.
     late = parse(BEFORE + "step 0 10 1 5 101.0 3.0\nstep 1 11 1 5 101.2 0.5\n")
     assert recovery_times(late, KILL, 2) is None
 
@@ -95,7 +95,7 @@ def test_when_a_group_has_settled() -> None:
 
 def test_steps_and_what_they_cost() -> None:
     records = [ProgressRecord("step", 0, 10, 0, number, float(number**2), 0.0) for number in range(1, 6)]
-    assert step_times(records) == [7.0, 9.0]  # the first ones of a group are left out
+    assert step_times(records) == [7.0, 9.0]  # the first steps of a group are left out
     assert (newest_step(records, 9.5), newest_step(records, 1.0)) == (3, 0)
     assert cpu_seconds(parse(AFTER), {0: 2.0, 1: 0.25}) == 1.75
     assert cpu_seconds(parse(AFTER), {0: 2.0}) == 1.5
@@ -185,7 +185,7 @@ def test_a_small_real_run(tmp_path: Path) -> None:
     done = phalanx(
         *("bench", "recover", "--quick", "--ranks", "2", "--contenders", "phalanx,restart", "--json", str(file))
     )
-    # Whether promises are kept is not to be seen in one kill, on a machine with other things to do.
+    # One kill on a busy machine cannot show whether targets are met.
     assert done.code in (0, 1), done.err
     data = json.loads(file.read_text())
     assert (data["benchmark"], data["settings"]["ranks"], data["settings"]["rounds"]) == ("recover", 2, 1)

@@ -24,7 +24,7 @@ def sample(
     *memory: int,
     cores: float = 0.5,
     regroups: tuple[float, ...] = (0.5, 1.0),
-    descriptors: int = 0,  # that are opened per second
+    descriptors: int = 0,  # opened per second
     **more: object,
 ) -> ScaleSample:
     seconds = tuple(
@@ -61,14 +61,14 @@ def test_a_starved_simulator_is_reported() -> None:
 
 
 def test_frames_are_what_a_leader_reads() -> None:
-    """Also if several arrive in pieces."""
+    """Also if several frames arrive in pieces."""
     long = messages.NoteMessage(text="x" * 40_000)
     sent = [messages.Pong(ping=1.0, time=2.0), messages.Log(rank=3, stream=1, data=b"y" * 200), long]
     unmasked = bytearray()
     for message in sent:
         frame = bytearray(frames.frame(message))
         head = {126: 4, 127: 10}.get(frame[1] & 0x7F, 2)
-        frame[1] &= 0x7F  # a server does not mask
+        frame[1] &= 0x7F  # a server does not mask frames
         unmasked += frame[:head] + frame[head + 4 :]
     data, found = bytearray(), []
     for at in range(0, len(unmasked), 999):
@@ -86,7 +86,7 @@ def test_what_cannot_be_measured(argv: list[str]) -> None:
 
 @pytest.mark.extended
 def test_a_real_leader_of_64_nodes(tmp_path: Path) -> None:
-    """The kit checks that no process and no file is left behind."""
+    """The kit checks that no process and no file is left."""
     file = tmp_path / "scale.json"
     done = phalanx(
         "bench", "scale", "--nodes", "64", "--ranks-per-node", "2", "--seconds", "6", "--json", str(file), timeout=300
@@ -99,7 +99,7 @@ def test_a_real_leader_of_64_nodes(tmp_path: Path) -> None:
     assert (found["nodes"], found["ranks"]) == (64, 128)
     assert found["cores"] > 0
     assert min(second["memory"] for second in found["seconds"]) > 1 << 20
-    assert min(second["descriptors"] for second in found["seconds"]) > 62  # a connection of each node
+    assert min(second["descriptors"] for second in found["seconds"]) > 62  # one connection per node
     assert len(found["regroups"]) == 1
     assert found["regroups"][0] > 0
     assert found["pages"]["fault"]
@@ -108,7 +108,7 @@ def test_a_real_leader_of_64_nodes(tmp_path: Path) -> None:
 
 
 def test_a_simulated_node_sends_telemetry_as_a_real_one() -> None:
-    """Once per period, in its turn, for the time that all nodes have sampled."""
+    """Once per period, at its own time slot, for the time at which all nodes have sampled."""
     sent: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as leader:
         node = SimulatedNode(arrival(1, slots=2), tls.client_context(TOKEN), leader.getsockname())
@@ -118,11 +118,11 @@ def test_a_simulated_node_sends_telemetry_as_a_real_one() -> None:
         late = [node.report(1_795_000_000 + at / 4, 100_123, stalled=False) for at in range(32)]
         node.close()
     content = bytearray(sent[1])
-    size = int.from_bytes(content[2:4], "big")  # a long frame with an empty mask
+    size = int.from_bytes(content[2:4], "big")  # a long frame with an all-zero mask
     frame = messages.from_member.decode(bytes(content[8 : 8 + size]))
     assert isinstance(frame, messages.RpcFrame)
     samples = json.loads(frame.content)["samples"]
     assert len(sent) == 2
-    assert [at for at, seconds in enumerate(late) if seconds > 0] == []  # it is at 1.5 and 5.5 s, as is its turn
+    assert [at for at, seconds in enumerate(late) if seconds > 0] == []  # its time slots are at 1.5 and 5.5 s
     assert samples[:2] == [17_950_000_040, 4.0]
     assert [len(rank[2]) for rank in samples[3]] == [40, 40]

@@ -17,7 +17,7 @@ def took(**seconds: tuple[float, ...]) -> list[StepTimes]:
 
 
 def test_ratios_are_those_of_rounds() -> None:
-    # The machine was slow in the second round, for both: that is no difference between them.
+    # The machine was slow in the second round, for both. That is not a difference between them.
     found = rows(took(raw=(0.010, 0.030, 0.010), phalanx=(0.011, 0.033, 0.011), accelerate=()))
     assert found == [
         StepRow("plain", "raw", 10.0, 1.0, 1.0, 1.0, 0.0),
@@ -78,7 +78,7 @@ def test_a_small_real_run(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     small = ("--rounds", "3", "--width", "8", "--layers", "1", "--batch", "4", "--cases", "data")
     done = phalanx("bench", "step", *small, "--json", str(file))
-    # Whether 1% is kept is not to be seen in three rounds of so small a step; that all loops ran is.
+    # Three rounds of so small a step cannot show whether 1% is met, only that all loops ran.
     assert done.code in (0, 1), done.err
     data = json.loads(file.read_text())
     assert (data["benchmark"], data["settings"]["rounds"], data["settings"]["ranks"]) == ("step", 3, 2)

@@ -1,4 +1,4 @@
-"""`phalanx bench store`: what it makes of its samples, and one small real run."""
+"""`phalanx bench store`: how it evaluates samples, and one small real run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUP = benchmark._GATE
 def test_rounds_are_compared_in_pairs() -> None:
     samples = [GateSample("a", "s", gate=False, round=number, value=value) for number, value in enumerate((1.0, 2, 8))]
     samples += [GateSample("a", "s", gate=True, round=number, value=value) for number, value in enumerate((1.5, 2, 4))]
-    samples += [GateSample("a", "s", gate=True, round=3, value=9.0)]  # without its pair
+    samples += [GateSample("a", "s", gate=True, round=3, value=9.0)]  # without its counterpart
     samples += [GateSample("b", "s", gate=True, round=0, value=None, failure="boom")]
     assert rows(samples) == [
         GateRow("a", "s", 3, 2.0, 2.0, 1.0, 0.5, 1.5),

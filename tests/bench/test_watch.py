@@ -31,7 +31,7 @@ def windows(number: int, off: float, screen: float, page: float) -> list[WatchWi
 
 
 def test_a_cost_is_that_of_the_same_round() -> None:
-    # The machine was slow in the second round, for all: that is no difference between them.
+    # The machine was slow in the second round, for all. That is not a difference between them.
     found = costs(WatchResult(CASES["short"], windows(0, 0.001, 0.00101, 0.002) + windows(1, 0.1, 0.101, 0.2)))
     assert {cost.viewer: cost.more for cost in found} == {"off": 0.0, "screen": 0.01, "page": 1.0, "again": 0.0}
     assert found[1].milliseconds == 51.005
@@ -50,7 +50,7 @@ def test_who_never_looked_has_a_reason() -> None:
         (0.008, 0.001, 0.0, True, "+0.80% ± 0.10%"),
         (0.02, 0.001, 0.0, False, "+2.00% ± 0.10%"),
         (0.001, 0.06, 0.0, None, "Too much noise to tell"),
-        (0.2, 0.06, 0.0, False, "+20.00%"),  # whatever the error
+        (0.2, 0.06, 0.0, False, "+20.00%"),  # no matter how large the error is
         (0.001, 0.001, -0.03, None, "without a viewer differ by -3.00%"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_page_is_judged_by_medians() -> None:
     assert [judged.met for judged in page_benchmark.targets([slow])] == [False, False, True]
     rough = PageSample(512, 0.4, (), (1 / 30,) * 60, 4000, (1 / 60,) * 60)
     assert [judged.met for judged in page_benchmark.targets([rough])] == [True, None, False]
-    busy = PageSample(512, 0.4, (), (1 / 30,) * 60, 4000, (1 / 30,) * 60)  # an empty page misses frames as well
+    busy = PageSample(512, 0.4, (), (1 / 30,) * 60, 4000, (1 / 30,) * 60)  # an empty page also misses frames
     assert page_benchmark.targets([busy])[2].met is None
     none = page_benchmark.targets([PageSample(512, failure="Chromium is not installed")])
     assert [(judged.met, judged.evidence) for judged in none] == [(None, "Chromium is not installed")] * 3
@@ -105,7 +105,7 @@ def test_too_little() -> None:
 
 @pytest.mark.extended
 def test_a_small_real_one(tmp_path: Path) -> None:
-    """One window each, and a page of few ranks: no figure is good for anything, but all of them are there."""
+    """One window each, and a page with few ranks: the figures are meaningless, but all of them exist."""
     file = tmp_path / "result.json"
     small = ("--cases", "one", "--rounds", "1", "--seconds", "0.5", "--settle", "0.1", "--ranks", "24", "--times", "1")
     result = phalanx("bench", "watch", *small, "--json", str(file), timeout=150)
@@ -114,7 +114,7 @@ def test_a_small_real_one(tmp_path: Path) -> None:
     assert seen["opened"] > 0, result.err
     assert {window["viewer"] for window in seen["windows"]} == {"off", "screen", "page", "again"}, result.err
     assert not any(cost["failure"] for cost in data["costs"]), result.err
-    # A viewer was connected, or it would have failed; in so short a time it may have seen nothing new.
+    # A viewer was connected, otherwise it would have failed. In so short a time it may have received nothing new.
     busy = {cost["viewer"]: cost["viewer_cpu"] for cost in data["costs"]}
     assert busy["off"] == busy["again"] == 0
     page = data["pages"][0]

@@ -1,4 +1,4 @@
-"""Command lines, parsed."""
+"""Parses command lines for tests."""
 
 from __future__ import annotations
 

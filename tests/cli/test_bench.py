@@ -1,4 +1,4 @@
-"""`phalanx bench`: where it finds the benchmarks, and what it says without a checkout."""
+"""`phalanx bench`: where it finds the benchmarks, and its message without a checkout."""
 
 from __future__ import annotations
 

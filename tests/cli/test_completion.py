@@ -1,4 +1,4 @@
-"""The completion scripts. bash's is run in bash: by its own words, and by the tab key."""
+"""The completion scripts. The one for bash runs in bash: as a function, and with the tab key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DASHED = {name for option in options_of("run") for name in option.shown}
 
 
 def complete(words: list[str], folder: Path) -> list[str]:
-    """What bash offers for the last of these words, cut as bash cuts them."""
+    """Return what bash offers for the last of these words, split as bash splits them."""
     program = f"""{completion("bash")}
         COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
         _phalanx
@@ -62,7 +62,7 @@ def complete(words: list[str], folder: Path) -> list[str]:
         (["phalanx", "run", ""], {"train.py", "folder"}),
         (["phalanx", "run", "--cpu", "t"], {"train.py"}),
         (["phalanx", "run", "--color", "=", "auto", "t"], {"train.py"}),
-        # behind the script: the script's files, and none of our options
+        # after the script: files for the script, and no options of phalanx
         (["phalanx", "run", "-g", "4", "train.py", ""], {"train.py", "my notes.txt", "folder"}),
         (["phalanx", "run", "train.py", "my"], {"my notes.txt"}),
         (["phalanx", "run", "train.py", "--n"], set()),
@@ -81,7 +81,7 @@ def test_the_tab_key(tmp_path: Path) -> None:
     script = tmp_path / "completion.bash"
     script.write_text(completion("bash"))
     keyboard, terminal = pty.openpty()
-    fcntl.ioctl(keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 300, 0, 0))  # so that no line is folded
+    fcntl.ioctl(keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 300, 0, 0))  # wide enough that no line wraps
     environ = {"PATH": os.environ["PATH"], "TERM": "dumb", "PS1": "> ", "HOME": str(tmp_path), "INPUTRC": "/dev/null"}
     shell = subprocess.Popen(
         ["bash", "--norc", "--noprofile", "-i"],

@@ -1,4 +1,4 @@
-"""The table of exit codes in docs/reference/exit-codes.md, held against the code."""
+"""The table of exit codes in docs/reference/exit-codes.md matches the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx import errors
 from phalanx.cli.main import VERBS
 from tests.kit.cli import phalanx
 
-RUNS = ("run", "chaos", "demo")  # they return the code of a run
+RUNS = ("run", "chaos", "demo")  # these return the exit code of a run
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def table(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
 
 
 def _returned(path: Path) -> Iterator[int]:
-    """The numbers that functions which return an exit code return."""
+    """Yield the numbers that functions with an exit code return."""
     for function in ast.walk(ast.parse(path.read_text())):
         if isinstance(function, ast.FunctionDef) and ast.unparse(function.returns or ast.Constant("")) == "int":
             for node in ast.walk(function):
@@ -46,7 +46,7 @@ def test_every_code_in_the_code_is_in_the_table(table: list[tuple[str, str]], re
     cli = request.config.rootpath / "src" / "phalanx" / "cli"
     anywhere = {int(code) for code, command in table if command == "any command"}
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    kinds.remove(errors.NonFiniteError)  # of a worker: only a run ends with it
+    kinds.remove(errors.NonFiniteError)  # raised in a worker: only a run ends with it
     assert {kind.exit_code for kind in kinds} | set(_returned(cli / "main.py")) == anywhere
     for verb in VERBS:
         own = {int(code) for code, command in table if code.isdigit() and f"`{verb}`" in command}

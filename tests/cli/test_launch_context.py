@@ -1,4 +1,4 @@
-"""One node or several, from any source: the same ranks from each, and an error if two disagree."""
+"""One node or several, from any source: each gives the same ranks, and conflicting sources are an error."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_batch_script_waits_for_a_srun(tmp_path: Path) -> None:
 )
 def test_a_single_node_needs_no_rendezvous(line: str, environ: dict[str, str], tmp_path: Path) -> None:
     assert look(line, environ, tmp_path) == LaunchContext()
-    assert not list(tmp_path.iterdir())  # no token is made where none is needed
+    assert not list(tmp_path.iterdir())  # no token is created if none is needed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every complaint about a command line: what was seen, and what to type."""
+"""Every error about a command line: what was seen, and what to type."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.cli.command_line import parse
         ("-g 8,0 t.py", "0 is less than 1", "-g 8 "),
         ("-g train.py", '-g is "train.py"', "-g 8 "),
         ("-g", "-g needs a value", "-g 8 "),
-        ("--grace=-- t.py", "--grace ", "--grace 15m "),  # Python 3.13 takes it as a value, older ones do not
+        ("--grace=-- t.py", "--grace ", "--grace 15m "),  # Python 3.13 accepts it as a value, older versions do not
         ("--slots --cpu t.py", "--slots needs a value", "--slots 8 "),
         ("-n 1 -g 8,2 t.py", "-g 8,2 is for 2 nodes, but there is 1", "-n 2 -g 8,2 -i 0"),
         ("-n 2 -g 8,2,1 t.py", "for 3 nodes, but there are 2", "-n 3"),

@@ -1,4 +1,4 @@
-"""The command line: phalanx's own options by tables, and their help."""
+"""The command line: phalanx's own options as tables, and their help."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ from tests.cli.command_line import fields, parse
         ("--signals-to-handle term,SIGUSR1,SIGTERM t.py", {"shutdown.signals": (signal.SIGTERM, signal.SIGUSR1)}),
         ("--shutdown-timeout 0.5 t.py", {"shutdown.timeout": 0.5}),
         ("-t 12:3 t.py", {"notes": ()}),
-        # what torchrun calls ambiguous, though it is one option with two spellings
+        # torchrun calls this ambiguous, although it is one option with two spellings
         ("--nproc 2 --max 1 t.py", {"workers.count": 2, "recovery.max_restarts": 1}),
-        # ambiguous words behind the script are the script's business
+        # ambiguous words after the script are passed to the script
         ("t.py --no --ma --json -x", {"script.args": ("--no", "--ma", "--json", "-x")}),
     ],
 )
@@ -231,9 +231,9 @@ def test_options_after_the_script(
 
 
 def test_every_option_says_what_it_sets() -> None:
-    """A field of a group, a variable of the workers, something that depends on other options too, or nothing."""
+    """A field of a group, a variable of the workers, something that also depends on other options, or nothing."""
     combined = {
-        *("slots", "nproc_per_node", "nnodes", "hosts", "hostfile"),  # how many nodes and workers
+        *("slots", "nproc_per_node", "nnodes", "hosts", "hostfile"),  # these give the number of nodes and workers
         *("module", "no_python", "run_path", "env"),
         *("master", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
         *("page", "no_page"),

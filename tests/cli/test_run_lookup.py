@@ -1,4 +1,4 @@
-"""Which run a word on the command line means, and what a run is called if its name is taken."""
+"""Which run a word on the command line means, and the id of a run whose name is taken."""
 
 from __future__ import annotations
 

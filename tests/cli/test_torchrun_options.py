@@ -1,4 +1,4 @@
-"""torchrun's options against torchrun itself: what it takes means the same, and nonsense is refused."""
+"""torchrun's options compared with torchrun itself: they have the same meaning, and invalid values are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cli.torchrun import Refused, decide
 
 
 def comparable(options: RunOptions, theirs: dict[str, Any]) -> dict[str, Any]:
-    """Our fields that torchrun has too, with torchrun's default where ours is "not given"."""
+    """Return our fields that torchrun has too, with torchrun's default where ours is "not given"."""
     ours = fields(options, theirs)
     for name in ("output.redirects", "output.tee"):
         ours[name] = {rank: ours[name].of(rank)[rank] for rank in range(10)}
@@ -28,7 +28,7 @@ def comparable(options: RunOptions, theirs: dict[str, Any]) -> dict[str, Any]:
         ours["workers.count"] = 1
     address = "rendezvous.master_addr"
     if ours[address] is None and ours["nodes.max_nodes"] > 1 and theirs[address] == "127.0.0.1":
-        ours[address] = "127.0.0.1"  # with several nodes it can only be wrong, so we leave it open
+        ours[address] = "127.0.0.1"  # with several nodes this default is always wrong, so phalanx has none
     if ours["shutdown.timeout"] is None:
         ours["shutdown.timeout"] = 30
     return ours
@@ -114,7 +114,7 @@ PET = {
     "PET_MASTER_ADDR": "m",
     "PET_MASTER_PORT": "77",
     "PET_LOCAL_ADDR": "l",
-    "PET_LOGS_SPECS": "none",  # torchrun reads no variable for these two
+    "PET_LOGS_SPECS": "none",  # torchrun has no variable for these two
     "PET_NUMA_BINDING": "node",
     "PET_SIGNALS_TO_HANDLE": "SIGUSR2",
     "PET_SHUTDOWN_TIMEOUT": "9",
@@ -147,7 +147,7 @@ def _actions() -> list[Any]:
 
 @pytest.mark.parametrize("action", _actions(), ids=lambda action: action.dest)
 def test_every_option_of_torchrun_is_known_by_all_its_names(action: Any) -> None:
-    """And is declared the same: names, default, variable, choices."""
+    """Each is declared the same: names, default, variable, choices."""
     row = next(option for option in OPTIONS if option.name in action.option_strings)
     assert set(row.torchrun_spellings) == set(action.option_strings)
     assert row.origin == "torchrun"
@@ -155,7 +155,7 @@ def test_every_option_of_torchrun_is_known_by_all_its_names(action: Any) -> None
         return
     assert row.dest == action.dest
     assert (row.kind is None) == (action.nargs == 0)
-    # not told is None for us, where torchrun has a value that says nothing
+    # An option that is not given is None here; torchrun has a default that means the same.
     silent = {"nproc_per_node": "1", "node_rank": 0, "master_addr": "127.0.0.1", "local_ranks_filter": ""}
     if row.kind is not None and not isinstance(action.default, list):
         told = None if row.default is None else (action.type or str)(row.default)
@@ -175,7 +175,7 @@ def test_the_old_launchers_option_and_the_newer_ones_are_known() -> None:
     assert parse("t.py", PET_LOG_LINE_PREFIX_TEMPLATE="y").output.line_prefix == "y"
 
 
-# Values that torchrun takes and that do not contradict each other.
+# Values that torchrun accepts and that do not contradict each other.
 VALUES: dict[str, list[str]] = {
     "nnodes": ["1", "1:1", "2", "1:3"],
     "nproc_per_node": ["1", "2", "16", "auto", "cpu", "gpu", "xpu"],
@@ -248,7 +248,7 @@ def test_what_torchrun_takes_means_the_same(line: tuple[list[str], dict[str, str
     try:
         options = parse_run(argv, environ)
     except OptionError as error:
-        # torchrun waits ten minutes for a node that cannot come
+        # torchrun waits ten minutes for a node that cannot join
         if "--standalone and" not in error.what and "PET_STANDALONE=1 and" not in error.what:
             raise
         return

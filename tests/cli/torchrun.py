@@ -1,4 +1,4 @@
-"""What torchrun itself makes of a command line: its parser and its decisions, stopped before the launch."""
+"""What torchrun itself decides for a command line: its parser and its decisions, stopped before the launch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _RANDOM = uuid.UUID(int=7)
 
 
 class Refused(Exception):
-    """torchrun does not take this command line."""
+    """torchrun refuses this command line."""
 
 
 def decide(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """torchrun's decisions, by the fields of RunOptions."""
+    """Return torchrun's decisions, by the fields of RunOptions."""
     with (
         mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **environ}, clear=True),
         contextlib.redirect_stdout(io.StringIO()),
@@ -58,7 +58,7 @@ def decide(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _config(args: Any) -> tuple[Any, Any, list[str]]:
-    """LaunchConfig, command and arguments as torchrun would hand them to its agent."""
+    """Return the LaunchConfig, command and arguments that torchrun would pass to its agent."""
     caught: list[Any] = []
 
     def launch(config: Any, entrypoint: Any) -> Any:
@@ -77,7 +77,7 @@ def _config(args: Any) -> tuple[Any, Any, list[str]]:
 
 
 def _size(text: str) -> int | str:
-    """As torchrun's, without counting devices."""
+    """Parse a number of workers like torchrun, without counting devices."""
     try:
         return int(text)
     except ValueError:
@@ -108,7 +108,7 @@ def _meeting(config: Any) -> dict[str, Any]:
             raise Refused("no port")
         meeting |= {"rendezvous.master_addr": address, "rendezvous.master_port": port or None}
     elif config.rdzv_endpoint:
-        # Port 29400 is that of the rendezvous; what the workers get on one node is a free one.
+        # 29400 is the port of the rendezvous; on one node, workers get a free port.
         address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, 29400 if config.max_nodes > 1 else 0)
         meeting |= {"rendezvous.master_addr": address, "rendezvous.master_port": port or None}
     else:

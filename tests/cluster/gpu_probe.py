@@ -1,8 +1,8 @@
 """Run by hand on a machine with an NVIDIA GPU: python tests/cluster/gpu_probe.py
 
-Prints the survey, then compares what phalanx says with what the driver (libcuda) and torch say in processes
-of the same environment: which devices CUDA_VISIBLE_DEVICES leaves, and which cores --numa-binding gives. Also
-checks that a survey leaves a process able to fork workers that use CUDA. Exits with 1 on any difference.
+Prints the survey, then compares phalanx's results with those of the driver (libcuda) and torch in processes with the
+same environment: which devices CUDA_VISIBLE_DEVICES selects, and which cores --numa-binding gives. Also checks that a
+process can still fork workers that use CUDA after a survey. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def masks(inventory: Inventory) -> list[str | None]:
 
 
 def forked_cuda_works() -> bool:
-    """Whether a child forked from this process, after the survey, can use CUDA."""
+    """Return whether a child that is forked from this process after the survey can use CUDA."""
     child = os.fork()
     if child == 0:
         import torch

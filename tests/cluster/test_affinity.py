@@ -1,7 +1,7 @@
 """bind: which cores each worker gets, on fake /sys trees.
 
-torch's own numa binding, reading the same trees, is the judge of the four modes. It asks CUDA for the PCI
-addresses of the GPUs; that answer is faked, since there is no GPU where these tests run.
+The four modes are compared with torch's own NUMA binding, which reads the same trees. It asks CUDA for the PCI
+addresses of the GPUs; that answer is faked, because these tests run without a GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from phalanx.errors import DeviceError
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine to write down as a /sys tree. Threads are numbered as on most: core 0 of 8 is 0 and 8."""
+    """A machine, to be written as a /sys tree. Threads are numbered as usual: core 0 of 8 has threads 0 and 8."""
 
-    nodes: tuple[int, ...]  # physical cores of each NUMA node
-    per_socket: int = 1  # NUMA nodes
+    nodes: tuple[int, ...]  # number of physical cores of each NUMA node
+    per_socket: int = 1  # NUMA nodes per socket
     threads: int = 2
     complex: int = 4  # physical cores that share a last-level cache
-    gpus: tuple[int, ...] = ()  # the NUMA node of each, as the kernel says it
+    gpus: tuple[int, ...] = ()  # the NUMA node of each GPU, as the kernel reports it
     blocked: frozenset[int] = frozenset()  # cores that this process may not use
 
     @property
@@ -107,11 +107,11 @@ TABLE = [
     (FOUR, "socket", ["0-7,16-23", "8-15,24-31"]),
     (FOUR, "exclusive", ["0-3,16-19", "12-15,28-31"]),
     (FOUR, "core-complex", ["0-1,16-17", "12-13,28-29"]),
-    # Seven cores for three: the first gets one more.
+    # Seven cores for three workers: the first gets one more.
     (Machine((7,), threads=1, gpus=(0, 0, 0)), "exclusive", ["0-2", "3-4", "5-6"]),
-    # More GPUs than complexes: round and round.
+    # More GPUs than complexes: workers are assigned round-robin.
     (Machine((4,), threads=1, complex=2, gpus=(0, 0, 0)), "core-complex", ["0-1", "2-3", "0-1"]),
-    # A complex with cores that are not ours comes after a whole one.
+    # A complex with blocked cores comes after a complete one.
     (Machine((4,), threads=1, complex=2, gpus=(0, 0), blocked=frozenset({0})), "core-complex", ["2-3", "1"]),
     # The NUMA node of the GPU is unknown.
     (Machine((4,), threads=1, gpus=(-1,)), "node", ["0-3"]),
@@ -131,7 +131,7 @@ def machines(draw: st.DrawFn) -> Machine:
     count = per_socket * draw(st.integers(1, 2))
     nodes = tuple(draw(st.lists(st.integers(1, 6), min_size=count, max_size=count)))
     threads = draw(st.integers(1, 2))
-    # The last core of each node stays ours: torch falls over a node that has none for it.
+    # At least the last core of each node stays usable: torch fails for a node without usable cores.
     kept = {sum(nodes[: n + 1]) - 1 for n in range(count)}
     blocked = draw(st.frozensets(st.integers(0, sum(nodes) * threads - 1))) - kept
     gpus = tuple(draw(st.lists(st.integers(-1, count - 1), min_size=1, max_size=5)))
@@ -146,7 +146,7 @@ def torch_binding() -> Any:
 
 
 def by_torch(binding: Any, machine: Machine, mode: str, root: Path) -> list[list[int]]:
-    """What torchrun would bind each local rank to, were /sys at `root`."""
+    """Return the cores to which torchrun would bind each local rank, with /sys at `root`."""
 
     def moved(path: str) -> str:
         return str(root) + path.removeprefix("/sys")
@@ -203,9 +203,9 @@ CPU_TABLE = [
     (Machine((2, 2), threads=2), "exclusive", 2, ["0-1,4-5", "2-3,6-7"]),
     (Machine((2, 2, 2, 2), per_socket=2, threads=1), "socket", 3, ["0-3", "0-3", "4-7"]),
     (Machine((4, 4), threads=1, complex=2), "core-complex", 4, ["0-1", "4-5", "2-3", "6-7"]),
-    # A node that has three times the cores gets three times the workers.
+    # A node with three times the cores gets three times the workers.
     (Machine((2, 6), threads=1), "exclusive", 4, ["2-3", "4-5", "0-1", "6-7"]),
-    # Nodes whose cores are not ours are left alone.
+    # Nodes without usable cores are skipped.
     (Machine((2, 2), threads=1, blocked=frozenset({0, 1})), "node", 2, ["2-3", "2-3"]),
     (Machine((2, 2), per_socket=2, threads=1, blocked=frozenset({2, 3})), "socket", 1, ["0-1"]),
 ]

@@ -1,7 +1,7 @@
-"""apply_mask: what CUDA_VISIBLE_DEVICES leaves.
+"""apply_mask: which devices CUDA_VISIBLE_DEVICES selects.
 
-The answers in the tables were read off a real driver (R580) with one GPU by gpu_probe.py, or follow from
-NVIDIA's documentation where they need more GPUs, or MIG.
+gpu_probe.py read the results in the tables from a real driver (R580) with one GPU. Those that need more GPUs, or MIG,
+follow from NVIDIA's documentation.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ MASKS = [
     (",0", []),
     ("NoDevFiles", []),
     ("none", []),
-    # Twice is none, unless the list has ended before.
+    # A duplicate selects no device, unless the list ended before it.
     ("0,0", []),
     ("1,0,1", []),
     ("0,1,0,2", []),
     ("0,99,0", [A]),
     (" 0 , 0", []),
-    # As strtol reads them, in 32 bits.
+    # Parsed like strtol, in 32 bits.
     (" 1", [B]),
     ("1 ", [B]),
     ("+1", [B]),
@@ -68,7 +68,7 @@ MASKS = [
     ("0 1", [A]),
     ("4294967297", [B]),
     ("٣", []),
-    # UUIDs, beginnings of them, and what CUDA does not mind about them.
+    # UUIDs, prefixes of them, and variations that CUDA accepts.
     (A, [A]),
     (f"{C},{A}", [C, A]),
     ("GPU-0", [C]),
@@ -90,7 +90,7 @@ MASKS = [
     ("GPU-a-3d-", [A]),
     ("GPU-a3da66734c1a2879a4262d92d58bd019", [A]),
     (A.removeprefix("GPU-"), []),
-    # Another kind of entry than the first ends the list.
+    # An entry of another kind than the first ends the list.
     (f"0,{B}", [A]),
     (f"{B},0", [B]),
     (f"0,{A}", [A]),
@@ -108,7 +108,7 @@ SLICED_MASKS = [
     ("0", [A]),
     ("1", [M1.uuid]),
     ("0,1", [A, M1.uuid]),
-    ("0,2,1", [A]),  # GPU 2 is cut into no slices: nothing to see
+    ("0,2,1", [A]),  # GPU 2 has no slices, so it is not visible
     (B, [M1.uuid]),
     (C, []),
     (M2.uuid, [M2.uuid]),
@@ -136,7 +136,7 @@ def test_a_driver_before_r470_names_slices_the_old_way() -> None:
 
 
 def test_a_gpu_taken_by_number_keeps_that_number_as_its_handle() -> None:
-    """The driver gave UUIDs as handles, since two models are mixed: `1` is then whatever CUDA says it is."""
+    """With two models, the driver gives UUIDs as handles. For the mask `1`, CUDA decides which device that is."""
     mixed = (gpu(0, A, handle=A), gpu(1, B, handle=B))
     assert [device.handle for device in apply_mask(mixed, None)] == [A, B]
     assert [device.handle for device in apply_mask(mixed, "1")] == ["1"]

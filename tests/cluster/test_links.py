@@ -1,4 +1,4 @@
-"""Measured links between hosts, kept from run to run."""
+"""Measured links between hosts, which are stored for later runs."""
 
 from __future__ import annotations
 

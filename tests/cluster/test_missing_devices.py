@@ -1,6 +1,6 @@
-"""warnings: GPUs that are lost, hidden or do not exist. There is no GPU here: the inventories are made up.
+"""warnings: GPUs that are lost, hidden or do not exist. The inventories are invented, because there is no GPU here.
 
-`test_nvidia.py` shows that such inventories come from a fake NVML and a fake /sys.
+`test_nvidia.py` shows that a fake NVML and a fake /sys give such inventories.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def machine(
         machine(mask=""),
         machine(GPUS[:7], mask="", silent=BUS[7:]),  # the user wants no GPU
         machine(GPUS[:2], confined=True),  # the others belong to other jobs
-        machine(silent=BUS[7:]),  # asleep, and the driver lists it
+        machine(silent=BUS[7:]),  # it sleeps, but the driver lists it
         machine((), bus=(), mask="-1"),
         machine((), bus=(), mask="0,1", other_vendor=True),
         machine((), bus=(), mask="0", trouble="the NVIDIA driver does not answer"),  # an error says so
@@ -129,7 +129,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_node_0_prints_what_every_node_lacks(tmp_path: Path) -> None:
-    """A real run of two nodes. The driver of node 1 is made up; node 0 has a mask for GPUs that it does not have."""
+    """A real run of two nodes. The driver of node 1 is fake; node 0 has a mask for GPUs that it does not have."""
     meeting = ("-n", "2", "--master", f"127.0.0.1:{free_port()}", "--no-auth", "--no-python", "true")
     words = (sys.executable, "-c", FAKE, "run", "-i", "1", *meeting)
     env = {"PHALANX_HOME": str(tmp_path / "one"), "CUDA_VISIBLE_DEVICES": None}

@@ -1,4 +1,4 @@
-"""What MPI launchers say: recorded under Open MPI 4.1 and 5.0, MPICH and Intel MPI, and cut down to what matters."""
+"""Relevant variables of MPI launchers, recorded under Open MPI 4.1 and 5.0, MPICH and Intel MPI."""
 
 from __future__ import annotations
 
@@ -72,12 +72,13 @@ OPEN_MPI_5 = ("Open MPI", "openmpi-prterun-node1-1600-1")
 INTEL = ("Intel MPI", "intelmpi-6b050000-078f-0d89-4960-0600fd3f755c")
 MPICH = ("MPICH", "")
 
-# environment, source and job, (rank, size, local rank, local size, nodes), one a node
+# environment, source and job, (rank, size, local rank, local size, nodes), one rank per node
 TASKS = [
     (open_mpi4(0, 2, 0, 2, 1), OPEN_MPI_4, (0, 2, 0, 2, 1), False),
     (open_mpi4(1, 2, 1, 2, 1), OPEN_MPI_4, (1, 2, 1, 2, 1), False),
     (open_mpi4(1, 2, 0, 1, 2), OPEN_MPI_4, (1, 2, 0, 1, 2), True),  # --map-by ppr:1:node
-    (open_mpi4(2, 3, 0, 1, 2), OPEN_MPI_4, (2, 3, 0, 1, 2), False),  # alone, but the other node has two
+    # alone on this node, but the other node has two ranks
+    (open_mpi4(2, 3, 0, 1, 2), OPEN_MPI_4, (2, 3, 0, 1, 2), False),
     (open_mpi4(0, 1, 0, 1, 1), OPEN_MPI_4, (0, 1, 0, 1, 1), True),
     (open_mpi5(1, 2, 1, 2), OPEN_MPI_5, (1, 2, 1, 2, None), False),
     (open_mpi5(1, 2, 0, 1), OPEN_MPI_5, (1, 2, 0, 1, None), None),
@@ -87,8 +88,9 @@ TASKS = [
     (mpich(2, 3, 0, 1), MPICH, (2, 3, 0, 1, None), None),
     (intel(1, 2, 1, 2), INTEL, (1, 2, 1, 2, None), False),
     (intel(0, 2, 0, 1), INTEL, (0, 2, 0, 1, None), None),
-    (mpich(0, 2, 0, 2) | {"I_MPI_ROOT": "/opt/intel"}, MPICH, (0, 2, 0, 2, None), False),  # a module, no launcher
-    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, MPICH, (1, 2, 0, 1, None), None),  # nothing about this node
+    # a loaded module, not a launcher
+    (mpich(0, 2, 0, 2) | {"I_MPI_ROOT": "/opt/intel"}, MPICH, (0, 2, 0, 2, None), False),
+    ({"PMI_RANK": "1", "PMI_SIZE": "2"}, MPICH, (1, 2, 0, 1, None), None),  # no variable about this node
     ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, ("Open MPI", ""), (1, 2, 0, 1, None), None),
 ]
 
@@ -116,7 +118,7 @@ def test_the_key_of_a_job_is_not_shown() -> None:
     assert environ["OMPI_MCA_orte_precondition_transports"] not in f"{task}"
     other = mpi.task(environ | {"OMPI_MCA_orte_precondition_transports": "c2d2d07014f91370-9e75310faba47d7d"})
     assert other is not None
-    assert other.job != task.job  # the number alone comes again with host and pid
+    assert other.job != task.job  # the number alone repeats with host and pid
 
 
 @pytest.mark.parametrize("environ", [{}, {"PMIX_RANK": "0"}, {"OMPI_MCA_btl": "tcp,self"}, {"I_MPI_FABRICS": "shm"}])
@@ -148,14 +150,14 @@ def test_broken_variables_are_named(environ: dict[str, str], name: str, value: s
 
 
 def test_a_rank_that_does_not_know_of_how_many() -> None:
-    """mpiexec -pmi-port leaves the size to a conversation."""
+    """With mpiexec -pmi-port, a rank has to ask for the size."""
     environ = {"PMI_ID": "1", "PMI_PORT": "node1:42061", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
     with pytest.raises(UsageError, match="not of how many") as refusal:
         find(environ)
     assert "without -pmi-port" in refusal.value.fix
 
 
-# An allocation around it: sbatch -N2 --ntasks-per-node=2
+# An allocation around the launcher: sbatch -N2 --ntasks-per-node=2
 BATCH = {
     "SLURM_CLUSTER_NAME": "lab",
     "SLURM_JOB_ID": "19",
@@ -170,7 +172,7 @@ BATCH = {
 
 
 def slurm_step(step: int, rank: int, size: int) -> dict[str, str]:
-    """A task on each of so many nodes; MPI launchers start their own servants like this."""
+    """Return the variables of a step with one task per node. MPI launchers start their own helpers like this."""
     return BATCH | {
         "SLURM_STEP_ID": f"{step}",
         "SLURM_STEP_NUM_TASKS": f"{size}",
@@ -193,7 +195,7 @@ INSIDE = [
     ("hydra on one", slurm_step(5, 0, 1) | HYDRA | mpich(1, 2, 1, 2), ("MPICH", "mpich-lab-19.5", 1, 2)),
     ("hydra by ssh", BATCH | mpich(0, 2, 0, 1), ("MPICH", "", 0, 2)),
     ("Intel MPI", slurm_step(4, 0, 2) | intel(1, 4, 1, 2), (*INTEL, 1, 4)),
-    # both say the same
+    # Slurm and Hydra agree
     ("hydra -ppn 1", slurm_step(2, 1, 2) | HYDRA | mpich(1, 2, 0, 1), ("Slurm", "slurm-lab-19.2", 1, 2)),
     (
         "srun --mpi=pmi2",
@@ -201,7 +203,7 @@ INSIDE = [
         ("Slurm", "slurm-lab-19.0", 1, 2),
     ),
     ("srun --mpi=cray", slurm_step(0, 1, 2) | {"PMI_RANK": "1", "PMI_SIZE": "2"}, ("Slurm", "slurm-lab-19.0", 1, 2)),
-    # the shell it was typed in was a task of a step with pmi2
+    # typed in a shell that was a task of a step with pmi2
     (
         "srun --mpi=none",
         slurm_step(1, 1, 2) | {"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_JOBID": "19.0"},
@@ -218,7 +220,7 @@ def test_inside_slurm(name: str, environ: dict[str, str], place: tuple[str, str,
 
 
 def test_the_shell_of_salloc_with_pmi2() -> None:
-    """To Slurm it is a task, with PMI variables where these are the default; to us, an allocation."""
+    """For Slurm it is a task, with PMI variables if these are the default; for phalanx, it is an allocation."""
     shell = slurm_step(0xFFFFFFFA, 0, 1) | {"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_JOBID": "19.4294967290"}
     found = find(shell | {"SLURM_NTASKS": "4"})
     assert isinstance(found, Allocation)

@@ -1,4 +1,4 @@
-"""Slurm's short spellings. The lists of names are what `scontrol show hostnames` answered."""
+"""Slurm's compressed lists. The expected names are the output of `scontrol show hostnames`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = [
     ("n[1-2][3-4]", "n13 n14 n23 n24"),
     ("rack[1-2]n[1-4]", "rack1n1 rack1n2 rack1n3 rack1n4 rack2n1 rack2n2 rack2n3 rack2n4"),
     ("tux[1-2],tux[1-3]-[1-2]", "tux1 tux2 tux1-1 tux1-2 tux2-1 tux2-2 tux3-1 tux3-2"),
-    ("a[1-2]-ib,b,c[3]x", "a1-ib a2-ib b c3x"),  # a suffix is refused by that scontrol, and taken by later ones
+    ("a[1-2]-ib,b,c[3]x", "a1-ib a2-ib b c3x"),  # that scontrol refuses a suffix, later versions accept it
     (" n[1-2] ", "n1 n2"),
 ]
 

@@ -1,6 +1,6 @@
-"""The bus is a fake /sys tree; NVML is faked too, since there is no GPU where these tests run.
+"""GPUs on the bus, from a fake /sys tree, and from a fake NVML, because these tests run without a GPU.
 
-The fake raises the real library's errors. gpu_probe.py asks a real driver.
+The fake raises the errors of the real library. gpu_probe.py uses a real driver.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pci(
 
 @dataclass
 class Card:
-    """What the fake driver knows about one GPU; an error is raised when it is asked for."""
+    """What the fake driver knows about one GPU. An error as a value is raised when it is queried."""
 
     uuid: str = "GPU-a"
     name: str = "NVIDIA H200"
@@ -56,10 +56,10 @@ class Card:
 
 @dataclass
 class Nvml:
-    """As much of the module pynvml as is used here."""
+    """The part of the module pynvml that phalanx uses."""
 
     cards: list[Card] = field(default_factory=list)
-    error: int = 0  # of nvmlInit
+    error: int = 0  # raised by nvmlInit
     open: int = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -129,10 +129,10 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 def test_the_bus_is_scanned_for_nvidia_gpus_only(tmp_path: Path) -> None:
     pci(tmp_path, "0000:5e:00.0")
     pci(tmp_path, "0000:3b:00.0", kind="0x030000")
-    pci(tmp_path, "0000:3b:00.1", kind="0x040300")  # the GPU's sound
+    pci(tmp_path, "0000:3b:00.1", kind="0x040300")  # the audio device of the GPU
     pci(tmp_path, "0000:03:00.0", vendor="0x1002")
     pci(tmp_path, "0000:60:00.0", kind="0x068000")  # an NVSwitch
-    pci(tmp_path, "0000:61:00.0", driver="vfio-pci")  # given to a guest
+    pci(tmp_path, "0000:61:00.0", driver="vfio-pci")  # passed through to a guest
     pci(tmp_path, "0000:62:00.4", virtual=True, driver="")
     pci(tmp_path, "0000:63:00.0", driver="")
     assert nvidia.scan(tmp_path / "sys") == (("0000:3b:00.0", "0000:5e:00.0", "0000:63:00.0"), ())

@@ -55,7 +55,7 @@ def test_ranks_that_share_nothing_get_no_variables(devices: list[Device | None])
 
 
 def test_a_spare_claims_another_host_than_the_spare_before_it() -> None:
-    """That one has the rank of a dead worker by then, and still the variables of its start."""
+    """By then, the earlier spare has the rank of a dead worker, and still the variables from its start."""
     slots = [Slot(SLICES[0]), Slot(SLICES[1])]
     hosts = [
         sharing.for_one(SLICES[1], slots, worker=f"run/0/{folder}", nodes=1)[sharing.HOST]

@@ -1,4 +1,4 @@
-"""choose: how many workers, and on what."""
+"""choose: how many workers, and on which devices."""
 
 from __future__ import annotations
 

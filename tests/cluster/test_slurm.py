@@ -1,4 +1,4 @@
-"""What Slurm says. The environments were recorded under Slurm 22.05, and cut down to what matters."""
+"""Relevant variables of Slurm, recorded under Slurm 22.05."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.errors import UsageError
 
 
 def variables(text: str) -> dict[str, str]:
-    """`PROCID=0 …`: every name is given SLURM_ in front, but SLURMD_NODENAME."""
+    """Parse `PROCID=0 …`. Every name gets the prefix SLURM_, except SLURMD_NODENAME."""
     pairs = (word.split("=", 1) for word in text.split())
     return {name if name.startswith(("SLURM", "PMI")) else f"SLURM_{name}": value for name, value in pairs}
 
@@ -23,7 +23,7 @@ JOB = variables("CLUSTER_NAME=lab JOB_ID=6 JOBID=6 JOB_NODELIST=node[1-2] NODELI
 
 
 def step(text: str, *, size: int, tasks: str, nodes: int = 2, nodelist: str = "node[1-2]") -> dict[str, str]:
-    """The variables that srun writes for all tasks of a step, and those of one."""
+    """Return the variables that srun sets for all tasks of a step, and those of one task."""
     return {
         **JOB,
         **variables(
@@ -34,7 +34,7 @@ def step(text: str, *, size: int, tasks: str, nodes: int = 2, nodelist: str = "n
     }
 
 
-# srun -N2 -n2, a task on each
+# srun -N2 -n2, one task on each node
 PAIR = [
     step("PROCID=0 LOCALID=0 NODEID=0 SLURMD_NODENAME=node1", size=2, tasks="1(x2)"),
     step("PROCID=1 LOCALID=0 NODEID=1 SLURMD_NODENAME=node2", size=2, tasks="1(x2)"),
@@ -55,7 +55,7 @@ INTERACTIVE = JOB | variables(
     "PROCID=0 LOCALID=0 NODEID=0 SLURMD_NODENAME=node1"
 )
 
-# name, environment, (rank, size, local rank, local size, node, nodes), one a node
+# name, environment, (rank, size, local rank, local size, node, nodes), one rank per node
 STEPS = [
     ("srun -N2 -n2", PAIR[0], (0, 2, 0, 1, 0, 2), True),
     ("srun -N2 -n2", PAIR[1], (1, 2, 0, 1, 1, 2), True),
@@ -83,14 +83,14 @@ def test_steps(name: str, environ: dict[str, str], place: tuple[int, ...], alone
 
 
 def test_the_step_is_believed_before_the_batch_script() -> None:
-    """`mpiexec.hydra -ppn 1` of Intel MPI keeps the variables of the script that it ran in, beside the step's."""
+    """`mpiexec.hydra -ppn 1` of Intel MPI keeps the variables of the batch script besides those of the step."""
     task = slurm.task(PAIR[1] | variables("NTASKS=4 NPROCS=4 TASKS_PER_NODE=2(x2) SLURMD_NODENAME=node1"))
     assert task is not None
     assert (task.placement.world_size, task.local_tasks, task.placement.node_rank) == (2, 1, 1)
 
 
 def test_a_step_on_the_second_node_alone() -> None:
-    """srun -N1 -n1 -r1 in a batch script of two nodes."""
+    """srun -N1 -n1 -r1 in a batch script with two nodes."""
     environ = step("PROCID=0 LOCALID=0 NODEID=0 STEP_ID=3", size=1, tasks="1", nodes=1, nodelist="node2")
     task = slurm.task(environ)
     assert task is not None
@@ -99,7 +99,7 @@ def test_a_step_on_the_second_node_alone() -> None:
 
 ALLOCATIONS = [
     ("sbatch -N2 --ntasks-per-node=2", BATCH, (2, 2), "node1"),
-    ("sbatch -N2", BATCH_PLAIN, (), "node1"),  # 1(x2) is not what anybody asked for
+    ("sbatch -N2", BATCH_PLAIN, (), "node1"),  # 1(x2) is a default that nobody requested
     ("salloc -N2", SALLOC, (), None),
     ("salloc -N2, interactive step", INTERACTIVE, (2, 2), "node1"),
     ("another node's name", BATCH | {"SLURMD_NODENAME": "login"}, (2, 2), None),
@@ -124,7 +124,7 @@ def test_no_slurm(environ: dict[str, str]) -> None:
 JOBS = [
     ({}, "slurm-lab-6.0"),
     ({"SLURM_STEP_ID": "7"}, "slurm-lab-6.7"),
-    ({"SLURM_RESTART_COUNT": "1"}, "slurm-lab-6.0-r1"),  # scontrol requeue: the same job, and its step 0 once more
+    ({"SLURM_RESTART_COUNT": "1"}, "slurm-lab-6.0-r1"),  # scontrol requeue: the same job, and its step 0 again
     ({"SLURM_CLUSTER_NAME": ""}, "slurm-6.0"),
     ({"SLURM_CLUSTER_NAME": "../a b"}, "slurm-..-a-b-6.0"),
 ]
@@ -146,7 +146,7 @@ HETEROGENEOUS = [
     step("HET_SIZE=2 PACK_SIZE=2 PROCID=1 LOCALID=0 NODEID=1", size=3, tasks="1,2"),  # srun A : B
     step(
         "HET_SIZE=2 PROCID=0 LOCALID=0 NODEID=0", size=1, tasks="1", nodes=1, nodelist="node1"
-    ),  # srun in such a batch
+    ),  # srun in a heterogeneous batch job
     BATCH | {"SLURM_HET_SIZE": "2"},
     BATCH | {"SLURM_PACK_SIZE": "2"},  # before Slurm 20.02
 ]
@@ -160,7 +160,7 @@ def test_heterogeneous_jobs_are_refused(environ: dict[str, str]) -> None:
     assert refusal.value.exit_code == 2
 
 
-# what is changed (None: taken away), and what the message has to name
+# what is changed (None: removed), and what the message must contain
 BROKEN = [
     ({"SLURM_PROCID": None}, "SLURM_PROCID is not set"),
     ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is no number"),
@@ -227,7 +227,7 @@ def test_the_message() -> None:
 
 
 def test_pty() -> None:
-    """srun --pty bash, and phalanx typed there: one task, alone."""
+    """srun --pty bash, with phalanx typed there: a single task."""
     task = find(step("PROCID=0 LOCALID=0 NODEID=0", size=1, tasks="1", nodes=1, nodelist="node1"))
     assert isinstance(task, SchedulerTask)
     assert (task.placement.world_size, task.one_a_node) == (1, True)

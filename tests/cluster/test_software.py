@@ -1,4 +1,4 @@
-"""Versions, from the names of folders."""
+"""Versions, read from the names of folders."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Groups across simulated machines: ranks of this machine that treat others as ranks on another host.
+"""Groups across simulated hosts: ranks on this host that treat other ranks as ranks on another host.
 
     python -m tests.collectives.across results babca
     python -m tests.collectives.across profiled
     python -m tests.collectives.across trouble
 
-Each rank's machine is a letter. `trouble` prints in JSON the error of each rank.
+A letter names the host of each rank. `trouble` prints the error of each rank as JSON.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def moves(engine: HierarchicalEngine, count: int) -> None:
     for outs in ([torch.empty(count * size, dtype=torch.float64)], [torch.empty_like(mine) for _ in range(size)]):
         engine.run(EngineCall(CallKind.ALL_GATHER, ins=[alls[rank]], outs=outs, timeout=LIMIT))
         same("all_gather", torch.cat(outs), torch.cat(alls))
-    uneven = [part[: of * (count // size)] for of, part in enumerate(alls)]  # rank 0 gives nothing
+    uneven = [part[: of * (count // size)] for of, part in enumerate(alls)]  # rank 0 has no data
     outs = [torch.empty_like(part) for part in uneven]
     engine.run(EngineCall(CallKind.ALL_GATHER, ins=[uneven[rank]], outs=outs, timeout=LIMIT))
     same("uneven all_gather", torch.cat(outs), torch.cat(uneven))
@@ -169,7 +169,7 @@ def results(places: str) -> None:
 
 
 def profiled() -> None:
-    """Every call has its own profile. The message of one is received in that of the next."""
+    """Each call has its own profile. The message of one call is received in the profile of the next."""
 
     def work(rank: int, _: int, path: str) -> None:
         engine = group("aab", rank, path)
@@ -177,7 +177,7 @@ def profiled() -> None:
         for number in range(4):
             part = torch.full((8,), float(number))
             with torch.autograd.profiler.profile(record_shapes=True):
-                for _ in range(64):  # events before it, so that those of the group are not the first ones in memory
+                for _ in range(64):  # earlier events, so that those of the group are not the first in memory
                     part + 1
                 engine.run(EngineCall(CallKind.REDUCE, outs=[part], reduction=Reduction(Op.MAX), timeout=LIMIT))
                 last, message = message, engine.recv(part, 2, number, LIMIT) if rank == 0 else None
@@ -194,7 +194,7 @@ def profiled() -> None:
     sys.exit(any(ends))
 
 
-# -- failures: four ranks, two on each machine
+# -- failures: four ranks, two on each host
 
 
 def _all_reduce(engine: HierarchicalEngine, timeout: float = LIMIT) -> None:

@@ -1,4 +1,4 @@
-"""Ranks as forks of the test, which share memory: returns their results or exceptions."""
+"""Ranks as forks of the test, which share memory. Returns their results or exceptions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.collectives.engines import segment
 from phalanx.collectives.engines.shm import ShmEngine
 from phalanx.contract import shared_memory
 
-LIMIT = 60.0  # seconds, for a loaded machine
+LIMIT = 60.0  # seconds, for a busy machine
 
 
 def ranks(
@@ -56,7 +56,7 @@ class _Failed:
 
 
 def _be(fd: int, rank: int, size: int, body: Any, shared: mmap.mmap, pipe: int, how: Any, names: Sequence[int]) -> None:
-    signal.alarm(int(LIMIT))  # no process is left behind
+    signal.alarm(int(LIMIT))  # ends the process in any case
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     answer: Any

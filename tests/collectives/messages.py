@@ -30,7 +30,7 @@ from phalanx.collectives.errors import CollectiveMismatch, CollectiveTimeout, Gr
 
 SLOT = 4096
 PATIENCE = 60.0
-LARGE = 300_000  # bytes: offered, not copied into the ring
+LARGE = 300_000  # bytes: offered to the receiver instead of copied into the ring
 SOON = 5.0  # seconds: takes 0.1 s on an idle machine
 
 
@@ -40,7 +40,7 @@ class Place:
 
     engine: ShmEngine
     rank: int
-    signals: list[tuple[int, int]]  # a pipe for each rank, beside the group
+    signals: list[tuple[int, int]]  # a pipe per rank, independent of the group
 
     def send(self, data: bytes, to: int, tag: int = 0, timeout: float = PATIENCE) -> ShmMessage:
         return self.engine.send(_tensor(data), to, tag, timeout)
@@ -111,7 +111,7 @@ def _plan(place: Place, seed: int) -> None:
     common = random.Random(seed)
     own = random.Random(seed * 100 + place.rank)
     sizes = (0, 1, 16, 100, 8192, 8193, 40_000, LARGE)
-    # Tags from 10 are received from any source: all of one size, so that the first one matches.
+    # Tags from 10 are received from any source. All have the same size, so that the first one matches.
     messages = [(common.randrange(4), common.randrange(4), common.choice((0, 1, 2, 10, 11))) for _ in range(60)]
     letters = [
         (source, to, tag, number, 5000 * (tag - 9) if tag >= 10 else common.choice(sizes))
@@ -166,7 +166,7 @@ def last_first(place: Place) -> None:
     else:
         for tag in reversed(range(200)):
             assert place.get(20_000 + tag, 0, tag) == content(tag, 20_000 + tag)
-        os._exit(0)  # what was received was also sent
+        os._exit(0)  # a message that was received was also sent
 
 
 @scene(2)
@@ -183,12 +183,12 @@ def both_full(place: Place) -> None:
 
 @scene(2)
 def while_computing(place: Place) -> None:
-    """The receiver does not wait, and a started message arrives."""
+    """The receiver does not wait, and a message that it started still arrives."""
     for size in (20_000, LARGE, 3_000_000):
         if place.rank == 0:
             arriving = place.recv(size, 1)
             place.signal(1)
-            place.told()  # the other's send is complete, without any action here
+            place.told()  # the other rank's send is complete without a call here
             assert arriving.wait() == content(size, size)
         else:
             place.told()
@@ -204,7 +204,7 @@ def long_awaited(place: Place) -> None:
         place.send(content(4, 100), 0).wait()
         return
     awaited = place.recv(100, 1)
-    for _ in range(2):  # seconds; in the first it may still hurry
+    for _ in range(2):  # seconds; in the first it may still poll fast
         before = _woken()
         time.sleep(1)
     assert _woken() - before < 150, "times a second"  # 50; about 500 if it polled at the initial rate
@@ -266,7 +266,7 @@ def sizes_differ(place: Place) -> None:
             text = f"recv of {2 * size} bytes from rank 1: it sent {size} bytes (tag 5)"
             raises(CollectiveMismatch, text, lambda size=size: place.get(2 * size, 1, 5))  # type: ignore[misc]
         elif size == 8:
-            assert place.send(bytes(size), 0, 5).wait()  # was over before anybody looked
+            assert place.send(bytes(size), 0, 5).wait()  # already complete
         else:
             text = f"send of {size} bytes to rank 0: it receives {2 * size} bytes (tag 5)"
             raises(CollectiveMismatch, text, lambda size=size: place.send(bytes(size), 0, 5).wait())  # type: ignore[misc]
@@ -305,9 +305,7 @@ def dead_sender(place: Place) -> None:
 
 @scene(2)
 def dead_receiver(place: Place) -> None:
-    """At each point of a large message: not received yet, or started; also with a ring that may be full of small
-    ones.
-    """
+    """A receiver dies at each point of a large message: before or after the receive starts; also with a full ring."""
     if place.rank == 1:
         place.recv(20_000_000, 0, 1)
         place.told()
@@ -317,9 +315,9 @@ def dead_receiver(place: Place) -> None:
     place.signal(1)
     for message in sent[2], sent[1], sent[0], sent[-1]:
         begun = time.monotonic()
-        if message not in {sent[1], sent[-1]}:  # which may have been through
+        if message not in {sent[1], sent[-1]}:  # these may have completed
             raises(PeerLost, "send: peer lost, rank 1 has ended", message.wait)
-            raises(PeerLost, "send: peer lost, rank 1 has ended", message.wait)  # and again
+            raises(PeerLost, "send: peer lost, rank 1 has ended", message.wait)  # the same error again
         else:
             with contextlib.suppress(PeerLost):
                 assert message.wait()
@@ -328,7 +326,7 @@ def dead_receiver(place: Place) -> None:
 
 @scene(2)
 def killed_while_reading(place: Place) -> None:
-    """A sender that dies while its memory is read, repeatedly."""
+    """A sender dies while its memory is read, repeatedly."""
     if place.rank == 1:
         for _ in range(3):
             place.send(bytes(64_000_000), 0)
@@ -384,7 +382,7 @@ def too_late(place: Place) -> None:
             lambda: place.get(8, ANY_SOURCE, 3, 0.1),
         )
         arriving = place.recv(8, 1, 4)
-        assert not arriving.message.wait(0.05)  # requests less than was sent
+        assert not arriving.message.wait(0.05)  # smaller than the message that was sent
         assert not arriving.message.done()
         text = "send timed out: it waited 0.1 s for rank 1 (tag 3)"
         raises(CollectiveTimeout, text, lambda: place.send(content(1, LARGE), 1, 3, 0.1).wait())
@@ -392,9 +390,7 @@ def too_late(place: Place) -> None:
         assert arriving.wait() == b"in time!"
     else:
         place.told()
-        raises(
-            CollectiveTimeout, "recv timed out", lambda: place.get(LARGE, 0, 3)
-        )  # it was cancelled: there is nothing to read
+        raises(CollectiveTimeout, "recv timed out", lambda: place.get(LARGE, 0, 3))  # it was cancelled: no data is read
         place.send(b"in time!", 0, 4)
     place.engine.barrier(PATIENCE)
 
@@ -424,7 +420,7 @@ def interrupted(place: Place) -> None:
     assert sent.wait()
 
 
-# -- the stage
+# -- runner
 
 
 def play(name: str, *, direct: bool) -> str:

@@ -2,8 +2,8 @@
 
     python -m tests.collectives.plans --ranks 2 3 4 --engines shared plain --batches 12 --seed 1
 
-Every rank draws the same plan, and knows what the others put in: what is moved has to be as on gloo and as expected,
-what is reduced as expected to the last bit, and near to what gloo has.
+Every rank draws the same plan, and knows the input of the others. Moved data must equal the expectation and gloo's
+result. Reduced data must equal the expectation to the last bit, and be close to gloo's result.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Step:
     root: int
     layout: str
     later: bool
-    sizes: tuple[tuple[int, ...], ...]  # rows from rank to rank
+    sizes: tuple[tuple[int, ...], ...]  # rows that each rank sends to each rank
     members: tuple[int, ...]
 
 
@@ -76,7 +76,7 @@ def draw(dice: random.Random, number: int, groups: list[tuple[int, ...]]) -> Ste
 
 
 def tensor(step: Step, rank: int, part: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """What a rank puts in: any rank can say."""
+    """Return the input of a rank. Every rank can compute it."""
     maker = torch.Generator().manual_seed(step.number * 10007 + rank * 101 + part)
     if step.dtype.is_floating_point:
         return (torch.randn(shape, generator=maker) * 3).to(step.dtype)
@@ -88,7 +88,7 @@ def tensor(step: Step, rank: int, part: int, shape: tuple[int, ...]) -> torch.Te
 
 
 def laid(step: Step, value: torch.Tensor) -> torch.Tensor:
-    """The same values, in memory that may not be in order."""
+    """Return the same values in memory that may not be contiguous."""
     if step.layout == "strided" and value.dim():
         wide = torch.zeros((*value.shape[:-1], value.shape[-1] * 2), dtype=value.dtype)[..., ::2]
         wide.copy_(value)
@@ -101,7 +101,7 @@ def laid(step: Step, value: torch.Tensor) -> torch.Tensor:
 
 
 class Run:
-    """One step on one group: begun, finished, and what has come of it."""
+    """One step on one group: starts it, finishes it, and has its result."""
 
     def __init__(self, step: Step, rank: int, group: Any, later: bool) -> None:
         self.step, self.rank, self.group, self.later = step, rank, group, later
@@ -190,7 +190,7 @@ class Run:
     def ring(self) -> None:
         there, here = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         sent = [dist.isend(self.mine(part), group=self.group, tag=part, group_dst=there) for part in range(2)]
-        for part in (1, 0):  # by tag, not by order
+        for part in (1, 0):  # matched by tag, not by order
             self.works.append(dist.irecv(self.room(), group=self.group, tag=part, group_src=here))
         self.works += sent
 
@@ -253,7 +253,8 @@ def expected(step: Step, rank: int) -> list[torch.Tensor]:
 
 
 def gloo_can(step: Step) -> bool:
-    if step.dtype in (torch.int16, torch.float8_e4m3fn) or step.what == "all_to_all":  # the latter: of one size alone
+    # gloo's all_to_all needs equal sizes
+    if step.dtype in (torch.int16, torch.float8_e4m3fn) or step.what == "all_to_all":
         return False
     if step.op == dist.ReduceOp.AVG and step.dtype in _WHOLE:
         return False
@@ -299,7 +300,7 @@ def play(rank: int, ranks: int, store: str) -> None:
             if rank in step.members:
                 own = step.members.index(rank)
                 begun.append(Run(step, own, ours[step.members], step.later))
-        random.Random(rank + batch).shuffle(begun)  # waited for in any order
+        random.Random(rank + batch).shuffle(begun)  # wait in any order
         for run in begun:
             run.finish()
         for run in sorted(begun, key=lambda one: one.step.number):
@@ -312,7 +313,7 @@ def play(rank: int, ranks: int, store: str) -> None:
 
 
 def _on_gloo(step: Step, rank: int, group: Any) -> Run | None:
-    """With memory in order: with other gloo has wrong results in places."""
+    """Run a step on gloo with contiguous memory: with other memory, some results of gloo are wrong."""
     if not gloo_can(step):
         return None
     run = Run(replace(step, layout="plain"), rank, group, False)

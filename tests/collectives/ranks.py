@@ -1,4 +1,4 @@
-"""Ranks that are forked from one process which has imported torch: a group costs no import.
+"""Ranks that are forked from one process, which has imported torch: a group costs no import.
 
 A separate program, because a process that forks should have no threads: `python -m tests.collectives.<program>`.
 """
@@ -19,7 +19,7 @@ Rank = Callable[[int, int, str], None]  # rank, ranks, path of a file store
 
 
 def fork(ranks: int, work: Rank, limit: float = 120) -> list[int]:
-    """How each has ended: 0, or what it has said is on stderr."""
+    """Return the exit code of each rank. Errors are on stderr."""
     with tempfile.TemporaryDirectory() as folder:
         pids = [_forked(work, rank, ranks, f"{folder}/store") for rank in range(ranks)]
         ends: dict[int, int] = {}
@@ -55,7 +55,7 @@ def _forked(work: Rank, rank: int, ranks: int, store: str) -> int:
 
 
 def program(name: str, *arguments: str, well: bool = True, limit: float = 170) -> str:
-    """What it says; it has to end `well`."""
+    """Run a program and return its output. With `well`, it must succeed."""
     command = [sys.executable, "-m", f"tests.collectives.{name}", *arguments]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

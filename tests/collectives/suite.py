@@ -1,12 +1,12 @@
-"""PyTorch's own tests of torch.distributed, which its wheel carries, on our groups and on gloo.
+"""PyTorch's own tests of torch.distributed, from its wheel, on phalanx groups and on gloo.
 
-    python -m tests.collectives.suite --backend shm        all of them: what fails, and is no exception, is listed
-    python -m tests.collectives.suite --backend gloo       the same tests on gloo: what we are measured by
+    python -m tests.collectives.suite --backend shm        all tests; lists failures that are not in EXCEPTIONS
+    python -m tests.collectives.suite --backend gloo       the same tests on gloo, for comparison
     python -m tests.collectives.suite --backend shm test_all_reduce_sum test_broadcast
-    python -m tests.collectives.suite --places aab         rank 2 is, so it says, on another machine
+    python -m tests.collectives.suite --places aab         rank 2 claims to be on another host
 
-The tests ask whether they are on gloo: the answer is yes, and they run on the requested backend. Ranks are forked
-from one process that has imported torch: that is what makes it fast.
+Tests that check for gloo find gloo, and run on the requested backend. Ranks are forked from one process
+that has imported torch, which makes this fast.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
-_SKIPS = range(70, 100)  # how torch's tests end where something is missing
+_SKIPS = range(70, 100)  # exit codes of torch's tests if something is missing
 _SKIP, _FAIL = 77, 10
-_LONG = 120.0  # seconds for one test
+_LONG = 120.0  # maximum seconds of one test
 _PLACES = "SUITE_PLACES"
 
-# What gloo passes here and shm does not, and why.
+# Tests that gloo passes here and shm does not, and why.
 EXCEPTIONS: dict[str, str] = {}
 
-# What no backend passes on a machine like this one.
+# Tests that no backend passes on a machine like this one.
 NOBODY = {
     "test_SyncBatchNorm_process_group": "needs torchvision",
     "test_all_to_all_cuda": "needs GPUs, and does not ask",
@@ -45,7 +45,7 @@ NOBODY = {
     "test_new_subgroups_with_group_param": "needs 4 ranks, and does not ask",
 }
 
-# What shm passes and gloo does not.
+# Tests that shm passes and gloo does not.
 NOT_GLOO = {
     "test_all_to_all": "gloo's lists are of one size",
     "test_all_to_all_complex": "gloo's lists are of one size",
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def load(backend: str, ranks: int) -> Any:
-    """torch's test module, its tests defined as for gloo."""
+    """Return torch's test module, with the tests that it defines for gloo."""
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
     from torch.testing._internal.distributed import distributed_test as module
@@ -76,7 +76,7 @@ def load(backend: str, ranks: int) -> Any:
 
 
 class _Named(str):
-    """A test that asks whether it is on gloo gets yes; one that makes a group gets the backend under test."""
+    """The backend's name. It compares equal to "gloo", and a new group gets the backend under test."""
 
     __slots__ = ()
 
@@ -90,7 +90,7 @@ class _Named(str):
 
 
 def _sync(cls: Any, wait_for: int | None = None, timeout: float = 60) -> None:
-    """As theirs, but it does not sleep for a tenth of a second each time."""
+    """Same as torch's barrier, without its sleep of 0.1 s per call."""
     import torch.distributed as dist
 
     wait_for = wait_for or dist.get_world_size()
@@ -114,7 +114,7 @@ def names(module: Any) -> list[str]:
 
 
 def run(module: Any, name: str, ranks: int) -> Outcome:
-    """One test in as many forked ranks."""
+    """Run one test in forked ranks."""
     from torch.testing._internal.common_distributed import cleanup_temp_dir, initialize_temp_directories
 
     started = time.monotonic()
@@ -170,13 +170,13 @@ def _test(module: Any, name: str, rank: int, store: Path) -> Any:
 
 
 def _alone(module: Any, name: str, rank: int, store: Path) -> int:
-    """A test that is for other machines says so before it needs a group; any other fails without one."""
+    """Run a test without a group. A test for other machines skips itself before it needs one; any other test fails."""
     getattr(_test(module, name, rank, store), name)()
     return 0
 
 
 def _rank(module: Any, name: str, rank: int, store: Path) -> int:
-    """What TestDistBackend._run does."""
+    """Do what TestDistBackend._run does."""
     import torch.distributed as dist
     from torch.testing._internal import common_utils
 
@@ -201,7 +201,7 @@ def _rank(module: Any, name: str, rank: int, store: Path) -> int:
 
 
 def _ended(pids: list[int], limit: float = _LONG) -> list[int]:
-    """How each has ended. Where one has failed the others are not waited for much longer."""
+    """Return the exit code of each rank. After a failure, the others get only a few more seconds."""
     ends: dict[int, int] = {}
     until = time.monotonic() + limit
     hurried = False

@@ -22,7 +22,7 @@ from phalanx.forkserver.probe.collectives import group_progress, recorded_calls,
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a worker that phalanx has started."""
+    """The same state as in a worker that phalanx started."""
     module: Any = types.ModuleType("_phalanx_forkserver.probe.probe")
     module.current = object()
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -30,7 +30,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Under:
-    """Under way."""
+    """A pending operation."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors = tensors
@@ -41,7 +41,7 @@ class Under:
 
 
 def reduces(own: flight_recorder.FlightRecorder, tensor: torch.Tensor) -> Any:
-    """A group, which torch has called, which a script has."""
+    """Record an all_reduce. The frames are those of a group, called by torch, called by a script."""
     return own.record("all_reduce", [tensor], [tensor], reduction="SUM")
 
 
@@ -85,7 +85,7 @@ def test_no_tensor_is_kept_for_longer_than_it_is_used(watched: None) -> None:
         kept.append(weakref.ref(tensor))
         under = Under(tensor)
         all_reduce(own, tensor).pending = under
-    assert progress(own) == (3, 2)  # work without a reference cannot be waited for
+    assert progress(own) == (3, 2)  # work without a reference cannot be awaited
     del tensor, under
     gc.collect()
     assert all(each() is None for each in kept)
@@ -97,7 +97,7 @@ def test_a_site_is_where_the_call_was_made(watched: None) -> None:
     all_reduce(own, torch.ones(1)).done = True
     line = sys._getframe().f_lineno - 1
     sites = [[(each["name"], each["line"]) for each in entry["frames"]] for entry in flight_recorder.entries()]
-    # Frames of the caller, not of the group itself.
+    # The frames are those of the caller, not of the group.
     assert sites[0][1] == (test_a_site_is_where_the_call_was_made.__name__, line)
     assert sites[0][0][0] == "all_reduce"
 

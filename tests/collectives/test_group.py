@@ -1,4 +1,4 @@
-"""phalanx's groups under everything that torch builds on groups, and their names in every script."""
+"""phalanx's groups with everything that torch builds on groups, and their names in every script."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_scripts_that_do_not_know_phalanx_have_the_names(tmp_path: Path, debug: 
     done = subprocess.run([sys.executable, "-c", _NAMES], env=env, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "_phalanx_backend",  # nothing of the package: a script may have its own phalanx.py
+        "_phalanx_backend",  # not part of the package: a script may have its own phalanx.py
         "None ProcessGroup gloo True",
         "gloo ProcessGroup gloo True",
         "cpu:gloo ProcessGroup gloo True",

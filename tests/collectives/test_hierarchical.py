@@ -1,4 +1,4 @@
-"""Groups across machines: who is where, every collective in both kinds of memory, a machine that is lost."""
+"""Groups across hosts: which ranks share a host, every collective with both kinds of memory, and a lost host."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_collective_where_machines_are_uneven_and_ranks_not_in_a_row() -> 
 
 @pytest.mark.extended
 def test_what_starts_in_one_profile_may_end_in_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # With this, a write to memory that a profile has freed always ends the rank. Without it, that is rare.
+    # With this library, a write to memory that a profile has freed always ends the rank. Without it, that is rare.
     guard = tmp_path / "freed_memory.so"
     source = Path(__file__).parent / "native" / "freed_memory.c"
     words = ["gcc", "-shared", "-fPIC", "-o", str(guard), str(source), "-ldl"]
@@ -70,7 +70,7 @@ def test_a_rank_that_is_lost_or_late_or_calls_something_else_is_named_on_every_m
     for line in program("across", "trouble").splitlines():
         name, rank, kind, text, seconds = json.loads(line)
         told.setdefault(name, {})[rank] = f"{kind}: {text}" if kind else ""
-        assert seconds < 20, line  # of 60
+        assert seconds < 20, line  # the timeout is 60
     everyone = {0, 1, 2, 3}
     for name, rank in {"the leader of the other machine dies": 2, "a rank of the other machine dies": 3}.items():
         assert told[name].keys() == everyone - {rank}, told[name]
@@ -84,7 +84,7 @@ def test_a_rank_that_is_lost_or_late_or_calls_something_else_is_named_on_every_m
         "CollectiveMismatch: ranks called different things: rank 0 all_reduce of 100000 float32 (SUM), "
         "rank 2 broadcast of 32 bytes from rank 3"
     )
-    # The root of a broadcast has given what it has, and learns of it with its next call.
+    # The root of a broadcast has already sent its data, and gets the error from its next call.
     assert told["different calls"] == {**dict.fromkeys(everyone - {3}, different), 3: ""}
     assert {rank: text.partition(":")[0] for rank, text in told["abort"].items()} == {
         **dict.fromkeys(everyone - {3}, "GroupAborted"),

@@ -1,4 +1,4 @@
-"""`dist.init_process_group("mpi")` with PyTorch's ordinary wheel: under mpirun, alone, and where it cannot be."""
+"""`dist.init_process_group("mpi")` with PyTorch's ordinary wheel: under mpirun, alone, and if it is not possible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_everything_under_mpirun_and_then_one_does_not_come() -> None:
 
 
 def test_alone_and_without_mpi4py() -> None:
-    """Without mpirun it is a world of one, or refused under torchrun; where mpi4py is missing it says what to type."""
+    """Without mpirun it is a world of one, or refused under torchrun. If mpi4py is missing, the error has the fix."""
     done = start([sys.executable, "-W", "ignore", SCRIPTS / "alone.py"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

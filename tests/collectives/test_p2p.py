@@ -48,7 +48,7 @@ def _built(program: Path, *flags: str) -> Path:
 @pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
-    """Ranks that are threads of one program, whose memory a sanitizer watches."""
+    """Ranks are threads of one program, whose memory a sanitizer watches."""
     program = _built(tmp_path / "p2p", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     done = subprocess.run([program], capture_output=True, text=True, timeout=170)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-4000:]
@@ -57,7 +57,7 @@ def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc")
 def test_deaths(tmp_path: Path) -> None:
-    """A rank that dies before and after each thing it does for a message: the other learns it, or has the message."""
+    """A rank dies before and after each action for a message: the other rank gets an error, or the message."""
     program = _built(tmp_path / "p2p", "-DPHX_FAULTS")
     done = subprocess.run([program, "deaths"], capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""Memory that all ranks have mapped: the same sums as anywhere else, and nothing of it is left."""
+"""Memory that all ranks have mapped: sums are the same as elsewhere, and no mapping is left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def opened() -> int:
 
 
 def staged(rank: int, size: int) -> Any:
-    """An engine as where the kernel lets nobody read another's memory."""
+    """Return an engine as on a kernel that does not let ranks read each other's memory."""
     from phalanx.collectives.engines import segment
     from phalanx.collectives.engines.shm import ShmEngine
 
@@ -63,7 +63,7 @@ def summed(engine: Any, tensor: torch.Tensor, reduction: Reduction, *, started: 
 
 
 def reduced() -> tuple[int, int, int]:
-    """How many mappings there are before, between and after."""
+    """Return the number of mappings before, between and after the calls."""
     rank, size = dist.get_rank(), dist.get_world_size()
     before, world = mapped(), dist.group.WORLD._engine
     for engine in (world, staged(rank, size)):
@@ -73,7 +73,7 @@ def reduced() -> tuple[int, int, int]:
         for how in (Reduction(), Reduction(average=True), Reduction(Op.MAX), Reduction(scale=0.3)):
             data = torch.randn(COUNT, generator=chance)
             expected = summed(engine, data.clone(), how)
-            # At another place on every rank; with one that is elsewhere; all in another; of another type.
+            # At another offset on every rank; on one rank outside the region; in another region. Then another type.
             for there in (own[rank : rank + COUNT], own[:COUNT] if rank else data.clone(), other):
                 there.copy_(data)
                 assert torch.equal(summed(engine, there, how, started=there is other), expected)
@@ -82,10 +82,11 @@ def reduced() -> tuple[int, int, int]:
         there.copy_(halves)
         assert torch.equal(summed(engine, there, how), summed(engine, halves, how))
         between = mapped()
-        assert opened() == 2  # its own, that mmap.mmap keeps
+        assert opened() == 2  # its own two, which mmap.mmap keeps open
         del own, other, there, expected
-        summed(engine, data, how, started=True)  # with the next that is started, the last one is let go
-        assert not regions.share(engine, [Region.create(regions.MIN_BYTES + rank * 4096)], 60)  # not all alike: none
+        summed(engine, data, how, started=True)  # the next started call releases the last one
+        # different sizes: no region is shared
+        assert not regions.share(engine, [Region.create(regions.MIN_BYTES + rank * 4096)], 60)
         assert mapped() == before
         engine.run(EngineCall(CallKind.BARRIER, timeout=60))
     return before, between, mapped()
@@ -96,7 +97,7 @@ def test_sums_are_the_same_wherever_they_lie() -> None:
 
 
 def trained() -> tuple[bool, int, int]:
-    """Whether a model of run.wrap has the parameters that one of DDP alone has; mappings of it, and after it."""
+    """Return whether run.wrap and plain DDP give the same parameters, and the mappings during and after."""
     run = phalanx.Run(phalanx.init())
     models = []
     for way in ("wrap", "ddp"):
@@ -121,7 +122,7 @@ def trained() -> tuple[bool, int, int]:
 def test_gradients_of_a_wrapped_model_lie_in_it() -> None:
     (equal, there, after), other = phalanx.spawn(trained, 2, fresh=False)
     assert equal
-    assert there in (2, 4)  # as many buckets as DDP makes of it, of each rank
+    assert there in (2, 4)  # one per bucket that DDP makes, for each rank
     assert after == 0
     assert other == (equal, there, after)
 

@@ -1,4 +1,4 @@
-"""PyTorch's own tests: some of them each time, one of every kind. All of them: `python -m tests.collectives.suite`."""
+"""PyTorch's own tests: a selection, one of every kind. All of them: `python -m tests.collectives.suite`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SOME = [
 ]
 
 
-# The engine across machines has its own paths.
+# The engine across hosts has its own code paths.
 _ACROSS = [
     "test_all_gather_object_subgroup",
     "test_all_to_all_single_unequal_split_complex",

@@ -57,7 +57,7 @@ def _trained(model: nn.Module, rank: int) -> None:
 
 
 def ddp(rank: int, ranks: int) -> None:
-    """The same weights on every rank, and as on gloo."""
+    """The weights are the same on every rank, and the same as on gloo."""
     ours, theirs = _net(), _net()
     _trained(DistributedDataParallel(ours, bucket_cap_mb=1e-3), rank)
     _trained(DistributedDataParallel(theirs, process_group=dist.new_group(backend="gloo")), rank)
@@ -78,7 +78,7 @@ def ddp_sparse(rank: int, ranks: int) -> None:
 
 
 def ddp_join(rank: int, ranks: int) -> None:
-    """Ranks with more to do than others."""
+    """Some ranks have more batches than others."""
     model = DistributedDataParallel(nn.Linear(2, 1))
     with model.join():
         for _ in range(3 + rank):
@@ -137,7 +137,7 @@ def functional(rank: int, ranks: int) -> None:
 
 
 def compiled(rank: int, ranks: int) -> None:
-    """What torch.compile makes of functional collectives; without a compiler for its code."""
+    """torch.compile with functional collectives, without a C++ compiler."""
     import torch.distributed._functional_collectives as funcol
 
     def total(mine: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def objects(rank: int, ranks: int) -> None:
 
 
 def works(rank: int, ranks: int) -> None:
-    """What a Work and its future are asked for."""
+    """The methods of a Work and of its future."""
     whole = torch.zeros(4, 6)
     part = whole.t()[1:3]
     part += rank
@@ -173,13 +173,14 @@ def works(rank: int, ranks: int) -> None:
     assert isinstance(work, StartedWork)
     doubled = work.get_future().then(lambda future: future.value()[0] * 2)
     assert doubled.wait().tolist() == [[2.0 * sum(range(ranks))] * 4] * 2
-    assert whole[0].tolist() == [0.0, *[sum(range(ranks))] * 2, 0.0, 0.0, 0.0]  # copied back before anybody knew
+    # copied back before the future completes
+    assert whole[0].tolist() == [0.0, *[sum(range(ranks))] * 2, 0.0, 0.0, 0.0]
     assert work.is_completed()
     assert work.is_success()
     assert work.exception() is None
     assert work.result()[0] is part
     assert work.wait(timedelta(seconds=5))
-    for _ in range(200):  # let go of at once: what it writes to lives on
+    for _ in range(200):  # released immediately: its memory stays valid
         dist.all_reduce(torch.zeros(3000), async_op=True)
     dist.barrier()
     work = dist.irecv(torch.zeros(1), src=(rank + 1) % ranks)
@@ -192,7 +193,7 @@ def works(rank: int, ranks: int) -> None:
 
 
 def asked_twice(rank: int, ranks: int) -> None:
-    """By who waits, and by the thread of the future, at the same time."""
+    """Wait in this thread and in the thread of the future at the same time."""
     for number in range(100):
         if rank == 0:
             time.sleep(0.0005)
@@ -206,7 +207,7 @@ def asked_twice(rank: int, ranks: int) -> None:
 
 
 def left(rank: int, ranks: int) -> None:
-    """A collective that all ranks called completes, whichever leaves first; others fail with an error."""
+    """A collective that all ranks called completes, no matter which rank leaves first; others fail with an error."""
     group = dist.new_group(backend="shm")
     works = [dist.all_reduce(tensor := torch.ones(1 << 20), async_op=True, group=group) for _ in range(3)]
     never = dist.irecv(torch.ones(1), src=(rank + 1) % ranks, group=group)
@@ -223,7 +224,7 @@ def left(rank: int, ranks: int) -> None:
 
 
 def forms(rank: int, ranks: int) -> None:
-    """The other ways in which a group's own methods are called."""
+    """Other ways to call the methods of a group."""
     group, mine = _world(), torch.ones(2)
     group.allreduce(mine).wait()
     group.allreduce([mine], dist.ReduceOp.MAX).wait()
@@ -252,7 +253,7 @@ def forms(rank: int, ranks: int) -> None:
 
 
 def numbers(rank: int, ranks: int) -> None:
-    """Factors, complex numbers, truth values, tensors that autograd knows."""
+    """Factors, complex numbers, booleans, tensors that require gradients."""
     mine = torch.ones(2) * (rank + 1)
     dist.all_reduce(mine, dist._make_nccl_premul_sum(0.5))
     assert mine.tolist() == [0.5 * sum(range(1, ranks + 1))] * 2
@@ -262,7 +263,8 @@ def numbers(rank: int, ranks: int) -> None:
     truth = torch.tensor([rank == 1, False])
     dist.all_reduce(truth)
     assert truth.tolist() == [True, False]
-    less = torch.tensor([complex(0, 1)]).conj().imag if rank else torch.tensor([-5.0])  # -1, where 1 is in memory
+    # -1, although the memory holds 1
+    less = torch.tensor([complex(0, 1)]).conj().imag if rank else torch.tensor([-5.0])
     dist.all_reduce(less, dist.ReduceOp.MAX)
     assert less.tolist() == [-1.0]
     leaf = nn.Parameter(torch.full((2, 2), float(rank)))
@@ -276,7 +278,7 @@ def numbers(rank: int, ranks: int) -> None:
 
 
 def refused(rank: int, ranks: int) -> None:
-    """Said before anything is moved: the group continues."""
+    """Calls are refused before data is moved, and the group continues."""
     with pytest.raises(CallRefused, match="BAND of float32: unsupported reduction"):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
     with pytest.raises(CallRefused, match="AVG of bool"):
@@ -300,7 +302,7 @@ def mismatched(rank: int, ranks: int) -> None:
 
 
 def left_early(rank: int, ranks: int) -> None:
-    """A rank is at the end of its training while the others still compute: they have lost it."""
+    """A rank ends its training while the others still compute: they lose it."""
     if rank == 1:
         with pytest.raises(LeftEarly), mismatch.ending():
             dist.barrier()
@@ -310,19 +312,19 @@ def left_early(rank: int, ranks: int) -> None:
 
 
 def ended_differently(rank: int, ranks: int) -> None:
-    """All ranks are at the end, and their calls differ."""
+    """All ranks end, and their calls differ."""
     with pytest.raises(CollectiveMismatch, match="called different things"), mismatch.ending():
         dist.all_reduce(torch.ones(2 + rank))
 
 
 def averaged(rank: int, ranks: int) -> None:
-    """By one rank alone."""
+    """Only one rank asks for the average."""
     with pytest.raises(CollectiveMismatch, match=r"all_reduce of 4 float32 .*AVG"):
         dist.all_reduce(torch.ones(4), dist.ReduceOp.AVG if rank else dist.ReduceOp.SUM)
 
 
 def aborted(rank: int, ranks: int) -> None:
-    """From another thread, while all wait."""
+    """Another thread aborts the group while all ranks wait."""
     if rank == 0:
         threading.Timer(0.3, _world().abort).start()
         with pytest.raises((GroupAborted, PeerLost)):
@@ -333,7 +335,7 @@ def aborted(rank: int, ranks: int) -> None:
 
 
 def lost_in_ddp(rank: int, ranks: int) -> None:
-    """A rank ends within a backward pass: the others raise, and say why."""
+    """A rank ends during a backward pass: the others raise an error with the reason."""
     model = DistributedDataParallel(_net())
     if rank == 1:
         model.register_comm_hook(None, lambda _, bucket: os._exit(0))
@@ -350,7 +352,7 @@ USES: dict[str, Callable[[int, int], None]] = {
         numbers, refused, mismatched, left_early, ended_differently, averaged, aborted, lost_in_ddp,
     )
 }  # fmt: skip
-BROKEN = ("mismatched", "left_early", "ended_differently", "averaged", "aborted", "lost_in_ddp")  # they end the group
+BROKEN = ("mismatched", "left_early", "ended_differently", "averaged", "aborted", "lost_in_ddp")  # these end the group
 
 
 def main() -> int:

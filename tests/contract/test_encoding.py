@@ -13,7 +13,7 @@ from phalanx.contract import encoding, events
         ("café", "café"),
         ("a\udcff.py", "a\\xff.py"),
         ("\udcc3\udca9", "é"),  # read by an interpreter whose file system encoding is ASCII
-        ("\ud800", "\\ud800"),  # stands for no byte
+        ("\ud800", "\\ud800"),  # does not represent a byte
     ],
 )
 def test_what_is_not_unicode_is_written_as_bytes(text: str, written: str) -> None:

@@ -1,4 +1,4 @@
-"""Calls that are sent to ranks in another interpreter."""
+"""Function calls that are sent to ranks in another interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_call_is_unpacked_as_it_was_packed() -> None:
 
 
 def test_what_was_typed_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without cloudpickle; as in a notebook, whose main module is no file."""
+    """Without cloudpickle, in a notebook: its main module is not a file."""
     main = types.ModuleType("__main__")
     exec("def typed(): pass", main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)

@@ -1,4 +1,4 @@
-"""Which folder is taken, for each state of the environment and the disk."""
+"""Which home folder is used, for each state of the environment and the disk."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("environ", "user", "expected"),
     [
-        ({"PHALANX_HOME": "/dev/null/x", "XDG_STATE_HOME": "/dev/null"}, "{}", "/dev/null/x"),  # an error names it
+        ({"PHALANX_HOME": "/dev/null/x", "XDG_STATE_HOME": "/dev/null"}, "{}", "/dev/null/x"),  # the error names it
         ({"XDG_STATE_HOME": "{}/state"}, "/dev/null", "{}/state/phalanx"),
         ({"XDG_STATE_HOME": "relative"}, "{}/user", "{}/user/.local/state/phalanx"),
         ({}, "{}/user", "{}/user/.local/state/phalanx"),
         ({}, "/dev/null", "{}/phalanx-UID"),
-        ({}, "relative", "{}/phalanx-UID"),  # what is left of "~" where the user has no entry in /etc/passwd
+        ({}, "relative", "{}/phalanx-UID"),  # "~" is not expanded if the user has no entry in /etc/passwd
     ],
 )
 def test_the_folder(

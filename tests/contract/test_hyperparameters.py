@@ -1,4 +1,4 @@
-"""Hyperparameters, as the arguments of a script show them."""
+"""Hyperparameters that are read from the arguments of a script."""
 
 from __future__ import annotations
 

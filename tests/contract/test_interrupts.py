@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are imported."""
+"""Ctrl-C during imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers as ranges."""
+"""Numbers as text with ranges."""
 
 from __future__ import annotations
 

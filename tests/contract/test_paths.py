@@ -1,4 +1,4 @@
-"""What other code finds by name is there: a file or module that moves must not go unnoticed."""
+"""Files and modules that other code finds by name exist, so that a move does not go unnoticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which memory of another process is opened, and which is not."""
+"""Which memory of another process a rank opens, and which it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOBODY = 65534
 
 @contextmanager
 def process_of(uid: int, do: Callable[[], int]) -> Iterator[tuple[int, int]]:
-    """A process of another user that has called `do`: its pid, and what that has returned."""
+    """Call `do` in a process of another user. Return its pid and the result."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -54,7 +54,7 @@ def test_what_was_made_for_it_is_opened() -> None:
 
 @as_root
 def test_memory_of_another_user_is_not_opened_even_by_root() -> None:
-    """Otherwise anyone who can write to the store could make a rank of root map and write to foreign memory."""
+    """Otherwise anyone who can write to the store could make a rank of root map and write to another user's memory."""
     with (
         process_of(NOBODY, lambda: shared_memory.create("phalanx", SIZE)) as (pid, fd),
         pytest.raises(ForeignMemoryError, match=f"it belongs to user {NOBODY}, and this process runs as user 0"),
@@ -63,7 +63,7 @@ def test_memory_of_another_user_is_not_opened_even_by_root() -> None:
 
 
 def test_memory_that_can_shrink_is_not_opened() -> None:
-    """A map of it would end this process with SIGBUS."""
+    """A mapping of it would end this process with SIGBUS."""
     fd = shared_memory.create_unsealed("phalanx")
     os.ftruncate(fd, SIZE)
     with pytest.raises(ForeignMemoryError, match="its size can change"):

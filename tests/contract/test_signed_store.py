@@ -1,4 +1,4 @@
-"""Who can write what phalanx reads in the store."""
+"""Who can write the values that phalanx reads from the store."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_value_without_a_valid_mac_is_refused() -> None:
 
 
 def test_a_value_is_of_no_use_elsewhere() -> None:
-    """Neither under another key, nor in another group or generation, nor in another run."""
+    """It is not accepted under another key, nor in another group, generation or run."""
     bare = HashStore()
     SignedStore(bare, "generation 1", KEY).set("from 0", "100 5")
     bare.set("from 1", bare.get("from 0"))

@@ -1,4 +1,4 @@
-"""One short text for which ranks share a node."""
+"""The short text that says which ranks share a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""visible: what a terminal would obey is shown."""
+"""visible: control characters for terminals are shown as text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.contract.visible import visible, visible_line
         ("\x9b31m", "\\x9b31m"),
         ("user\u202e\u2066txt", "user\\u202e\\u2066txt"),
         ("one\u2028two", "one\\u2028two"),
-        ("\udcff", "\udcff"),  # a byte of a file name: printed as that byte
+        ("\udcff", "\udcff"),  # a byte of a file name: printed unchanged
     ],
 )
 def test_control_characters_are_shown(text: str, shown: str) -> None:

@@ -1,4 +1,4 @@
-"""What several files of these tests use."""
+"""Fixtures that several of these test files share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An attacker on the network between a member and its leader."""
+"""A proxy between a member and its leader, which plays an attacker on the network."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 
 
 class Eavesdropper:
-    """Stands between a member and its leader: records what passes, changes it, and cuts connections."""
+    """Relays between a member and its leader: records the traffic, changes it, and cuts connections."""
 
     def __init__(self) -> None:
-        self.seen: list[bytes] = []  # of the members, a connection each
-        self.heard = bytearray()  # of the leader
-        self.changes = {"up": False, "down": False}  # the next data of the members, or of the leader
+        self.seen: list[bytes] = []  # data of the members, by connection
+        self.heard = bytearray()  # data of the leader
+        self.changes = {"up": False, "down": False}  # flip a bit in the next data of the members, or of the leader
         self.port = 0
         self._writers: set[asyncio.StreamWriter] = set()
 

@@ -52,7 +52,7 @@ async def until(predicate: Callable[[], object], timeout: float = 10 * SLOWEST) 
 
 @dataclass
 class Ears:
-    """Of either side: writes down what it hears."""
+    """Base class for both sides: records the events that it receives."""
 
     said: list[tuple[int, messages.FromMember]] = field(default_factory=list)
     told: list[messages.FromLeader] = field(default_factory=list)
@@ -138,7 +138,7 @@ async def joined(
 
 @dataclass
 class Speaker:
-    """Speaks the protocol by hand, so that it can speak it wrongly."""
+    """Speaks the protocol by hand, so that it can send invalid messages."""
 
     ws: aiohttp.ClientWebSocketResponse
 
@@ -157,7 +157,7 @@ class Speaker:
         await self.ws.send_bytes(messages.encode(message))
 
     async def closed(self) -> None:
-        """Until the leader has hung up, whatever it may say before that."""
+        """Read until the leader closes the connection, and ignore what it sends."""
         async with asyncio.timeout(5 * SLOWEST):
             while (await self.ws.receive()).type == aiohttp.WSMsgType.BINARY:
                 pass
@@ -177,7 +177,7 @@ async def speaking(port: int) -> AsyncIterator[Speaker]:
         yield Speaker(ws)
 
 
-# -- in its own process
+# -- in a separate process
 
 
 def actor(*words: str) -> Handle:
@@ -185,7 +185,7 @@ def actor(*words: str) -> Handle:
 
 
 class _Loud:
-    """Says what it hears."""
+    """Prints the events that it receives."""
 
     def note(self, text: str) -> None:
         print("note", text)
@@ -238,7 +238,7 @@ async def _crowd(port: str, count: str) -> None:
     callers = []
     for _ in range(int(count)):
         caller = socket.socket()
-        caller.bind(("127.0.0.2", 0))  # another machine than the member's
+        caller.bind(("127.0.0.2", 0))  # another host than the member's
         caller.settimeout(10)
         caller.connect(("127.0.0.1", int(port)))
         callers.append(caller)

@@ -1,4 +1,4 @@
-"""Unknown clients at a real leader: garbage, floods, thousands of connections. Members join all the same."""
+"""Unknown clients at a real leader: garbage, floods, thousands of connections. Members can still join."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.kit.proc import SLOWEST
 
 
 async def conversation(port: int, *parts: bytes, pause: float = 0.0) -> tuple[bytes, float]:
-    """What is answered to these parts until the leader hangs up, and after how long it does."""
+    """Send the parts. Return the answer until the leader closes the connection, and how long that takes."""
     began = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
@@ -69,7 +69,7 @@ REQUEST = (
         (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"HTTP/1.1 404 "),
         (b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"HTTP/1.1 404 "),
         (b"GET " + PATH.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"HTTP/1.1 404 "),
-        # What a page in a browser sends, wherever it comes from.
+        # What a page in a browser sends, from any site.
         (REQUEST.replace(b"Host:", b"Origin: http://127.0.0.1:29500\r\nHost:"), b"HTTP/1.1 403 "),
         (REQUEST.replace(b"Host:", b"origin: null\r\nHost:"), b"HTTP/1.1 403 "),
     ],
@@ -85,7 +85,7 @@ def test_a_wrong_path_is_answered_by_phalanx(words: bytes, answered: bytes) -> N
 
 
 def client_hello() -> bytes:
-    """The first bytes of a TLS connection."""
+    """Return the first bytes of a TLS connection."""
     out = ssl.MemoryBIO()
     context = ssl.create_default_context()
     context.check_hostname = False
@@ -149,10 +149,10 @@ def test_the_time_limit_of_unknown_clients_does_not_apply_to_members() -> None:
 
 
 def test_mutated_handshakes_leave_no_trace() -> None:
-    chance = random.Random(20)  # the same on every machine
+    chance = random.Random(20)  # a fixed seed: the same input on every machine
 
     async def lie(led: Led) -> None:
-        # Disconnected in mid-handshake, if a busy machine needs longer than the leader's patience.
+        # A busy machine may exceed the leader's patience, which then closes the connection during the handshake.
         with contextlib.suppress(aiohttp.ClientError):
             await speak(led)
 
@@ -161,7 +161,7 @@ def test_mutated_handshakes_leave_no_trace() -> None:
             content = mutated(speaker.join_request(), chance)
             if chance.randrange(2):
                 await speaker.ws.send_bytes(content)
-            else:  # invalid content from a holder of the token
+            else:  # invalid content, although the client has the token
                 await speaker.ws.send_bytes(speaker.join_request(words=mutated(messages.encode(arrival(1)), chance)))
             await speaker.ws.receive(60)
 
@@ -169,7 +169,7 @@ def test_mutated_handshakes_leave_no_trace() -> None:
         await conversation(led.port, mutated(REQUEST, chance) + chance.randbytes(chance.randrange(60)))
 
     async def meet() -> None:
-        # Of so many that liars cannot make it complete.
+        # The leader expects so many nodes that these clients cannot complete the rendezvous.
         async with leading(1000, timing=FAST) as led:
             for _ in range(8):
                 async with asyncio.timeout(120):
@@ -181,7 +181,7 @@ def test_mutated_handshakes_leave_no_trace() -> None:
     asyncio.run(meet())
 
 
-# -- a leader in its own process
+# -- a leader in a separate process
 
 
 def resident(pid: int, name: str = "VmRSS") -> int:
@@ -226,7 +226,7 @@ def test_floods_find_no_room(led: Handle) -> None:
             await asyncio.to_thread(led.wait_for, "complete")
             before = resident(led.pid)
             for kind, start in FLOODS.items():
-                # A frame that is not the last of its message, over and over.
+                # A frame that is not the last of its message, repeated.
                 block = (b"\x02\xfe\xff\xff" + b"mask" + b"x" * 65535) if kind == "frames" else b"x" * 65536
                 sent = await asyncio.wait_for(asyncio.gather(*(pour(start, block) for _ in range(4))), 30)
                 assert max(sent) < LARGE / 4, kind
@@ -250,7 +250,7 @@ def test_thousands_of_unknown_clients_keep_no_member_out(led: Handle) -> None:
             assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
             began = time.monotonic()
             async with joined(port) as (_, ears):
-                assert time.monotonic() - began < 20  # on a busy machine; without the gate it would be minutes
+                assert time.monotonic() - began < 20  # on a busy machine; without the gate it takes minutes
                 with actor("clients", str(port), "2000") as more:
                     await asyncio.to_thread(more.wait_for, "called")
                     assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
@@ -269,7 +269,7 @@ def test_a_client_that_opens_many_connections_blocks_only_itself() -> None:
             crowd = []
             for _ in range(connection_gate.MOST + 100):
                 crowd.append(await asyncio.open_connection("127.0.0.1", led.port, local_addr=("127.0.0.3", 0)))
-            assert await asyncio.wait_for(crowd[0][0].read(), 5) == b""  # the oldest of them has gone
+            assert await asyncio.wait_for(crowd[0][0].read(), 5) == b""  # the oldest connection was closed
             assert not early[0].at_eof()
             early[1].write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await asyncio.wait_for(early[0].readline(), 5)).startswith(b"HTTP/1.1 404")

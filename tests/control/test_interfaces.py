@@ -1,4 +1,4 @@
-"""The addresses of this machine: their interfaces, which ones others can use, and routes."""
+"""The addresses of this machine: their interfaces, which of them others can use, and routes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_owner_of_an_address(address: str, name: str | None) -> None:
         ((LO,), ()),
         ((), ()),
         ((DOWN, BARE), ()),
-        # Routed to the host: its address lies on lo, the cables have link-local ones alone.
+        # A routed host: its address is on lo, and its cables have only link-local addresses.
         ((Interface("lo", ("127.0.0.1", "10.9.9.9"), True, True), DOCKER), ("10.9.9.9", "172.17.0.1")),
         ((ETH, Interface("eth0.5", ("192.0.2.2",), True, False)), ("192.0.2.2", "fd00::2")),
     ],

@@ -1,4 +1,4 @@
-"""The leader file: what is written is read, and invalid content is refused."""
+"""The leader file: it can be read back, and invalid content is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLACE = LeaderFilePath(("192.0.2.2", "fd00::2"), 29500)
 
 
 def spoil(path: Path, **changes: Any) -> None:
-    """Change the file, or with None leave the field out."""
+    """Change fields of the file. None removes a field."""
     fields = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
 
@@ -34,7 +34,7 @@ def test_what_is_announced_is_read_until_it_is_closed(tmp_path: Path) -> None:
     assert os.listdir(folder) == ["1234.0.json"]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "1234.0.json").stat().st_mode) == 0o600
-    member.close()  # is not the member's to remove
+    member.close()  # a member must not remove the file
     assert member.read() == PLACE
     leader.close()
     leader.close()
@@ -45,7 +45,7 @@ def test_a_new_leader_replaces_a_dead_one(tmp_path: Path) -> None:
     dead, alive = LeaderFile(str(tmp_path), "job"), LeaderFile(str(tmp_path), "job")
     dead.announce(PLACE)
     alive.announce(LeaderFilePath(("192.0.2.3",), 1))
-    dead.close()  # it was not dead after all: what is there is another's
+    dead.close()  # it was not dead, but the file now belongs to another leader
     assert alive.read() == LeaderFilePath(("192.0.2.3",), 1)
     alive.announce(PLACE)
     assert alive.read() == PLACE
@@ -93,7 +93,7 @@ def test_what_is_not_believed(tmp_path: Path, changes: dict[str, Any]) -> None:
     meeting = LeaderFile(str(tmp_path), "job")
     meeting.announce(PLACE)
     spoil(tmp_path / "job.json", port=1)
-    assert meeting.read() == LeaderFilePath(PLACE.addresses, 1)  # so it is not the spoiling that is refused
+    assert meeting.read() == LeaderFilePath(PLACE.addresses, 1)  # a changed file with valid content is accepted
     spoil(tmp_path / "job.json", **changes)
     assert meeting.read() is None
 

@@ -1,4 +1,4 @@
-"""What crosses the wire: whatever comes, it is a message, or an error of msgspec and nothing else."""
+"""Messages between nodes: any input gives a message or a msgspec error, and nothing else."""
 
 from __future__ import annotations
 
@@ -171,10 +171,10 @@ def test_other_values_under_our_names(name: str, data: Any, tag: str) -> None:
 @pytest.mark.parametrize(
     "bomb",
     [
-        b"\x91" * 100_000,  # arrays in arrays
-        b"\x81\xa1a" * 50_000,  # maps in maps
+        b"\x91" * 100_000,  # nested arrays
+        b"\x81\xa1a" * 50_000,  # nested maps
         b"\x82\xa2is\xa4note\xa4text" + b"\x91" * 50_000,
-        b"\xdd\xff\xff\xff\xff",  # an array that says that it is long
+        b"\xdd\xff\xff\xff\xff",  # an array with a very large length
         b"\xdf\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
         b"\xdb\xff\xff\xff\xff",
@@ -206,7 +206,7 @@ def test_beyond_the_limits(name: str, message: Message) -> None:
 
 
 def test_every_signal_that_is_let_through_has_a_name() -> None:
-    # Who hears one asks for its name.
+    # The receiver looks up the name of the signal.
     for number in range(1, 65):
         content = messages.encode(SignalReceived(signal=number))
         try:
@@ -217,14 +217,14 @@ def test_every_signal_that_is_let_through_has_a_name() -> None:
 
 
 def test_every_pid_that_there_may_be() -> None:
-    # /proc/sys/kernel/pid_max may be as high as this, and is with systemd.
+    # /proc/sys/kernel/pid_max can be this high, and is with systemd.
     for pid in (os.getpid(), 1 << 22):
         arrival = msgspec.structs.replace(FULL, pid=pid)
         assert messages.node_info.decode(messages.encode(arrival)).pid == pid
 
 
 def test_bytes_that_are_not_text_are_shown_escaped() -> None:
-    # Python's way to keep the bytes of a file's name that are no text.
+    # Python represents bytes of a file name that are not text like this.
     odd = b"caf\xe9".decode(errors="surrogateescape")
     over = AttemptEnded(attempt=0, failed=1, first=msgspec.structs.replace(DEATH, stderr=(odd, "fine"), block=odd))
     told = messages.from_member.decode(messages.encode(over))

@@ -34,7 +34,7 @@ def test_bytes_are_counted_until_they_are_acknowledged() -> None:
         box.acknowledge(2)
         assert box.size == 3
         box.acknowledge(1)  # late
-        box.acknowledge(1000)  # a lie
+        box.acknowledge(1000)  # more than was sent
         assert box.size == 0
         box.put(b"dddddddddd")
         box.end()
@@ -87,7 +87,7 @@ def test_a_member_that_does_not_read_is_dropped_alone() -> None:
             one = led.members.connected[1]
             for _ in range(outbox.LIMIT // 60_000 + 1):
                 led.members.send(1, LINE)
-            assert one.outbox.size == 0  # nothing is kept for it
+            assert one.outbox.size == 0  # nothing is stored for it
             await until(lambda: led.ears.gone)
             assert led.ears.gone == ["1: it has not read 64 MiB that were sent to it"]
             assert led.ids == {2}
@@ -104,7 +104,7 @@ def test_a_member_that_speaks_but_does_not_read_is_lost() -> None:
             await speaker.enter(1)
             await led.leader.wait_for_members(60)
             stop_reading(speaker)
-            for _ in range(300):  # more than the kernel takes
+            for _ in range(300):  # more than the kernel buffers
                 led.members.send(1, LINE)
             while not led.ears.gone:
                 await speaker.send(Pong(ping=0.0, time=0.0))

@@ -1,4 +1,4 @@
-"""The list of all members, which all members get at each change."""
+"""The list of members, which the leader sends to all members at each change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections that break or are tampered with: the member connects again, and no message is lost or comes twice."""
+"""Connections that break or are tampered with: the member reconnects, and no message is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_what_was_not_received_is_sent_again() -> None:
         await asyncio.sleep(0)
         box.acknowledge(1)
         sending.cancel()
-        assert not box.rewind(0)  # it has received more, as it said itself
-        assert not box.rewind(4)  # so many were not sent
+        assert not box.rewind(0)  # it has already acknowledged more
+        assert not box.rewind(4)  # fewer messages were sent
         box.put(b"d")
         assert box.rewind(2)
         box.end()
@@ -67,7 +67,7 @@ def test_the_old_connection_takes_no_message_from_the_new_one() -> None:
         member.writer = asyncio.create_task(member.write(ws("old")))
         member.send(b"a")
         await asyncio.sleep(0)
-        assert member.resume(transport, received=1)  # the leader has not noticed that the connection broke
+        assert member.resume(transport, received=1)  # the leader has not noticed yet that the connection broke
         member.send(b"b")
         member.writer = asyncio.create_task(member.write(ws("new")))
         await asyncio.sleep(0.01)
@@ -162,11 +162,11 @@ def test_a_member_that_cannot_come_again_is_lost_on_both_sides() -> None:
 
 
 def test_an_agent_that_has_ended_is_lost_at_once_and_not_probed_again() -> None:
-    """Its host refuses connections to the port on which it would have led."""
+    """Its host refuses connections to the port on which it would have become the leader."""
 
     async def scene() -> None:
         with socket.socket() as reserved:
-            reserved.bind(("127.0.0.1", 0))  # and does not listen
+            reserved.bind(("127.0.0.1", 0))  # reserved, but nothing listens
             info = arrival(1, failover_port=reserved.getsockname()[1])
             async with leading(timing=PATIENT) as led, speaking(led.port) as speaker:
                 join = JoinRequest(protocol=messages.PROTOCOL, info=messages.encode(info))

@@ -1,4 +1,4 @@
-"""Which nodes may join, under which number, and which ranks each gets: tables."""
+"""Tables: which nodes may join, under which number, and which ranks each gets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_lowest_free_number_is_given() -> None:
     assert made.admit(arrival(2)) == 2
     assert [made.admit(arrival(None)) for _ in range(2)] == [1, 3]
     made.remove(1)
-    made.remove(7)  # was never there
+    made.remove(7)  # never existed
     assert made.missing == [1, 4]
     assert [made.admit(arrival(None)) for _ in range(2)] == [1, 4]
     assert made.complete
@@ -53,7 +53,7 @@ def test_the_lowest_free_number_is_given() -> None:
         ({}, {"member": 3}, ("plan", "3 nodes", "node 3")),
         ({"host": "first", "pid": 7}, {"member": 0}, ("taken", "first, pid 7", "node 0")),
         ({}, {"trouble": "no GPU"}, ("trouble", "", "no GPU")),
-        # Of several reasons the one that makes the others meaningless comes first.
+        # If there are several reasons, the one that makes the others meaningless comes first.
         ({"run": "a"}, {"run": "b", "member": 0, "trouble": "x"}, ("run", "a", "b")),
     ],
 )
@@ -123,7 +123,7 @@ def test_ranks_run_through_uneven_nodes() -> None:
 
 
 def tasks(*rows: tuple[int, str, int, int, int | None]) -> dict[int, NodeInfo]:
-    """(rank, host, local rank, local size, node)"""
+    """Return the members for rows of (rank, host, local rank, local size, node)."""
     return {
         rank: arrival(
             rank,
@@ -138,7 +138,7 @@ def tasks(*rows: tuple[int, str, int, int, int | None]) -> dict[int, NodeInfo]:
 
 @pytest.mark.parametrize("node", [True, False])
 def test_ranks_as_a_scheduler_dealt_them(node: bool) -> None:
-    # Cyclic: neighbours in rank are not neighbours in place.
+    # Cyclic: consecutive ranks are on different hosts.
     dealt = [(0, "a", 0, 2, 0), (1, "b", 0, 2, 1), (2, "a", 1, 2, 0), (3, "b", 1, 2, 1)]
     members = tasks(*(row if node else (*row[:4], None) for row in dealt))
     assert roster.one_a_rank(members)
@@ -161,7 +161,7 @@ def test_workers_of_a_spare_node_are_numbered_after_the_ranks() -> None:
         placement(3, 3, local_rank=0, local_world_size=2, node_count=2),
         placement(4, 3, local_rank=1, local_world_size=2, node_count=2),
     )
-    assert roster.spare_table(1, {0: RankTable()}).ranks == (0,)  # a new leader does not know the ranks of the others
+    assert roster.spare_table(1, {0: RankTable()}).ranks == (0,)  # a new leader does not know the ranks of other nodes
 
 
 def test_thousands_are_numbered_in_no_time() -> None:
@@ -170,7 +170,7 @@ def test_thousands_are_numbered_in_no_time() -> None:
     assert [made.admit(anybody) for _ in range((1 << 14) - 1)] == list(range(1, 1 << 14))
 
 
-# -- nodes that come and go
+# -- nodes that join and leave
 
 
 def test_with_the_least_it_can_begin_and_one_that_is_gone_leaves_its_place() -> None:
@@ -178,7 +178,7 @@ def test_with_the_least_it_can_begin_and_one_that_is_gone_leaves_its_place() -> 
     assert [made.admit(arrival(None)) for _ in range(2)] == [0, 1]
     assert made.enough
     assert not made.complete
-    assert [made.admit(arrival(None)) for _ in range(2)] == [2, 3]  # the last is a spare
+    assert [made.admit(arrival(None)) for _ in range(2)] == [2, 3]  # the last one is a spare
     assert made.complete
     assert isinstance(made.admit(arrival(None)), Refusal)
     made.remove(1)
@@ -189,10 +189,10 @@ def test_with_the_least_it_can_begin_and_one_that_is_gone_leaves_its_place() -> 
     ("here", "before", "working"),
     [
         ([0, 1, 2, 3], [], [0, 1, 2]),  # the first ones
-        ([0, 2, 3], [0, 1, 2], [0, 2, 3]),  # a spare for the lost one
+        ([0, 2, 3], [0, 1, 2], [0, 2, 3]),  # a spare replaces the lost node
         ([0, 2], [0, 1, 2], [0, 2]),  # fewer
-        ([0, 1, 2, 3], [0, 2, 3], [0, 2, 3]),  # one that comes back takes nobody's place
-        ([0, 1, 2], [0, 2], [0, 1, 2]),  # but a free one
+        ([0, 1, 2, 3], [0, 2, 3], [0, 2, 3]),  # a node that comes back does not replace another
+        ([0, 1, 2], [0, 2], [0, 1, 2]),  # but it takes a free place
     ],
 )
 def test_who_works_when_nodes_come_and_go(here: list[int], before: list[int], working: list[int]) -> None:

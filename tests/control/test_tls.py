@@ -1,4 +1,4 @@
-"""Encrypted connections between nodes: who may take part, and what an attacker on the network can read or change."""
+"""Encrypted connections between nodes: who can connect, and what an attacker on the network can read or change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = "the loss is 0.25"
 
 
 def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLObject:
-    """Both sides of a handshake. Returns the client's."""
+    """Do both sides of a handshake. Return the client's side."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)
     for _ in range(3):
@@ -47,7 +47,7 @@ def test_a_holder_of_another_token_is_not(server: Token, client: Token) -> None:
         shake(tls.server_context(server), tls.client_context(client))
     trusting = tls.client_context(client)
     trusting.verify_mode = ssl.CERT_NONE
-    with pytest.raises(ssl.SSLCertVerificationError):  # the server's word
+    with pytest.raises(ssl.SSLCertVerificationError):  # the server refuses the client
         shake(tls.server_context(server), trusting)
 
 
@@ -110,7 +110,7 @@ def test_nobody_on_the_way_reads_what_is_said_nor_can_say_it_again() -> None:
                 assert word not in everything
             said = len(led.ears.said)
             reader, writer = await asyncio.open_connection("127.0.0.1", led.port)
-            writer.write(ear.seen[0])  # all that the member has said
+            writer.write(ear.seen[0])  # replay everything that the member has sent
             with contextlib.suppress(ConnectionError):
                 async with asyncio.timeout(60):
                     while await reader.read(65536):

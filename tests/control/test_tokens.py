@@ -1,4 +1,4 @@
-"""The token: where it is looked for, what is refused, and a first one that many make at once."""
+"""The token: where it is searched, which tokens are refused, and concurrent creation of the first one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_first_source_counts(
 
 def test_the_own_token_is_made_once_and_is_private(tmp_path: Path) -> None:
     home = tmp_path / "state" / "phalanx"
-    old = os.umask(0o077 ^ 0o777)  # takes away what the owner needs, and gives the rest to everyone
+    old = os.umask(0o077 ^ 0o777)  # denies the owner everything and allows others everything
     try:
         first = tokens.find({}, file=None, home=str(home))
     finally:
@@ -121,7 +121,8 @@ def test_a_file_that_is_refused(tmp_path: Path, text: str, mode: int, seen: str)
     if mode != 0o600:
         assert error.value.fix == f"chmod 600 '{path}'"
     else:
-        assert path not in error.value.fix  # named by mistake, it may be dear to someone
+        # the user may have named this file by mistake, so do not suggest to delete it
+        assert path not in error.value.fix
         assert "--token-file NEW" in error.value.fix
     for part in ("hunter2", "a1a1", "\N{SNOWMAN}"):
         assert part not in str(error.value)
@@ -176,7 +177,7 @@ def test_a_file_of_another_user(tmp_path: Path) -> None:
 
 @as_root
 def test_a_file_that_may_not_be_read() -> None:
-    # In its own process, for a process that was root may read everything again.
+    # In a separate process, because this one must stay root.
     script = (
         "import os\nfrom phalanx.control import tokens\nos.setuid(65534)\ntokens.find({}, file='/etc/shadow', home='/')"
     )
@@ -235,13 +236,13 @@ def test_without_links_the_first_token_is_made_in_place(tmp_path: Path, monkeypa
     first = tokens.find({}, file=None, home=str(tmp_path))
     assert os.listdir(tmp_path) == ["token"]
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
-    tokens._create(str(tmp_path / "token"), B)  # another node, that came a moment later
+    tokens._create(str(tmp_path / "token"), B)  # another node, a moment later
     assert tokens.find({}, file=None, home=str(tmp_path)) == first
 
 
 @pytest.mark.parametrize("links", [True, False])
 def test_fifty_processes_make_one_token(tmp_path: Path, links: bool) -> None:
-    """Forked and held at a gate, so that they truly begin together."""
+    """They are forked and held at a pipe, so that they start at the same time."""
     gate, opener = os.pipe()
     out, answers = os.pipe()
     home = str(tmp_path / "home")
@@ -253,7 +254,7 @@ def test_fifty_processes_make_one_token(tmp_path: Path, links: bool) -> None:
         pids.append(pid)
     os.close(gate)
     os.close(answers)
-    os.close(opener)  # now
+    os.close(opener)  # all start now
     with os.fdopen(out) as stream:
         lines = stream.read().split()
     codes = [os.waitpid(pid, 0)[1] for pid in pids]

@@ -1,4 +1,4 @@
-"""IDX files: the digits that come with phalanx, MNIST's spellings, and files that are broken."""
+"""IDX files: the digits that come with phalanx, variants of MNIST's file names, and invalid files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_digits_of_phalanx() -> None:
     tests, answers = idx.load(test=True)
     assert (images.shape, tests.shape) == ((1437, 1, 8, 8), (360, 1, 8, 8))
     assert (images.min(), images.max()) == (0, 1)
-    # As the set is described: this many of each digit, and this ink in all (pixels of 0 to 16).
+    # From the description of the set: images per digit, and the sum of all pixels (0 to 16).
     assert torch.cat([labels, answers]).bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert int((torch.cat([images, tests]) * 16).round().sum()) == 561718
 

@@ -1,4 +1,4 @@
-"""Evidence of a run that is stalled, in a few words: each rank's main thread, collectives, process."""
+"""Builds evidence of a stalled run in a few words: the main thread, collectives and process of each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOADER = LIB + "torch/utils/data/dataloader.py"
 WORK = LIB + "phalanx/collectives/process_group/work.py"
 DDP = LIB + "torch/nn/parallel/distributed.py"
 
-Case = tuple[Evidence, str, tuple[int, ...], list[str]]  # -> kind, ranks, what the text must say
+Case = tuple[Evidence, str, tuple[int, ...], list[str]]  # evidence -> kind, ranks, what the text must contain
 
 
 def frame(file: str, line: int, function: str = "<module>", **more: Any) -> Frame:
@@ -38,7 +38,7 @@ def frame(file: str, line: int, function: str = "<module>", **more: Any) -> Fram
 
 
 def collective(op: str, line: int = 52, file: str = "train.py", function: str = "<module>", **more: Any) -> list[Frame]:
-    """The main thread in a collective, as Python shows it."""
+    """Return the frames of a main thread in a collective, as Python shows them."""
     wrapper = frame(LIB + "torch/distributed/c10d_logger.py", 83, "wrapper")
     return [frame(C10D, 3252, op), wrapper, frame(file, line, function, **more)]
 
@@ -53,7 +53,7 @@ def backward(line: int = 60, function: str = "<module>", **more: Any) -> list[Fr
 
 
 def loading(*inner: Frame, line: int = 50) -> list[Frame]:
-    """In the main thread, without workers."""
+    """Return the frames of a main thread that loads data without workers."""
     return [
         *inner,
         frame(LIB + "torch/utils/data/_utils/fetch.py", 54, "fetch"),
@@ -64,7 +64,7 @@ def loading(*inner: Frame, line: int = 50) -> list[Frame]:
 
 
 def workers(line: int = 50) -> list[Frame]:
-    """For the workers of a DataLoader."""
+    """Return the frames of a main thread that waits for DataLoader workers."""
     return [
         frame(STD + "selectors.py", 415, "select"),
         frame(STD + "multiprocessing/connection.py", 947, "wait"),
@@ -84,7 +84,7 @@ def call(
 
 
 def past(count: int, *pattern: CallEvidence) -> list[CallEvidence]:
-    """Done ones, from 1 to `count`, that repeat a pattern."""
+    """Return finished calls 1 to `count`, which repeat a pattern."""
     return [msgspec.structs.replace(pattern[index % len(pattern)], seq=index + 1, done=True) for index in range(count)]
 
 
@@ -125,13 +125,13 @@ def group(name: str, ranks: Sequence[int], enqueued: int, completed: int = -1, b
 
 
 def waiting(number: int, op: str = "all_reduce", seq: int = 214, *shape: int, line: int = 52, **more: Any) -> Rank:
-    """In a collective that is not done."""
+    """Return a rank in a collective that is not done."""
     shape = shape or (1_625_000,)
     return rank(number, collective(op, line), [call(op, seq - 1, *shape, done=True), call(op, seq, *shape)], **more)
 
 
 def behind(number: int, stack: Sequence[Frame], seq: int = 213, **more: Any) -> Rank:
-    """Has done all that it has called, and does something else."""
+    """Return a rank that has finished all its calls and does something else."""
     return rank(number, stack, [call("all_reduce", seq, 1_625_000, done=True)], **more)
 
 
@@ -141,7 +141,7 @@ def evidence(*ranks: Rank, waited: float = 40.0, nodes: Sequence[NodeFacts] = ()
 
 
 def beside(*culprits: Rank, size: int = 4, **more: Any) -> Evidence:
-    """The others wait in all_reduce #214 at train.py:52."""
+    """Return the other ranks, which wait in all_reduce #214 at train.py:52."""
     named = {each.rank for each in culprits}
     ranks = [*culprits, *(waiting(number, size=size) for number in range(size) if number not in named)]
     return evidence(*sorted(ranks, key=lambda each: each.rank), **more)
@@ -153,7 +153,7 @@ GETS = frame(STD + "threading.py", 327, "wait")
 
 
 def named_right(case: Case) -> Verdict:
-    """The first verdict, by evidence that has travelled."""
+    """Check the first verdict, for evidence that was encoded and decoded."""
     seen, kind, ranks, said = case
     verdicts = diagnose(decode(encode(seen)))
     assert verdicts, "no verdict"

@@ -1,9 +1,9 @@
-"""Entries as torch's flight recorder writes them, and evidence made of them on the way that real ones take.
+"""Entries in the format of torch's flight recorder, and evidence made from them in the same way as from real ones.
 
 The format is FlightRecorder<EventType>::getCollectiveTrace in torch/csrc/distributed/c10d/FlightRecorderDetail.hpp
 (torch 2.11 and 2.13, version "2.10" of the dump); torch/distributed/flight_recorder/components/types.py reads it, and
-lists the names of operations. Of a coalesced block, each collective has an entry, all with one collective_seq_id, and
-"nccl:coalesced" comes last, with no sizes. A send or recv has the number of the collective before it, and is_p2p.
+lists the names of operations. In a coalesced block, each collective has an entry, all with the same collective_seq_id,
+and "nccl:coalesced" comes last, without sizes. A send or recv has the number of the previous collective, and is_p2p.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def coalesced(seq: int, *parts: Entry, p2p: int = 0) -> list[Entry]:
 
 
 def told(entries: Sequence[Entry]) -> dict[str, Any]:
-    """What a worker says of them, after it has travelled."""
+    """Return the reply that a worker makes from these entries, after encoding and decoding."""
     kept = Kept(recorded_calls.operation_name, recorded_calls.dtype_names, lambda _, root: root)
     kept.add(entries)
     return json.loads(json.dumps({"threads": [], "calls": [], "history": kept.to_dict()}))
@@ -81,7 +81,7 @@ def history(entries: Sequence[Entry]) -> History:
 
 
 def stalled(histories: Mapping[int, Sequence[Entry]], groups: Mapping[str, Sequence[int]] | None = None) -> Evidence:
-    """All ranks in a barrier after what they have recorded, as far as anybody can see."""
+    """Return evidence in which all ranks are in a barrier after these histories."""
     return evidence(
         *(_rank(number, entries, groups or {"0": list(histories)}) for number, entries in histories.items())
     )

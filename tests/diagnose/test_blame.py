@@ -1,4 +1,4 @@
-"""A rank that keeps the others, as a table."""
+"""Table: a rank that keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_named_right(case: str) -> None:
 
 
 def test_with_a_short_limit_every_waiting_rank_counts() -> None:
-    """They came to the collective at different times, all of them longer ago than the limit."""
+    """The ranks reached the collective at different times, all of them longer ago than the limit."""
     found = evidence(
         waiting(0, size=3, since=2.1),
         waiting(1, size=3, since=1.5),
@@ -311,7 +311,7 @@ def test_with_a_short_limit_every_waiting_rank_counts() -> None:
 
 @pytest.mark.parametrize("silent", [0.4, 1.5, 3.5, 7.0])
 def test_a_waiting_rank_that_does_not_answer_in_time_is_not_blamed_for_another(silent: float) -> None:
-    """On a busy host: all that is known of it is that it was in a collective when it last published."""
+    """On a busy host: all that is known is that the rank was in a collective at its last status update."""
     mute = Rank(rank=0, node=0, process=process(), phase="collective", silent=silent, since=9.0, note="no answer")
     sleeps = behind(2, [HERE], size=3, since=9.0)
     found = diagnose(evidence(mute, waiting(1, size=3, since=9.0), sleeps, waited=9.0, limit=8.0))

@@ -1,4 +1,4 @@
-"""Ranks that have not called the same collectives, as a table."""
+"""Table: ranks that did not call the same collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AFTER_LOOP = {"loop": 0, "source": "dist.barrier()"}
 def diverged(
     odd: list[CallEvidence], odd_stack: list, usual: list[CallEvidence], stack: list, culprit: int = 0
 ) -> Evidence:
-    """Four ranks; one of them has made other calls."""
+    """Return four ranks, one of which has made other calls."""
     return evidence(
         *(
             rank(number, odd_stack if number == culprit else stack, odd if number == culprit else usual)
@@ -37,7 +37,7 @@ def diverged(
 
 
 REDUCE, NORM, BARRIER = call("all_reduce", 0, 10), call("all_reduce", 0, 1), call("barrier", 0)
-LOOP = past(8, REDUCE, NORM)  # 1 to 8: the next is REDUCE
+LOOP = past(8, REDUCE, NORM)  # calls 1 to 8; the next is REDUCE
 BUCKETS = past(
     8, call("all_reduce", 0, 100), call("all_reduce", 0, 200), call("all_reduce", 0, 1), call("broadcast", 0, 3)
 )
@@ -131,7 +131,7 @@ DESYNC: dict[str, Case] = {
         (3,),
         ["shapes differ in all_reduce #3 at train.py:52: rank 3 has [10], the other 3 have [12]"],
     ),
-    # A rank in the next collective does not report the reduction of this one any more.
+    # A rank in the next collective no longer reports the reduction of this one.
     "shapes, and continued": (
         evidence(
             *(

@@ -1,4 +1,4 @@
-"""What is merely slow gets no verdict; several culprits; many ranks."""
+"""No verdict for slow ranks; several culprits; many ranks."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _fields(rank: Rank) -> dict[str, object]:
 
 
 class CountedSet(frozenset[int]):
-    """Counts how often it is read."""
+    """A set that counts how often it is read."""
 
     reads = 0
 
@@ -192,7 +192,7 @@ class CountedSet(frozenset[int]):
 
 
 def test_ranks_that_many_wait_for_are_not_read_for_each_of_those() -> None:
-    """Half of all ranks are one collective ahead, and wait for the other half, which waits for rank 0."""
+    """Half of all ranks are one collective ahead and wait for the other half, which waits for rank 0."""
     field = survey(beside(behind(0, loading(ITEM))))
     behind_, ahead = CountedSet(range(500)), range(500, 1000)
     awaits = {**dict.fromkeys(range(1, 500), frozenset({0})), **dict.fromkeys(ahead, behind_)}

@@ -1,4 +1,4 @@
-"""Faults between ranks: deadlocks, messages, the network, joining. As a table."""
+"""Table: faults between ranks. Deadlocks, messages, the network, joining."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def joining(number: int, store: str, *, hosts: bool = False) -> Rank:
 
 
 def two_groups() -> Evidence:
-    """Rank 0 is in x #5 and rank 1 in y #3; each has both to do."""
+    """Rank 0 is in x #5 and rank 1 in y #3. Both have to call both."""
 
     def there(number: int, inside: str, seq: int, line: int, other: str, before: int) -> Rank:
         calls = [call("all_reduce", before, 4, group=other, done=True), call("all_reduce", seq, 4, group=inside)]
@@ -55,7 +55,7 @@ def two_groups() -> Evidence:
 
 
 def crossed() -> Evidence:
-    """As NCCL has it: both are queued, in different order, and the main thread is ahead of them."""
+    """With NCCL: both calls are queued, in different order, and the main thread is ahead of them."""
 
     def there(number: int, *order: tuple[str, int]) -> Rank:
         calls = [call("all_reduce", seq, 4, group=name) for name, seq in order]
@@ -66,7 +66,7 @@ def crossed() -> Evidence:
 
 
 def runs_ahead() -> Evidence:
-    """Of NCCL's: rank 1 has never called what the GPUs of the others are in."""
+    """With NCCL: rank 1 never called the collective that the GPUs of the others are in."""
 
     def there(number: int, last: int) -> Rank:
         calls = [call("all_reduce", seq, 4, done=seq < 5) for seq in range(3, last + 1)]
@@ -77,7 +77,7 @@ def runs_ahead() -> Evidence:
 
 
 def pipeline() -> Evidence:
-    """Of NCCL's: rank 1 has called its next receive already, and its GPU is still in the send before."""
+    """With NCCL: rank 1 has already called its next receive, and its GPU is still in the send before it."""
 
     def there(number: int, *calls: CallEvidence) -> Rank:
         return rank(number, [frame("train.py", 60)], calls, groups=[group("0", (0, 1), -1, backend="nccl")])

@@ -1,4 +1,4 @@
-"""Whose code a frame is, and what a stack means."""
+"""Whether a frame is user code, and what a stack means."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_whose(file: str, mine: bool) -> None:
         ([frame("a.py", 1)], "do_wait", "subprocess", False),
         ([frame("a.py", 1)], "inet_csk_accept", "socket", False),
         ([frame("a.py", 1)], "0", "nothing", False),
-        # What the user's own code calls counts, and not what had called that.
+        # Only what the innermost user code calls counts, not the frames outside it.
         ([frame("a.py", 1, "hook"), frame(C10D, 9, "all_reduce"), frame("b.py", 2)], "", "nothing", False),
         ([], "", "nothing", False),
     ],

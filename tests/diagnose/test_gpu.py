@@ -1,4 +1,4 @@
-"""A rank that is kept by its GPU, one that keeps its GPU waiting, and what the driver says of both."""
+"""A rank that waits for its GPU, one that keeps its GPU waiting, and what the driver reports about both."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def recorded(seq: int, *, done: bool = False, started: bool | None = None) -> Ca
 
 
 def waits(number: int, started: bool | None = None) -> Rank:
-    """In all_reduce #41, with the main thread at the line after it."""
+    """Return a rank in all_reduce #41 whose main thread is at the next line."""
     return nccl(number, READS, [recorded(40, done=True), recorded(41, started=started)])
 
 
@@ -55,7 +55,7 @@ def beside(odd: Rank, started: bool | None = None) -> Evidence:
 
 
 def behind(stack: list[Any], **more: Any) -> Evidence:
-    """Rank 1 has not called what the others wait in."""
+    """Return ranks of which rank 1 has not called the collective that the others wait in."""
     return beside(nccl(1, stack, [recorded(40, done=True)], **more))
 
 
@@ -179,7 +179,7 @@ def test_who_cannot_know_says_what_would_tell() -> None:
 
 
 def test_coalesced_collectives_of_one_number_are_no_difference() -> None:
-    """NCCL makes an uneven all_gather of broadcasts, and torch records each, under one number, as never done."""
+    """NCCL implements an uneven all_gather as broadcasts. torch records all under one number, and never as done."""
     parts = [call("all_gather", 39, size, backend="nccl") for size in (1, 2, 3, 4)]
     ranks = [nccl(number, READS, [*parts, recorded(40, done=True), recorded(41)]) for number in (0, 2, 3)]
     (verdict,) = diagnose(evidence(ranks[0], nccl(1, SPINS, [*parts, recorded(40, done=True)]), *ranks[1:]))
@@ -187,7 +187,7 @@ def test_coalesced_collectives_of_one_number_are_no_difference() -> None:
     assert "differ" not in verdict.text
 
 
-# -- what the driver says
+# -- reports of the driver
 
 HEALTH: dict[str, tuple[Gpu, list[str]]] = {
     "nothing": (FULL, []),
@@ -204,7 +204,7 @@ HEALTH: dict[str, tuple[Gpu, list[str]]] = {
             xids=(
                 Xid(
                     43, 69.0, "pid=833, name=python, channel 0x0900001a"
-                ),  # of another process, maybe of an earlier run
+                ),  # an error of another process, possibly of an earlier run
                 Xid(43, 9.0, "pid=4000, name=python, channel 0x0900001a"),
                 Xid(43, 9.0, "pid=4000, name=python, channel 0x0900001a"),
                 Xid(79, 12.0, "pid=833, GPU has fallen off the bus."),
@@ -248,7 +248,7 @@ def test_the_driver_supports_the_verdict_of_its_rank(case: str) -> None:
 
 
 def test_a_fault_is_reported_wherever_the_verdict_points() -> None:
-    """A verdict about what lies between all ranks has the lines of all; one about another rank has only faults."""
+    """A verdict about all ranks has the lines of all GPUs; one about another rank has only hardware faults."""
     bad = replace(FULL, ecc=1, throttled="thermal")
     seen = evidence(*(replace(waits(number), gpu=bad if number == 1 else FULL) for number in range(4)))
     (network,) = diagnose(seen)

@@ -1,4 +1,4 @@
-"""The first place where the records of ranks differ: by tables, and for any records."""
+"""The first difference between the records of ranks: tables, and generated records."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from phalanx.launcher.evidence import evidence_reply
 from tests.diagnose.made_evidence import C10D, DDP, HOME
 from tests.diagnose.recorded import Entry, coalesced, entry, history, stalled, told
 
-REDUCE = [entry("all_reduce", seq, 10) for seq in range(1, 41)]  # a loop of one collective
+REDUCE = [entry("all_reduce", seq, 10) for seq in range(1, 41)]  # a loop with one collective
 STEP = [
     entry("all_reduce", seq, 10) if seq % 2 else entry("all_reduce", seq, 1, line=14) for seq in range(1, 41)
-]  # of two
+]  # a loop with two collectives
 
 
 def differ(ranks: Mapping[int, Sequence[Entry]], group: str = "0", backend: str = "nccl") -> Difference | None:
@@ -31,7 +31,7 @@ def differ(ranks: Mapping[int, Sequence[Entry]], group: str = "0", backend: str 
 
 
 def replaced(entries: Sequence[Entry], *others: Entry) -> list[Entry]:
-    """The same with others under their numbers."""
+    """Replace the entries that have the numbers of `others`."""
     numbers = {each["collective_seq_id"] for each in others}
     rest = [each for each in entries if each["collective_seq_id"] not in numbers]
     return sorted([*rest, *others], key=lambda each: each["collective_seq_id"])
@@ -196,7 +196,7 @@ def test_no_difference_is_made_up(case: str) -> None:
 
 
 def test_groups_are_compared_within_themselves() -> None:
-    """Two groups of one name, as DeviceMesh makes them, and two backends with one name and separate numbers."""
+    """Two groups with the same name, as from DeviceMesh, and two backends with the same name and separate numbers."""
     a, b = [entry("all_reduce", 1, 4, group="9")], [entry("broadcast", 1, 5, group="9")]
     ranks = {0: a, 1: a, 2: b, 3: b}
     seen = stalled(ranks)
@@ -220,7 +220,7 @@ def _with(struct: Any, **changes: Any) -> Any:
     return msgspec.structs.replace(struct, **changes)
 
 
-# -- what is said of it
+# -- texts of the verdicts
 
 
 def verdict(ranks: Mapping[int, Sequence[Entry]]) -> Any:
@@ -274,7 +274,7 @@ def test_a_difference_that_may_be_older_says_so() -> None:
 
 
 def test_a_difference_comes_before_uneven_data() -> None:
-    """One rank has ended; what the others wait for is a consequence of collective 31."""
+    """One rank has ended; the wait of the others is a consequence of collective 31."""
     odd = replaced(REDUCE, entry("broadcast", 31, 10, line=6))
     seen = stalled({0: [*REDUCE, entry("all_reduce", 41, 10)], 1: odd, 2: [*REDUCE, entry("all_reduce", 41, 10)]})
     ranks = tuple(_with(rank, ended=0) if rank.rank == 1 else rank for rank in seen.ranks)
@@ -283,7 +283,7 @@ def test_a_difference_comes_before_uneven_data() -> None:
     assert not [each for each in found if each.kind == "uneven data"]
 
 
-# -- in little space, and not trusted
+# -- size limits, and invalid data
 
 
 def test_a_loop_is_small_and_its_frames_are_the_users() -> None:
@@ -337,14 +337,14 @@ def test_records_that_do_not_fit_together_are_left_out(how: str) -> None:
     assert read.threads
 
 
-# -- any records
+# -- generated records
 
 OPS = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatter_base", "all_to_all", "barrier")
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[Entry]:
-    """What all ranks call: a few kinds, in any order."""
+    """Draw what all ranks call: a few kinds, in any order."""
     kinds = draw(
         st.lists(st.tuples(st.sampled_from(OPS), st.integers(1, 9), st.integers(1, 99)), min_size=1, max_size=4)
     )
@@ -355,7 +355,7 @@ def programs(draw: st.DrawFn) -> list[Entry]:
 @settings(max_examples=40, deadline=None)
 @given(programs(), st.lists(st.tuples(st.integers(0, 59), st.integers(0, 60)), min_size=2, max_size=5))
 def test_equal_records_have_no_difference(program: list[Entry], windows: list[tuple[int, int]]) -> None:
-    """However much of them each rank still has, and however far it has come."""
+    """No matter how many records each rank still has, and how far it is."""
     ranks = {rank: program[begin : max(begin, end)] for rank, (begin, end) in enumerate(windows)}
     assert differ(ranks) is None
 

@@ -1,4 +1,4 @@
-"""What is proven about a process or a node, as a table."""
+"""Table: verdicts from facts about a process or a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the alarm is raised, and when it is not, over simulated seconds."""
+"""When an alarm is raised and when not, over simulated seconds."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def alarms(script: Script, seconds: int, stall_timeout: float = 30.0) -> Iterato
 
 
 def going(number: int, second: int, until: int = 10**6, **more: Any) -> Reading:
-    """Ten collectives and one step a second, until then."""
+    """Return a reading with ten collectives and one step per second, until `until`."""
     done = min(second, until)
     more = {"usual": 1.0, **more}
     return Reading(number, float(second), step=done, progress=done * 10, **more)
 
 
 def stuck_at(after: int, *, culprit: dict[str, Any], size: int = 4, **everybody: Any) -> Script:
-    """All progress until then; rank 2 does what `culprit` says, the others wait."""
+    """All ranks make progress until `after`. Then rank 2 does what `culprit` says, and the others wait."""
 
     def script(second: int) -> list[Reading]:
         if second <= after:

@@ -1,4 +1,4 @@
-"""What people read, and what programs do."""
+"""The report for people, and the JSON for programs."""
 
 from __future__ import annotations
 

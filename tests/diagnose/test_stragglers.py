@@ -1,4 +1,4 @@
-"""Who is slower than the others, and by how much."""
+"""Which ranks are slower than the others, and by how much."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def total(number: int, data: int = 10, compute: int = 100, waiting: int = 40, **
 
 
 def run(size: int = 8, **culprit: object) -> list[Total]:
-    """On nodes of two GPUs; rank 5 is as is said."""
+    """Return totals on nodes with two GPUs each. The arguments describe rank 5."""
     ranks = [total(number, host="ab"[number >= 4], gpu=number % 2) for number in range(size)]
     ranks[5] = total(5, host="b", gpu=1, **culprit)  # type: ignore[arg-type]
     return ranks

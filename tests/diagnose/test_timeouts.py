@@ -1,4 +1,4 @@
-"""Which rank caused a timeout: tables of messages, and of evidence in which the victim waits where it gave up."""
+"""Which rank caused a timeout: tables of messages, and of evidence in which the victim waits where it timed out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation shows is right: commands parse, Python calls exist, diffs and paths are those of the files."""
+"""The documentation is correct: commands parse, Python calls exist, diffs and paths match the files."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PLACEHOLDERS = {"RANK": "2", "PID": "4711", "TIME": "10s", "N": "2", "MIN:MAX": 
 
 
 class Parsed(Exception):
-    """Raised in place of what the command would do next."""
+    """Raised after parsing, instead of running the command."""
 
 
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
-    """A function that takes what follows `phalanx`, and fails if the real parser refuses it."""
+    """A function that parses the words after `phalanx` with the real parser, and fails if they are refused."""
     (tmp_path / "hosts").write_text("gpu-a slots=8\n")
     monkeypatch.chdir(tmp_path)
     original = argparse.ArgumentParser.parse_args
@@ -62,7 +62,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
 
 
 def refused(parse: object, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What the parser says against the command; empty: nothing."""
+    """Return the error message of the parser. Empty: the command is accepted."""
     if not words or words[0] in ("help", "--version", "--help", "…"):
         return ""
     try:
@@ -88,7 +88,7 @@ def test_commands_in_blocks_parse(page: str, parse: object, capsys: pytest.Captu
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_the_text_parse(page: str, parse: object, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command may be named without its script (`phalanx run --cpu`), or by its verb alone."""
+    """The text may name a command without its script (`phalanx run --cpu`), or only its verb."""
     wrong = {}
     for text in blocks.inline_commands(page):
         for words in blocks.commands(text):
@@ -109,7 +109,7 @@ def test_targets_of_make_exist(block: Block) -> None:
 
 @pytest.mark.parametrize("block", of_language("python"), ids=str)
 def test_python_compiles_and_its_calls_exist(block: Block) -> None:
-    """Functions of phalanx and methods of `run` and `run.group`, with the keywords that they take."""
+    """Checks functions of phalanx and methods of `run` and `run.group`, with their keyword arguments."""
     tree = ast.parse(block.text.replace("…", "..."))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (owner := ast.unparse(node.value)) in OBJECTS:

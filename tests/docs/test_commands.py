@@ -1,4 +1,4 @@
-"""Every command and every piece of Python in the documentation runs, as far as one host without a GPU can run it."""
+"""Every command and Python fragment in the documentation runs, as far as possible on one host without a GPU."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = [
     *(pytest.mark.extended, pytest.mark.warmed),
     pytest.mark.timeout(1200),  # a page has many commands
 ]
-# Three that run beside each other. Pages of one group share what has run, see `done`.
+# Three groups that run concurrently. Pages of one group do not repeat a command that has run, see `done`.
 TUTORIALS = pytest.mark.xdist_group("docs: tutorials")
 COMMANDS = pytest.mark.xdist_group("docs: commands")
 PYTHON = pytest.mark.xdist_group("docs: Python")
 
-# Names that fragments use without defining them: what a reader has at that point.
+# Names that fragments use without defining them: a reader has them at that point.
 PRELUDE = """
 import os, torch, phalanx, torch.distributed as dist
 from torch import nn
@@ -57,23 +57,23 @@ opt = optimizer = torch.optim.AdamW(model.parameters())
 data = run.loader(dataset, global_batch=60, shuffle=True)
 test = run.loader(test_set, batch_size=20, train=False)
 """
-# For fragments that do not do this themselves.
+# For fragments that use a run and do not contain these lines.
 WRAPPED = """
 run.keep(model, opt, data, best=0.0)
 ddp = run.wrap(model)
 """
 FORMS_A_GROUP = r"phalanx\.init\(|init_process_group\("
-# Commands whose exit code depends on the machine, or that say something with it.
+# Commands whose exit code depends on the machine, or is a result.
 CODES = {"phalanx doctor": {0, 1}, "diff": {0, 1}}
-# Commands about a run that a reader has, of this name or of any.
+# Commands about an existing run: with this name, or any run.
 NAMED, ABOUT_RUNS = "resnet", re.compile(r"\bphalanx (why|logs|ps|report|compare)\b")
 STARTS = re.compile(r"\bphalanx run\b")
-done: set[str] = set()  # commands that have run, on any page of this process
+done: set[str] = set()  # commands that have run, for any page of this process
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder as a reader has it: a training script, a package, and the examples."""
+    """A folder like that of a reader: a training script, a package, and the examples."""
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     for path in (*(EXAMPLES / "tutorial").iterdir(), EXAMPLES / "survive.py"):
         shutil.copy(path, tmp_path)
@@ -92,7 +92,7 @@ def group(page: str) -> pytest.MarkDecorator:
 
 @TUTORIALS
 def test_the_scripts_of_the_tutorial_learn(folder: Path) -> None:
-    """The accuracies that the pages show; with phalanx the same for any number of ranks."""
+    """They reach the accuracies that the pages show. With phalanx these are the same for any number of ranks."""
     line = re.compile(r"epoch \d: ([\d.]+)% of the test digits are correct")
     lines = ("python alone.py", "phalanx run -g 2 --cpu ddp.py", "phalanx run -g 2 --cpu train.py", "python train.py")
     alone, ddp, two, one = (line.findall(shell(folder, command)) for command in lines)
@@ -103,10 +103,10 @@ def test_the_scripts_of_the_tutorial_learn(folder: Path) -> None:
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=group(page)) for page in blocks.pages() if with_bash(page)])
 def test_commands_run(page: str, folder: Path) -> None:
-    """In the order of the page: what a command leaves behind is there for the next one.
+    """Runs the commands in the order of the page, so that a command finds the files of the previous one.
 
-    Scripts train for fewer epochs where nothing is to happen meanwhile: what they learn in all of them is tested above.
-    A hundred epochs, in which a reader sees a fault, are for machines that are faster than this one.
+    Scripts train for fewer epochs if no fault happens meanwhile: the test above covers what they learn in all epochs.
+    The hundred epochs in which a reader sees a fault are reduced too, because test machines are slow.
     """
     scripts = {path: path.read_text() for path in folder.glob("*.py")}
     begun: list[str] = []
@@ -127,12 +127,12 @@ def test_commands_run(page: str, folder: Path) -> None:
 
 
 def shorter(script: str) -> str:
-    """The same with a quarter of its epochs."""
+    """Return the script with a quarter of its epochs."""
     return re.sub(r"(EPOCHS = |run\.epochs\()(\d+)", lambda found: f"{found[1]}{max(1, int(found[2]) // 4)}", script)
 
 
 def lacks_run(command: str, begun: list[str]) -> bool:
-    """Whether the command is about a run, and no earlier one has started it."""
+    """Return whether the command is about a run that no earlier command has started."""
     if STARTS.search(command) or any(NAMED in earlier for earlier in begun):
         return False
     return NAMED in command or bool(ABOUT_RUNS.search(command) and not any(map(STARTS.search, begun)))
@@ -156,7 +156,7 @@ def test_a_command_about_a_run_has_one(command: str, begun: list[str], lacks: bo
 
 
 def shell(folder: Path, command: str, codes: set[int] | None = None, where: str = "") -> str:
-    """Run it in bash, and check its exit code. As on a machine with 4 devices: `phalanx run` starts 4 ranks."""
+    """Run a command in bash and check its exit code. `phalanx run` starts 4 ranks, as on a machine with 4 devices."""
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
     env = {"PATH": path, "PET_NPROC_PER_NODE": "4"}
     result = run(("bash", "-c", command), cwd=str(folder), env=env, timeout=300)
@@ -169,12 +169,12 @@ def shell(folder: Path, command: str, codes: set[int] | None = None, where: str 
 
 
 def normal(command: str) -> str:
-    """Without comment and padding."""
+    """Return the command without comment and padding."""
     return " ".join(blocks.words(command))
 
 
 def fragments() -> list[Block]:
-    """Python that is no file, no sketch, and needs nothing else."""
+    """Return Python blocks that are not files or sketches, and need nothing else."""
     found = blocks.of_language("python")
     return [block for block in found if not block.is_file and not block.needs and "…" not in block.text]
 
@@ -183,7 +183,7 @@ def fragments() -> list[Block]:
 @pytest.mark.imported
 @pytest.mark.parametrize("block", fragments(), ids=str)
 def test_python_runs(block: Block, folder: Path) -> None:
-    """After what the text before it has defined; on three ranks, if it does not start ranks itself."""
+    """Runs after the definitions in the text before it; on three ranks, unless the fragment starts ranks itself."""
     script = folder / "fragment.py"
     for text in alternatives(block.text):
         before = PRELUDE
@@ -199,7 +199,7 @@ def test_python_runs(block: Block, folder: Path) -> None:
 
 
 def alternatives(text: str) -> list[str]:
-    """The text; or, if it forms a group in several ways, one text for each of them."""
+    """Return the text. If it forms a group in several ways, return one text for each way."""
     lines = [ast.unparse(node) for node in ast.parse(text).body]
     ways = [line for line in lines if re.search(FORMS_A_GROUP, line)]
     if len(ways) < 2:
@@ -238,7 +238,7 @@ def test_metrics_are_sent(folder: Path) -> None:
 
 @TUTORIALS
 def test_the_notebook(folder: Path) -> None:
-    """All cells, in a kernel; and the page shows what they are."""
+    """All cells run in a kernel, and the page shows the same cells."""
     script = folder / "execute.py"
     script.write_text(
         "import nbclient, nbformat\n"

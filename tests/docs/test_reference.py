@@ -1,4 +1,4 @@
-"""docs/reference and the README, held against the code."""
+"""docs/reference and the README match the code."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_file_of_a_run_is_in_the_reference(tmp_path: Path) -> None:
 
 
 def test_figures_of_the_readme_are_in_the_benchmarks() -> None:
-    """Numbers with a unit or a factor, in its table of what is better."""
+    """Checks the numbers with a unit or a factor in its comparison table."""
     better = (ROOT / "README.md").read_text().partition("## What is better")[2].partition("\n## ")[0]
     figures = re.findall(r"\d+(?:\.\d+)?(?: (?:s|ms|µs|%)\b|×)", better)
     assert len(figures) > 8

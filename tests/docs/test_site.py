@@ -68,7 +68,7 @@ async def _look(site: Path) -> None:
 
 
 def test_the_search_finds_a_message_on_a_server(site: Path) -> None:
-    """There the search is a worker, and no frame."""
+    """On a server, the search runs in a worker instead of a frame."""
     asyncio.run(_ask_server(site))
 
 
@@ -99,7 +99,7 @@ def test_the_search_has_every_message(site: Path) -> None:
 
 
 def test_the_reference_has_every_call_of_a_run(site: Path) -> None:
-    """Also those that it inherits, and those of its process group; and arguments are lists, not one paragraph."""
+    """The page also has inherited calls and those of the process group, and shows arguments as lists."""
     page = (site / "reference" / "python.html").read_text()
     named = {f"phalanx.train.run.Run.{name}" for name in dir(phalanx.Run) if not name.startswith("_")}
     group = "phalanx.worker.process_group.group.WorkerProcessGroup"
@@ -111,7 +111,7 @@ def test_the_reference_has_every_call_of_a_run(site: Path) -> None:
 
 
 def messages() -> dict[str, str]:
-    """Messages as people paste them, with what a query of lunr would not accept; and the title that explains each."""
+    """Return messages as users paste them, with characters that are special in lunr queries, and the expected title."""
     signs = (r"\w+: Expected to have", r".*: --local-rank", r"Exit code -9")
     lines = [line.strip("`") for line in PAGE.splitlines()]
     found = {}
@@ -123,7 +123,7 @@ def messages() -> dict[str, str]:
 
 
 async def _search(page: Page, text: str, expected: str) -> None:
-    """Paste it into the search, and wait until the first result has that title."""
+    """Paste a text into the search, and wait until the first result has the expected title."""
     await page.keyboard.press("s")
     await browser.wait_for(page, "document.activeElement.name === 'query'")
     await page.evaluate(

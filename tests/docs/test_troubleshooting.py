@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: the messages are those that torch and phalanx print."""
+"""The messages in docs/troubleshooting.md are those that torch and phalanx print."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TestRuns:
             tmp_path, GROUP + "if dist.get_rank() == 1:\n    raise ValueError('mine')\ndist.all_reduce(torch.ones(1))\n"
         )
         assert "rank 1 failed: ValueError: mine" in said
-        assert "afterwards: rank 0 lost the peer" in said or "rank 0" not in said  # it was stopped before it noticed
+        assert "afterwards: rank 0 lost the peer" in said or "rank 0" not in said  # it may be stopped before it notices
         assert "lost the peer" in PAGE
 
     def test_collectives_that_differ(self, tmp_path: Path) -> None:
@@ -96,5 +96,5 @@ class TestRuns:
             "x = torch.ones(4)\nif dist.get_rank() == 1:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)\n"
         )
         said = run(tmp_path, GROUP + script, "--check-collectives")
-        assert "train.py:5" in said  # both lines, as the page says
+        assert "train.py:5" in said  # the page shows both lines
         assert "train.py:7" in said

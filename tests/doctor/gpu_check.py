@@ -1,7 +1,7 @@
 """Run by hand on a machine with an NVIDIA GPU: python tests/doctor/gpu_check.py
 
-Prints what the doctor reads about the GPUs and what it finds, and how long that takes. Fails where there is no GPU,
-where a question raises, where the facts cannot be sent, or where the driver left everything unanswered.
+Prints what the doctor reads about the GPUs, its findings, and how long that takes. Fails if there is no GPU, a query
+raises, the facts cannot be sent, or the driver answers no query at all.
 """
 
 from __future__ import annotations

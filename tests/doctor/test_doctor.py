@@ -69,7 +69,7 @@ def test_whole_doctor_runs_two_ranks_and_leaves_no_run() -> None:
 @pytest.mark.extended
 def test_doctor_that_is_ended_ends_its_test() -> None:
     job = start("doctor")
-    # The agent, the fork server and what it forks: the test is under way.
+    # The agent, the fork server and its children: the test run has started.
     until(lambda: len(descendants(job.pid)) >= 4, 30, "the ranks of the test")
     job.signal(signal.SIGTERM)
     assert job.wait(30) == 143
@@ -98,7 +98,7 @@ def test_hosts_that_cannot_be_read(arguments: tuple[str, ...], words: str) -> No
 
 
 def in_mount(options: str, then: str = "true") -> dict[str, Any]:
-    """Findings about a home on a separate mount, in a namespace that ends with it."""
+    """Return findings about a home on a separate mount, in a namespace that exists only for this call."""
     home = os.environ["PHALANX_HOME"]
     os.makedirs(home)
     command = shlex.join([*PHALANX, "doctor", "--quick", "--json"])
@@ -230,11 +230,11 @@ def test_facts_of_this_machine_can_be_sent(tmp_path: Path) -> None:
 def test_names_that_lead_nowhere_or_somewhere() -> None:
     assert names.read("no-such-host.invalid").trouble
     assert names.read("localhost").addresses[0] in ("127.0.0.1", "::1")
-    assert names.read("a" * 300).trouble  # no name at all
+    assert names.read("a" * 300).trouble  # not a valid name
 
 
 def _listener() -> socket.socket:
-    """On a port that the kernel does not assign by itself: another test's connection might get it."""
+    """Listen on a port that the kernel does not assign by itself, so that no connection of another test gets it."""
     for port in range(21000, 29000, 7):
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""Who is measured when, which links are slow, and how it is shown."""
+"""The order of measurements, which links are slow, and how the result is shown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_pair_meets_once_and_no_node_is_in_two_pairs(count: int) -> None:
 
 
 def mesh(nodes: str, **slow: float) -> list[HostPair]:
-    """All pairs at 1 GB/s, but for those that are named: ab=0.1."""
+    """Return links between all pairs with 1 GB/s, except those given, such as ab=0.1."""
     return [
         HostPair(one, other, 1e-4, 1e9 * (rate := slow.get(one + other, 1.0)), 1e9 * rate)
         for one, other in itertools.combinations(nodes, 2)
@@ -100,7 +100,7 @@ def test_what_was_measured_between_hosts_is_kept_for_runs_that_show_it(tmp_path:
     found = links.known(str(tmp_path), {"b", "c"})
     assert found is not None
     assert [(link.one, link.other, link.back) for link in found[1]] == [("b", "c", FOUND.pairs[2].back)]
-    assert links.known(str(tmp_path), {"a", "b"}) is None  # one machine, and no network
+    assert links.known(str(tmp_path), {"a", "b"}) is None  # both are the same machine, without a network between them
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:

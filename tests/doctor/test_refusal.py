@@ -1,4 +1,4 @@
-"""What `phalanx run` says when it does not start, as findings; and how they are wrapped."""
+"""The messages of `phalanx run` when it cannot start, as findings; and how they are wrapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of one run: its exit code, each rank's streams, files. Read from disk, masked, compared field by field.
+"""The result of one run: its exit code, each rank's streams, and files; masked, and compared field by field.
 
 differences(torchrun_outcome, phalanx_outcome)  -> [Difference("rank 0 stdout", "…")]
 """
@@ -31,7 +31,7 @@ SHOWN = re.compile(r"<(\d+)>(.*)")  # a line of a rank on the console, see runs.
 
 @dataclass(frozen=True)
 class Outcome:
-    code: int | None  # of the worker that failed first; None: the run did not end
+    code: int | None  # exit code of the worker that failed first; None: the run did not end
     streams: Mapping[str, str] = field(default_factory=dict)  # "rank 0 stdout" -> text
     files: Mapping[str, str] = field(default_factory=dict)  # path -> content
     seconds: float = 0.0
@@ -110,7 +110,7 @@ def logs(folder: str, ranks: int, masks: Iterable[str] = ()) -> dict[str, str]:
 
 
 def shown(text: str, rank: int) -> str:
-    """Return the lines of one rank on the console, in the form of the log."""
+    """Return the lines of one rank on the console, as they are in its log."""
     lines = (SHOWN.fullmatch(line) for line in text.split("\n"))
     return "\n".join(line[2] for line in lines if line and line[1] == str(rank))
 

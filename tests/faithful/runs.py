@@ -32,7 +32,7 @@ SLICES = 60
 IDLE = 0.03
 PREFIX = "<${rank}>"
 OLD_LAUNCHER = (*TORCHRUN[:-1], "torch.distributed.launch")
-# What a shell may have set that a launcher or torch would read.
+# Variables of the shell that a launcher or torch would read.
 FOREIGN = ("PET_", "PHALANX_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "TORCH_")
 
 
@@ -119,7 +119,7 @@ class Lane:
             "TMPDIR": self._tmp,
             "PHALANX_HOME": self._homes.get(way, self.root),
             "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_CACHE_DIR": f"{self.root}/inductor",  # otherwise every run would compile again
+            "TORCHINDUCTOR_CACHE_DIR": f"{self.root}/inductor",  # otherwise every run would compile
         }
 
     def _outcome(self, kind: Kind, code: int, seconds: float) -> Outcome:
@@ -160,4 +160,4 @@ def _console(streams: Mapping[str, str], kind: Kind, out: str, err: str) -> dict
 
 
 def _comparable(text: str) -> bool:
-    return "\r" not in text and "\x1b" not in text and "\\x" not in text  # bars and bytes are shown in another way
+    return "\r" not in text and "\x1b" not in text and "\\x" not in text  # bars and bytes look different on the console

@@ -1,4 +1,4 @@
-"""What counts as a wrong exit, and what is reported about one that hangs."""
+"""What counts as a wrong exit, and the report about a run that hangs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.xdist_group("faithful"), pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def compared() -> dict[str, Row]:
-    """All of them, two at a time: most of a run is one process that imports."""
+    """Run all of them, two at a time: most of a run is one process that imports."""
     return {row.kind.name: row for row in rows(FIRST, ("cold", "warm"), jobs=2, limit=LIMIT)}
 
 
@@ -23,6 +23,6 @@ def compared() -> dict[str, Row]:
 def test_a_script_does_what_it_does_under_torchrun(kind: Kind, compared: dict[str, Row]) -> None:
     row = compared[kind.name]
     assert row.same, "\n".join(text(row, full=True))
-    # A warm fork server has imported torch without the values that these scripts set: they are started cold.
+    # A warm fork server imported torch without the values that these scripts set, so they are started cold.
     expected = {"", "was cold, not warm"} if kind.name.startswith("env_") else {""}
     assert {run.outcome.note for run in row.runs} <= expected

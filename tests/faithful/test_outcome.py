@@ -1,4 +1,4 @@
-"""What counts as a difference: tables, no process."""
+"""What counts as a difference: tables, without processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Root Cause (first observed failure):
         (1, "", 1),  # torchrun itself failed
         (1, REPORT.format(3), 3),
         (1, REPORT.format(-9), 137),
-        (2, REPORT.format(3), 2),  # not what torchrun says of a worker
+        (2, REPORT.format(3), 2),  # not a code that torchrun reports for a worker
     ],
 )
 def test_the_code_of_the_worker_that_failed_first(code: int, report: str, expected: int) -> None:

@@ -1,1 +1,1 @@
-"""Generated input for everything that phalanx reads from others: `make fuzz`, or `python -m tests.fuzz`."""
+"""Generated input for everything that phalanx reads from outside: `make fuzz`, or `python -m tests.fuzz`."""

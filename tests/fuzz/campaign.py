@@ -1,4 +1,4 @@
-"""Runs the cases of a target. A case is a seed and a number: the same input on every machine."""
+"""Runs the cases of a target. A seed and a number define a case: the same input on every machine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-# `check(chance, note)`: make one input from `chance`, `note` it, and raise for whatever phalanx must not do with it.
+# `check(chance, note)`: make one input from `chance`, `note` it, and raise if phalanx handles it wrongly.
 Check = Callable[[random.Random, Callable[[object], None]], None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads input of others. `open` prepares it, and gives the check of one case."""
+    """A reader of outside input. `open` prepares it, and yields the check of one case."""
 
     name: str
-    cases: int  # of the whole campaign
+    cases: int  # in the whole campaign
     open: Callable[[], contextlib.AbstractContextManager[Check]]
 
 
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the cases of a target went."""
+    """The result of the cases of a target."""
 
     target: str
     cases: int
@@ -70,7 +70,7 @@ def run(target: Target, seed: int, numbers: Iterable[int], *, most: int = 5) -> 
 
 
 def report(outcomes: Iterable[Outcome]) -> bool:
-    """Print a table, and what failed. Return whether nothing did."""
+    """Print a table and the failures. Return whether all cases passed."""
     outcomes = list(outcomes)
     print(f"{'target':<16}{'cases':>9}{'CPU':>8}  failed")
     for one in outcomes:

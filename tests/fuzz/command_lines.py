@@ -1,4 +1,4 @@
-"""Command lines: every one ends with an exit code, and none with a traceback of ours."""
+"""Command lines: every one ends with an exit code, and none with a traceback of phalanx."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.cli.options.table import OPTIONS, options_of
 from tests.fuzz.campaign import Check
 
 SCRIPT = "train.py"
-# Those that start something, or need a terminal or the network, are given options only that end in an error or in help.
+# Verbs that get any options. The others start something, or need a terminal or the network: they get only help options.
 QUIET = ("plan", "ps", "why", "logs", "compare", "report", "stop", "attach", "lint")
 HELP = tuple(verb for verb in VERBS if verb not in QUIET)
 WORDS = (
@@ -74,14 +74,14 @@ def line(chance: random.Random) -> list[str]:
 
 def check(chance: random.Random, note: Callable[[object], None]) -> None:
     """Run a command in this process."""
-    words = [word for word in line(chance) if "\0" not in word]  # no process can be given one
+    words = [word for word in line(chance) if "\0" not in word]  # no argument of a process can contain it
     note(words)
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             code: object = main(words)
-        except SystemExit as ended:  # argparse's
+        except SystemExit as ended:  # raised by argparse
             code = ended.code
     assert code in (0, 1, 2), code
     said = out.getvalue() + err.getvalue()
     assert "Traceback (most recent call last)" not in said
-    assert "\x1b" not in said or said.startswith("usage: "), said  # argparse repeats what was typed
+    assert "\x1b" not in said or said.startswith("usage: "), said  # argparse repeats the input

@@ -64,7 +64,7 @@ DECODERS: tuple[Any, ...] = (
 
 @contextlib.contextmanager
 def opened() -> Iterator[Check]:
-    """Give the check of one frame."""
+    """Yield the check of one frame."""
     yield check
 
 
@@ -88,7 +88,7 @@ def check(chance: random.Random, note: Callable[[object], None]) -> None:
 
 
 def _admit(content: bytes) -> None:
-    """Any holder of the token may send anything about its node."""
+    """Admit the sender: a holder of the token may send anything about its node."""
     notes: list[str] = []
     admission = Admission(Token(KEY, "fuzz"), Roster(expected=4), notes.append, timeout=1.0)
     join = messages.JoinRequest(protocol=messages.PROTOCOL, info=content)

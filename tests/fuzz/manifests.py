@@ -1,4 +1,4 @@
-"""Files of a checkpoint, with sizes and right checksums: anyone who changes a file can compute them."""
+"""Files of a checkpoint, with valid sizes and checksums: anyone who changes a file can compute them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEY = b"k" * 64
 
 @contextlib.contextmanager
 def opened() -> Iterator[Check]:
-    """Save a checkpoint, and give the check of one change to it."""
+    """Save a checkpoint, and yield the check of one change to it."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         model = nn.Linear(3, 2)
         with Checkpoints(folder) as checkpoints:

@@ -1,4 +1,4 @@
-"""Changes to valid input: of its bytes, and of its structure."""
+"""Changes valid input: its bytes, or its structure."""
 
 from __future__ import annotations
 

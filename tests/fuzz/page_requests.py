@@ -1,4 +1,4 @@
-"""Requests to the page of a run: without its key nothing of the run is shown, and nothing stops the server."""
+"""Requests to the page of a run: without the key it shows nothing about the run, and nothing stops the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BODIES = ("", KEY[:-1], "key=x", "{}", "\0" * 100, "5\r\nhello\r\n0\r\n\r\n")
 
 @contextlib.contextmanager
 def opened() -> Iterator[Check]:
-    """Serve the page of a run that was made up, and give the check of one request."""
+    """Serve the page of an invented run, and yield the check of one request."""
     with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
         serving = served(runner.run(begun(2, run=RUN)))
         where = runner.run(serving.__aenter__())
@@ -43,7 +43,7 @@ def opened() -> Iterator[Check]:
 
 
 async def check(port: int, chance: random.Random, note: Callable[[object], None]) -> None:
-    """Send a request that has no right to anything."""
+    """Send a request without a valid key."""
     host = chance.choice([f"127.0.0.1:{port}"] * 4 + ["localhost", "evil.example", "", "127.0.0.1:1"])
     query = chance.choice(["", "", "?rank=0", "?rank=-1&start=x", "?text=" + "%00" * 20, "#" + KEY[:-1]])
     path = chance.choice(PATHS) + query

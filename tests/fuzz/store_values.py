@@ -1,4 +1,4 @@
-"""Values that phalanx reads from the store, which has no password: anyone who reaches it can write to it."""
+"""Values that phalanx reads from the store, which has no password: anyone who can connect can write to it."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ READERS: dict[str, tuple[bytes, Reader]] = {
     "topology": (b"0-3|4,5,7", lambda body: topology.decode(body.decode())),
     "memory": (b"1 3 0 100", lambda body: OpenedMemfd(body.decode())),
 }
-EXPECTED = (PhalanxError, ValueError, msgspec.MsgspecError, OverflowError)  # which end the rank with a message
-LARGEST = 1 << 24  # elements that a reader may make of a value of a few kilobytes
+EXPECTED = (PhalanxError, ValueError, msgspec.MsgspecError, OverflowError)  # these end the rank with a message
+LARGEST = 1 << 24  # elements that a reader may create from a value of a few kilobytes
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[Check]:
-    """Give the check of one value."""
+    """Yield the check of one value."""
     made: list[int] = []
     empty = torch.empty
 
@@ -65,7 +65,7 @@ def opened() -> Iterator[Check]:
 
 
 def check(chance: random.Random, note: Callable[[object], None], made: list[int]) -> None:
-    """Have a value read."""
+    """Let a reader read a value."""
     made.clear()
     name = chance.choice([*READERS])
     valid, read = READERS[name]

@@ -1,4 +1,4 @@
-"""What the campaign consists of: 100,000 cases in all."""
+"""The targets of the campaign: 100,000 cases in total."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenth of the campaign, by the seed of the whole one: `make fuzz` runs all of it."""
+"""A tenth of the campaign, with the seed of the whole: `make fuzz` runs all of it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`make gpu-test`: everything that needs an NVIDIA GPU, on several real NCCL ranks, on a machine with at least one.
+"""`make gpu-test`: all tests that need an NVIDIA GPU, on several real NCCL ranks, on a machine with at least one GPU.
 
-With one GPU, it is cut into four MIG slices where that is allowed (root, nothing else runs on it), and otherwise shared
-by the ranks. A line for each script, and its output where it fails. The output of each script, as far as it got, is in
-build/gpu-test.
+A single GPU is divided into four MIG slices if that is allowed (root, no other program uses it), and otherwise shared
+by the ranks. Prints a line per script, and the output of those that fail. build/gpu-test has the output of each script.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ONE = (  # on a whole GPU
+ONE = (  # need a whole GPU
     "tests/cluster/gpu_probe.py",
     "tests/doctor/gpu_check.py",
     "tests/e2e/gpu_check.py",
@@ -31,10 +30,10 @@ ONE = (  # on a whole GPU
     "tests/bench/gpu_comm.py",
     "tests/watch/gpu_watch.py",
 )
-RANK = ("tests/launcher/gpu_probe.py",)  # the same, as the only rank of a run
+RANK = ("tests/launcher/gpu_probe.py",)  # likewise, as the only rank of a run
 SEVERAL = ("tests/gpu/survive.py", "tests/gpu/verdicts.py", "tests/e2e/gpu_ends.py")
 LIMIT = 900.0
-OPTIONS = "PHALANX_GPU_OPTIONS"  # of `phalanx run`, for scripts with several ranks
+OPTIONS = "PHALANX_GPU_OPTIONS"  # options of `phalanx run`, for scripts with several ranks
 _SMALLEST = "19"  # the profile of a seventh of a GPU: A100, H100, H200
 
 
@@ -45,7 +44,7 @@ def asked(*words: str) -> str:
 
 @contextlib.contextmanager
 def four() -> Iterator[list[str]]:
-    """Room for four ranks; the options that `phalanx run` needs for them."""
+    """Make room for four ranks. Yield the options that `phalanx run` needs for them."""
     gpus = len(asked("-L").strip().splitlines())
     busy = asked("--query-compute-apps=pid", "--format=csv,noheader").strip()
     off = "Disabled" in asked("--query-gpu=mig.mode.current", "--format=csv,noheader")
@@ -95,7 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="scripts whose name contains this")
     only = parser.parse_args().only
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the GPU is put together again
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the MIG slices are removed
     if not asked("-L").strip():
         print("no NVIDIA GPU here")
         return 2

@@ -1,4 +1,4 @@
-"""Many seeded kills on real NCCL ranks: all are recovered, and the end is to the bit that of an undisturbed run.
+"""Many seeded kills on real NCCL ranks: all are recovered, and the result is bitwise equal to one without kills.
 
 python tests/gpu/campaign.py [--ranks N] [--kills N] [--seeds N,N] [--jobs N] [NAME …]     names are those of CAMPAIGNS
 """
@@ -26,8 +26,8 @@ EVERY = "2s"
 @dataclass(frozen=True)
 class Campaign:
     seeds: tuple[int, ...]
-    kills: int  # with each seed
-    steps: int = 40  # for each kill: enough that the last one comes before the end
+    kills: int  # per seed
+    steps: int = 40  # per kill: enough that the last kill comes before the end
     told: dict[str, Any] = field(default_factory=dict)
 
 
@@ -40,7 +40,7 @@ CAMPAIGNS = {
 
 
 def one_run(name: str, seed: int | None, asked: argparse.Namespace) -> Outcome:
-    """Run a campaign with a seed; None: undisturbed."""
+    """Run a campaign with a seed; None: without kills."""
     campaign, kills = CAMPAIGNS[name], kills_of(name, asked)
     told = {**campaign.told, "steps": kills * campaign.steps, "samples": 2 * asked.ranks, "limit": LIMIT}
     if seed is None:
@@ -80,7 +80,7 @@ def judged(name: str, seed: int, found: Outcome, asked: argparse.Namespace, dige
 
 
 def used() -> int:
-    """Processes that have a context on a GPU."""
+    """Return the number of processes that have a context on a GPU."""
     asked = subprocess.run(
         ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], capture_output=True, text=True, check=False
     )

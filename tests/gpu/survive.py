@@ -1,8 +1,8 @@
-"""Ranks die on real NCCL; the others stay, and the end is to the bit that of an undisturbed run.
+"""Ranks die on real NCCL. The others stay, and the result is bitwise equal to that of an undisturbed run.
 
-python tests/gpu/survive.py [CASE …]       cases are those of CASES; all of them if none is named
+python tests/gpu/survive.py [CASE …]       run these cases; default: all of CASES
 JOBS=4 python tests/gpu/survive.py         four cases at the same time
-python tests/gpu/survive.py cost           what being ready for a death costs a training that has none
+python tests/gpu/survive.py cost           measure what recovery costs a training without failures
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-JOBS = int(os.environ.get("JOBS", "1"))  # cases at the same time: times of recoveries are longer then
+JOBS = int(os.environ.get("JOBS", "1"))  # cases at the same time, which makes recoveries slower
 SCRIPT = str(Path(__file__).parent / "training.py")
 
 
@@ -37,11 +37,11 @@ class Outcome:
     text: str
     end: dict[str, Any]
     kills: dict[str, float] = field(default_factory=dict)
-    pids: dict[int, list[tuple[float, int, int]]] = field(default_factory=dict)  # pid: (time, rank, step)
+    pids: dict[int, list[tuple[float, int, int]]] = field(default_factory=dict)  # pid -> (time, rank, step)
     folder: Path = Path()
 
     def recoveries(self) -> list[float]:
-        """Seconds from each kill to the next step that anybody commits in a later generation."""
+        """Return the seconds from each kill to the next step that any rank commits in a later generation."""
         steps = sorted((moment, step) for of_pid in self.pids.values() for moment, _, step in of_pid)
         found = []
         for killed in sorted(self.kills.values()):
@@ -52,7 +52,7 @@ class Outcome:
         return found
 
     def timeline(self) -> list[str]:
-        """What the ranks did after the first kill, in seconds from it."""
+        """Return what the ranks did after the first kill, in seconds since then."""
         if not self.kills:
             return []
         killed = min(self.kills.values())
@@ -67,7 +67,7 @@ class Outcome:
         return [f"{moment:7.3f} {what}" for moment, what in sorted(found) if 0 < moment < 4][:24]
 
     def steps(self) -> dict[int, set[str]]:
-        """Samples of each step, by all ranks."""
+        """Return the samples of each step, from all ranks."""
         found: dict[int, set[str]] = {}
         for path in self.folder.glob("steps.*"):
             for line in path.read_text().splitlines():
@@ -177,28 +177,29 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def exact(steps: dict[int, set[str]], count: int, samples: int) -> bool:
-    """Every step is there, and no sample is missing or in two steps."""
+    """Return whether every step is complete, and no sample is missing or in two steps."""
     every = [sample for ids in steps.values() for sample in ids]
     return sorted(steps) == list(range(1, count + 1)) and len(every) == len(set(every)) == count * samples
 
 
 def accounted(outcome: Outcome, count: int, samples: int) -> bool:
-    """The same of ranks that are killed anywhere: one that dies between committing a step and writing it down leaves
-    its samples of that step out, and nothing else is missing."""
+    """Like `exact`, for ranks that are killed at any point. A rank that dies after committing a step and before writing
+    it down may omit its samples of that step. Nothing else may be missing.
+    """
     steps = outcome.steps()
     every = [sample for ids in steps.values() for sample in ids]
-    last = {rows[-1][2] + 1 for rows in outcome.pids.values() if rows}  # the step that each process was at
+    last = {rows[-1][2] + 1 for rows in outcome.pids.values() if rows}  # the step at which each process was
     missing = {step for step in range(1, count + 1) if len(steps.get(step, ())) < samples}
     return len(every) == len(set(every)) and set(steps) <= set(range(1, count + 1)) and missing <= last
 
 
 def again(text: str) -> int:
-    """Steps that were done again, all recoveries together."""
+    """Return the number of repeated steps of all recoveries."""
     return sum(map(int, re.findall(r"(\d+) steps? done again", text)))
 
 
 def pace(outcome: Outcome) -> float:
-    """Seconds per step, of the second half of the steps."""
+    """Return the seconds per step, from the second half of the steps."""
     moments = sorted(moment for of_pid in outcome.pids.values() for moment, rank, _ in of_pid if rank == 0)
     late = moments[len(moments) // 2 :]
     return statistics.median(b - a for a, b in itertools.pairwise(late))
@@ -209,7 +210,7 @@ def cost(ranks: int = 4) -> int:
         told = {"strategy": strategy, "layers": layers, "width": 2048, "steps": 240}
         paces: dict[str, list[float]] = {"off": [], "ready": []}
         said = ""
-        for _ in range(3):  # in turn: what else the machine does is the same for both
+        for _ in range(3):  # alternately, so that other load affects both
             paces["off"].append(pace(run(ranks, [*OFF], ready=False, **told)))
             ready = run(ranks, **told)
             paces["ready"].append(pace(ready))
@@ -229,7 +230,7 @@ OFF = ("--snapshot-every", "off")
 
 
 class Undisturbed:
-    """What comes out of a training that nothing disturbs, run once for all cases that are compared with it."""
+    """The results of undisturbed trainings. Each runs once for all cases that are compared with it."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
@@ -247,7 +248,7 @@ class Undisturbed:
 
 
 def passes(name: str, undisturbed: Undisturbed) -> bool:
-    """Run a case and print how it went."""
+    """Run a case and print its result."""
     case = dict(CASES[name])
     kills, ranks = case.pop("kills"), case.pop("ranks", 4)
     options, allowed = case.pop("options", []), case.pop("again", 0)

@@ -1,8 +1,8 @@
-"""A training whose ranks are killed at chosen places: python training.py '{"folder": …, "kills": [[20, 2, "idle"]]}'
+"""A training whose ranks are killed at given places: python training.py '{"folder": …, "kills": [[20, 2, "idle"]]}'
 
-Every rank writes each step that it commits into FOLDER/steps.PID; rank 0 writes what came out into FOLDER/end.json.
-A kill is [step, rank, place], and happens once. Places: start, forward, backward, optimizer, idle; assert: before
-forward, the device refuses an index instead.
+Every rank writes each step that it commits to FOLDER/steps.PID; rank 0 writes the result to FOLDER/end.json. A kill is
+[step, rank, place], and happens once. Places: start, forward, backward, optimizer, idle; assert: before forward, a
+device assertion fails instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ told: dict[str, Any] = {
     "samples": 8,
     "strategy": "ddp",
     "compile": False,
-    "graph": False,  # forward and backward are CUDA graphs
-    "ready": True,  # to survive a death
+    "graph": False,  # use CUDA graphs for forward and backward
+    "ready": True,  # prepare for the death of a rank
     "precision": None,
     "checkpoints": False,
     "pause": 0.0,
@@ -44,13 +44,13 @@ def dies(run: phalanx.Run, place: str) -> None:
         mark = folder / f"killed.{step}.{rank}.{where}"
         if (run.steps, run.rank, place) == (step, rank, where) and not mark.exists():
             mark.write_text(repr(time.time()))
-            if where == "assert":  # the device refuses: its context is broken for good
+            if where == "assert":  # a device assertion fails, which breaks the CUDA context
                 print(torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")])
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """As many samples as are asked for, from a small table: a new rank must not wait for its data."""
+    """Any number of samples from a small table, so that a new rank does not wait for its data."""
 
     def __init__(self, count: int, width: int) -> None:
         self.count = count
@@ -64,7 +64,7 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class Dies(torch.autograd.Function):
-    """In the middle of backward, when some gradients are on their way and some are not."""
+    """Kills the rank in the middle of backward, when only some gradients have been sent."""
 
     run: Any = None
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 RANKS = 4
-LIMIT = 120.0  # seconds of a case
+LIMIT = 120.0  # seconds per case
 STALL_AFTER = "5s"
 
-# Steps are counted by the optimizer: a rank that computes before its first step has ten times the limit.
+# Steps are counted by the optimizer. A rank that computes before its first step has ten times the limit.
 BEGIN = """
 import os, sys, time
 import torch
@@ -53,16 +53,16 @@ y = torch.ones(10, device=device)
 @dataclass
 class Case:
     script: str
-    kind: str  # of the first verdict
+    kind: str  # kind of the first verdict
     ranks: list[int]
     said: list[str]  # patterns for its text
     details: list[str] = field(default_factory=list)  # patterns, each for one of its details
     environ: dict[str, str] = field(default_factory=dict)
-    alone: bool = False  # needs a GPU for every rank that reports its utilization
+    alone: bool = False  # needs a separate GPU per rank, which reports its utilization
 
 
 CASES: dict[str, Case] = {
-    # NCCL pairs them, with wrong numbers; the hang comes later, and is of rank 1's making too.
+    # NCCL matches the two calls, with wrong results. The hang comes later, and rank 1 causes that too.
     "operation": Case(
         """
 for number in range(1, 51):
@@ -232,7 +232,7 @@ if rank == 1:
 dist.all_reduce(x)
 torch.cuda.synchronize()
 """,
-        "sleep",  # and no difference before it
+        "sleep",  # there is no difference before it
         [1],
         [r"rank 1 is sleeping at case\.py:HERE", r"the other 3 wait for it in all_reduce"],
     ),
@@ -279,7 +279,7 @@ def verdicts_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def judge(case: Case, folder: Path) -> list[str]:
-    """What is not as it should be."""
+    """Return what differs from the expectation."""
     found = verdicts_in(folder)
     if not found:
         return ["no verdict"]
@@ -300,7 +300,7 @@ def judge(case: Case, folder: Path) -> list[str]:
 
 
 def untold(folder: Path) -> bool:
-    """The driver does not say how busy the GPU of rank 1 is, or others use it too."""
+    """Return whether the GPU utilization of rank 1 is unknown, or others use that GPU too."""
     for path in sorted(folder.glob("home/**/stall_*/evidence.json"))[:1]:
         gpu = json.loads(path.read_text())["ranks"][1].get("gpu") or {}
         return bool(gpu.get("use", -1.0) < 0 or gpu.get("shared"))
@@ -308,7 +308,7 @@ def untold(folder: Path) -> bool:
 
 
 def what_was_seen(folder: Path) -> str:
-    """Of each rank: groups, newest calls, history, GPU, the main thread's innermost frames."""
+    """Return the groups, newest calls, history, GPU and innermost frames of the main thread of each rank."""
     paths = sorted(folder.glob("home/**/stall_*/evidence.json"))
     if not paths:
         return "no evidence was written"

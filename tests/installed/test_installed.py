@@ -1,4 +1,4 @@
-"""What only an installation can get wrong: `make dist` runs this from the installed wheel."""
+"""Errors that only an installation can have: `make dist` runs this with the installed wheel."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from phalanx.watch.page import assets
 from tests.chaos import oracle
 from tests.kit.cli import phalanx, python, run, start
 
-# Programs: they do something when they are imported.
+# Programs, which run something when they are imported.
 PROGRAMS = ("phalanx.demo.broken", "phalanx.demo.digits", "phalanx.forkserver.hook.sitecustomize")
-# torch finds the backend by an entry point: phalanx is not imported yet. It needs the C extension.
+# torch finds the backend by an entry point, without an import of phalanx. It needs the C extension.
 BACKEND = """
 import torch, torch.distributed as dist
 dist.init_process_group("shm", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
@@ -67,7 +67,7 @@ def test_types_are_published() -> None:
 @pytest.mark.extended
 @pytest.mark.warmed
 def test_a_killed_rank_is_replaced_and_the_checkpoint_is_read_again(tmp_path: Path) -> None:
-    """Meanwhile, the page has all its files; afterwards, there is a report."""
+    """During the run, the page has all its files. After it, a report can be written."""
     words = ("-g", "2", "--cpu", "--checkpoints", str(tmp_path / "kept"))
     script = (oracle.SCRIPT, str(tmp_path), '[[5, 1, "kill"]]')
     with start("run", *words, "--page", "--name", "killed", *script, env={"PAUSE": "0.1"}) as job:

@@ -1,4 +1,4 @@
-"""The command: what it reads, what it says, how it ends."""
+"""The command: what it reads, its output, and its exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WRONG = script(BAD["rank-collective"]["under a condition"])
 
 @pytest.mark.checkout
 def test_our_own_examples_are_clean() -> None:
-    """But for the one that is to hang."""
+    """Except the one that hangs on purpose."""
     report = inspect_all([str(ROOT / "examples"), str(ROOT / "benchmarks/scripts"), str(ROOT / "src/phalanx/demo")])
     assert {(one.file, one.rule) for one in report.findings} == {(str(ROOT / "examples/hang.py"), "rank-collective")}
     assert report.unreadable == ()

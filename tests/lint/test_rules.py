@@ -1,4 +1,4 @@
-"""Each rule finds its fault, on its line, and nothing in the correct version of the script."""
+"""Each rule finds its fault, on the right line, and nothing in the correct version of the script."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ def test_what_is_right_is_left_alone(text: str) -> None:
 
 def test_every_rule_has_both() -> None:
     assert set(BAD) | set(BAD_WHOLE) == set(RULES)
-    assert set(RULES) - set(GOOD) == {"no-destroy"}  # every other script here leaves its group
+    assert set(RULES) - set(GOOD) == {"no-destroy"}  # every other script here destroys its group

@@ -100,7 +100,7 @@ def test_progress_or_another_crash_in_between_is_no_repetition() -> None:
 
 
 def test_killed_again_and_again_at_one_step_ends_too() -> None:
-    """Out of memory at every try, say: the kernel kills as anybody does. Not where there is progress in between."""
+    """For example, out of memory at every try. With progress in between, the run continues."""
     *past, last = faults(*(60.0 * number for number in range(OUTSIDE)), step=7, lived=9.0)
     assert decide(past[1:], last, RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
     recovery = decide(past, last, RestartPolicy(None), able=True)
@@ -111,7 +111,7 @@ def test_killed_again_and_again_at_one_step_ends_too() -> None:
     )
     assert decide(past, Fault("", 700.0, 9.0, 8), RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
     assert decide(past, last, RestartPolicy(50), able=False).way is RecoveryAction.RESTART
-    assert kills(faults(*(100 + number / 100 for number in range(64)), step=5, lived=90.0)) == 1  # all at once
+    assert kills(faults(*(100 + number / 100 for number in range(64)), step=5, lived=90.0)) == 1  # at the same time
 
 
 def test_an_error_of_the_script_is_not_retried() -> None:
@@ -123,7 +123,7 @@ def test_an_error_of_the_script_is_not_retried() -> None:
     # After committed steps, or hours of a script that does not report them, an import may fail by chance.
     assert decide([], replace(bad, step=9), RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
     assert decide([], replace(bad, lived=HOUR), RestartPolicy(3), able=False).way is RecoveryAction.RESTART
-    # On a second rank, or in a second try, it is no chance.
+    # On a second rank, or in a second try, it is not chance.
     late = replace(bad, step=9)
     for again in (replace(late, time=10.1, together=True), replace(late, time=12.0)):
         stopped = decide([late], again, RestartPolicy(None), able=True)
@@ -150,10 +150,10 @@ def test_the_same_exception_twice_before_the_first_step_is_not_retried() -> None
     assert stopped.why == "not retrying: the same failure on two ranks, before the first step was committed"
     for different in (replace(again, place="ValueError a.py:4"), replace(again, step=1), replace(again, hope="some")):
         assert decide([raised], different, RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
-    # Ranks that are all new know no step, but the run has committed some.
+    # If all ranks are new, they know no step, but the run has committed some.
     killed = Fault("", 5.0, HOUR, 40)
     assert decide([killed, raised], again, RestartPolicy(None), able=True).way is RecoveryAction.REGROUP
-    # Of a plain script the steps are unknown: it may fail at the same line twice, and still make progress.
+    # The steps of a plain script are unknown: it may fail at the same line twice, and still make progress.
     assert decide([raised], again, RestartPolicy(3), able=False).way is RecoveryAction.RESTART
 
 
@@ -162,9 +162,9 @@ def test_the_same_exception_twice_before_the_first_step_is_not_retried() -> None
     [
         (3.0, {}, True),
         (TRIES_WINDOW / 8, {}, False),  # ten tries take longer than the window
-        (3.0, {"rank": 1}, False),  # it is not always the same rank
+        (3.0, {"rank": 1}, False),  # not always the same rank
         (3.0, {"place": "OSError train.py:9"}, False),
-        (3.0, {"hope": "some"}, False),  # a crash, or a kill: not an exception of the script
+        (3.0, {"hope": "some"}, False),  # a crash or a kill, not an exception of the script
     ],
 )
 def test_a_rank_that_raises_at_each_step_ends_the_run_although_others_commit(
@@ -186,7 +186,7 @@ def test_a_store_that_never_answers_is_started_again_after_a_pause() -> None:
 
 
 def test_a_training_that_has_stopped_itself_is_not_retried() -> None:
-    """`--on-nan stop`: after thousands of steps, too."""
+    """`--on-nan stop`, even after thousands of steps."""
     fault = Fault("train.py:7", 100.0, 1000.0, step=5000, hope="stopped")
     for able in (True, False):
         found = decide([], fault, RestartPolicy(3), able=able)

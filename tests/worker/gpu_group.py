@@ -1,4 +1,4 @@
-"""On a machine with a GPU: `python tests/worker/gpu_group.py`. On nccl and gloo; how it ends; too many ranks."""
+"""Run by hand on a machine with a GPU: `python tests/worker/gpu_group.py`. NCCL and gloo, exits, too many ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 EVERYTHING = str(Path(__file__).parent / "scripts" / "everything.py")
-# How one process ends, and the exit code of that.
+# The last statement of a process -> its exit code.
 ENDS = {
     "pass": 0,
     "group.close()": 0,
@@ -45,7 +45,7 @@ def good(ranks: list[subprocess.CompletedProcess[str]], seen: str) -> None:
 def main() -> None:
     good(run(1), "cpu:gloo,cuda:nccl on cuda:0")
     good(run(1, backend="nccl"), ", nccl on cuda:0")
-    good(run(1, adopt="nccl"), "cuda:nccl on cuda:0")  # a process group of the script's own
+    good(run(1, adopt="nccl"), "cuda:nccl on cuda:0")  # a process group that the script made
     for end, code in ENDS.items():
         text = f"import torch, torch.distributed as dist, phalanx\ngroup = phalanx.init()\ngroup.barrier()\n{end}"
         (alone,) = run(1, "-c", text)

@@ -1,4 +1,4 @@
-"""Ranks of one machine, started by hand: `RANK=… WORLD_SIZE=… MASTER_PORT=… python WORDS`."""
+"""Ranks on one machine, started by hand: `RANK=… WORLD_SIZE=… MASTER_PORT=… python WORDS`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.kit.cli import PYTHON, Env, Handle, free_port, start
 
 
 def ranks(count: int, *words: str, each: Sequence[Sequence[str]] = (), env: Env | None = None) -> list[Handle]:
-    """Rank 0 is started last; `each`: more words for each."""
+    """Start ranks, rank 0 last. `each`: additional words for each rank."""
     base = {
         "MASTER_ADDR": "127.0.0.1",
         "WORLD_SIZE": str(count),
@@ -22,14 +22,14 @@ def ranks(count: int, *words: str, each: Sequence[Sequence[str]] = (), env: Env 
 
 
 def plain(*words: str, env: Env | None = None) -> Handle:
-    """`python WORDS`; with torch imported already, where the test is marked so."""
+    """Start `python WORDS`. If the test has the mark `imported`, torch is already imported."""
     return imported.start(*words, env=env) if imported.in_use() else start(words=(*PYTHON, *words), env=env)
 
 
 def ended(jobs: Sequence[Handle], timeout: float = 120) -> str:
-    """What all of them wrote, once they are at a good end."""
+    """Wait until all ranks end with success. Return their output."""
     codes = [job.wait(timeout) for job in jobs]
     text = "\n".join(job.both for job in jobs)
     assert codes == [0] * len(jobs), text
-    assert all(job.err == "" for job in jobs), text  # no warning of torch's, or of ours
+    assert all(job.err == "" for job in jobs), text  # no warnings, of torch or phalanx
     return text

@@ -1,4 +1,4 @@
-"""The channel of a worker to its agent, with an agent of the test at the other end."""
+"""The channel between a worker and its agent. The test plays the agent."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from phalanx.worker.agent_channel import AgentChannel
 
 PLACEMENT = RankPlacement(rank=0, world_size=2, local_rank=0, local_world_size=2, node_rank=0, node_count=1)
 FIRST = messages.Assignment(generation=0, placement=PLACEMENT, topology="", address="127.0.0.1", port=1)
-LONG = 60.0  # seconds: a bound for hangs, not for slowness
+LONG = 60.0  # seconds: a limit for hangs, not for slowness
 
 
 @contextlib.contextmanager
 def connected(leave: Callable[[], None] = lambda: None) -> Iterator[tuple[AgentChannel, socket.socket]]:
-    """A channel that has its first assignment, and the agent's end of it."""
+    """A channel that has received its first assignment, and the agent's end of it."""
     name = f"phalanx-test-{os.getpid()}-{os.urandom(4).hex()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")

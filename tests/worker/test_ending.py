@@ -1,4 +1,4 @@
-"""How groups end: with the right exit code, without messages of torch, and without waiting for other ranks."""
+"""How groups end: with the right exit code, without messages from torch, and without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.worker.ranks import ended, ranks
 ENDING = str(Path(__file__).parent / "scripts" / "ending.py")
 
 
-# One is of an interpreter that has just begun, which takes seconds: that all others are like it, is not ours to show.
+# "wrapped" runs in a new interpreter, which takes seconds. The others are forked from one that has imported torch.
 WAYS = [pytest.param(way, marks=pytest.mark.imported) for way in ("uneven", "again", "adopted", "destroyed", "fork")]
 
 
@@ -25,7 +25,7 @@ def test_good_ends(way: str) -> None:
     ended(jobs)
     for rank, job in enumerate(jobs):
         assert f"end {rank}" in job.out
-        assert job.out.count("closed") == (way == "fork")  # the fork closes nothing
+        assert job.out.count("closed") == (way == "fork")  # the forked child closes nothing
 
 
 @pytest.mark.imported
@@ -68,7 +68,7 @@ for error in (None, *exits, ValueError(), KeyboardInterrupt()):
 
 @pytest.mark.imported
 def test_what_counts_as_a_failure() -> None:
-    """By `with`, and by `finally: group.close()`. In its own process, for a group that failed is kept."""
+    """Tests `with` and `finally: group.close()`. In a separate process, because a failed group is not released."""
     result = python("-c", FAILURES)
     assert result.code == 0, result.err
     assert result.out.splitlines() == [
@@ -131,10 +131,10 @@ def test_a_signal_ends_a_rank_that_waits_in_a_collective() -> None:
     jobs[2].signal(signal.SIGTERM)
     assert jobs[2].wait() == -signal.SIGTERM
     assert jobs[2].err == ""
-    # A rank that waits for a third one with it gets the error, too.
+    # Another rank that waits for the third one gets the error too.
     assert jobs[0].wait() == 1
     assert "peer lost, rank 2 has ended" in jobs[0].err
-    # And one that does something else.
+    # So does a rank that does something else.
     jobs[1].signal(signal.SIGINT)
     assert jobs[1].wait() in (1, 130, -signal.SIGINT)
     assert "KeyboardInterrupt" in jobs[1].err

@@ -1,4 +1,4 @@
-"""Real groups, however their ranks were started; and how they end."""
+"""Real groups, started in every way; and how they end."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_by_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_by_accelerate(tmp_path: Path) -> None:
-    # Without a GPU it starts several processes only if told that there are several.
+    # Without a GPU, Accelerate starts several processes only with these options.
     options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
     words = (*PYTHON, "-m", "accelerate.commands.launch", *options.split(), "--main_process_port", str(free_port()))
-    # torchrun, which it calls, leaves a directory of logs.
+    # Accelerate calls torchrun, which leaves a log directory.
     env = {"JOIN_FOLDER": str(tmp_path), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     result = run((*words, EVERYTHING), timeout=150, env=env)
     assert result.code == 0, result.err
@@ -111,11 +111,11 @@ def test_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     import torch.distributed as dist
 
     with WorkerProcessGroup.join(device="cpu", timeout=timedelta(minutes=1)) as group:
-        dist.all_reduce(torch.ones(1))  # the group of one: a script runs in one process as in many
+        dist.all_reduce(torch.ones(1))  # a group of one: the script runs unchanged in one process
         assert (group.rank, group.world_size, group.local_rank, group.nodes, group.launcher) == (0, 1, 0, 1, "nobody")
         sums = group.sum({"a": 1, "b": 1.0, "c": torch.tensor(2), "d": torch.tensor([2.0]), "e": True})
         assert repr((group.mean(3), group.max(2.5), group.max(7))) == "(3.0, 2.5, 7)"
-        assert repr(sums) == "{'a': 1, 'b': 1.0, 'c': 2, 'd': 2.0, 'e': 1}"  # of ints, an int
+        assert repr(sums) == "{'a': 1, 'b': 1.0, 'c': 2, 'd': 2.0, 'e': 1}"  # ints stay ints
         assert (group.broadcast({"a": 1}), group.gather("x"), group.gather("x", all=True)) == ({"a": 1}, ["x"], ["x"])
         group.barrier()
         with group.first() as leads:
@@ -194,7 +194,7 @@ def test_what_cannot_be(options: dict[str, Any], seen: str) -> None:
     ("asked", "own", "kinds", "chosen"),
     [
         (None, "cpu", ["cpu", "cpu"], "shm"),
-        (None, "cpu", ["cpu", "cuda"], "gloo"),  # as the other has it beside NCCL
+        (None, "cpu", ["cpu", "cuda"], "gloo"),  # the other rank uses gloo besides NCCL
         ("gloo", "cpu", ["cpu", "cpu"], "gloo"),
         ("cpu:gloo", "cpu", ["cpu", "cpu"], "cpu:gloo"),
         ("SHM", "cpu", ["cpu", "cpu"], "shm"),
@@ -232,7 +232,7 @@ def test_shared_memory_is_not_for_a_gpu() -> None:
 
 
 def member(rank: int, store: Any) -> WorkerProcessGroup:
-    """One of two ranks that have a store between them, and no process group."""
+    """Join as one of two ranks that share a store but have no process group."""
     import torch
 
     identity = Identity("hand-set variables", PartialPlacement(rank=rank, world_size=2))
@@ -287,7 +287,7 @@ def test_the_first_one_fails() -> None:
         raise AssertionError("the second one went in")
 
 
-# -- who is missing
+# -- missing ranks
 
 
 @pytest.mark.imported
@@ -328,6 +328,6 @@ for _ in range(2):
 
 @pytest.mark.extended
 def test_the_backend_of_a_second_default_group_knows_its_ranks() -> None:
-    """torch itself knows them only in the first group of a process, and crashes when a later one is split."""
+    """torch itself knows them only for the first group of a process, and crashes when a later one is split."""
     result = run((*PYTHON, "-c", SECOND), timeout=60)
     assert (result.code, result.out) == (0, "[0]\n[0]\n"), result.err

@@ -1,4 +1,4 @@
-"""Across real hosts: a task of srun, of mpirun, ranks that were started by hand; and addresses that are wrong."""
+"""On real hosts: tasks of srun and mpirun, ranks started by hand, and wrong addresses."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def test_by_hand_where_the_own_name_is_loopback(lab: Lab) -> None:
 
 
 def pair(lab: Lab, address: str, each: Mapping[str, str] | None = None) -> list[Handle]:
-    """Rank 0 on node1, rank 1 on node2, with this MASTER_ADDR."""
+    """Start rank 0 on node1 and rank 1 on node2, with this MASTER_ADDR."""
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "4000", **(each or {})}
     return [lab[rank].start(words=MEETING, env={**env, "RANK": str(rank)}) for rank in range(2)]
 
 
 def refused(job: Handle) -> str:
-    """What a rank that could not join says, and that it did not take it long."""
+    """Return the message of a rank that could not join. Check that it did not take long."""
     assert job.wait() == 0, job.both
     (seconds,) = re.findall(r"known after (\d+) s", job.out)
-    assert int(seconds) < 45, job.out  # of the minute that it has
+    assert int(seconds) < 45, job.out  # of the 60 s that it has
     return job.out
 
 
@@ -78,7 +78,7 @@ def test_rank_0_is_not_on_the_address(lab: Lab) -> None:
     assert "rank 0 runs on node1, but node3 is the address of another host" in text
     assert "MASTER_ADDR=node3" in text
     assert f"fix: MASTER_ADDR={lab[0].address}, the same for every rank" in text
-    # The other cannot know why, but says what it waits for.
+    # The other rank cannot know the reason, but reports what it waits for.
     jobs[1].wait_for(
         f"rank 1 waits for rank 0 at node3 port 4000 (MASTER_ADDR=node3): {lab[2].address}: nothing listens"
     )
@@ -96,7 +96,7 @@ def test_loopback_for_ranks_that_are_known_to_be_on_several_nodes(lab: Lab) -> N
 
 
 def test_loopback_for_ranks_whose_host_is_unknown(lab: Lab) -> None:
-    """They may all be on one machine, and some late: there is a reason in seconds, and an error later."""
+    """All may be on one machine, and some may be late. They report the reason in seconds, and fail later."""
     jobs = pair(lab, "127.0.0.1", {"JOIN_TIMEOUT": "8"})
     at = "127.0.0.1 port 4000 (MASTER_ADDR=127.0.0.1)"
     jobs[0].wait_for(f"rank 0 waits for rank 1 at {at}, which no other host can reach")

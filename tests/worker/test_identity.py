@@ -36,7 +36,7 @@ def facts(found: Identity) -> tuple[Any, ...]:
 # environment, launcher, (rank, world size, local rank, local world size, node), (address, port, hosted, hosts_store)
 FOUND = [
     ({}, "nobody", (0, 1, None, None, None), (None, None, False, True)),
-    (MASTER, "nobody", (0, 1, None, None, None), (None, None, False, True)),  # left in a shell
+    (MASTER, "nobody", (0, 1, None, None, None), (None, None, False, True)),  # left over in a shell
     (PHALANX, "phalanx run", (3, 4, 1, 2, 1), ("node1", 4000, True, False)),
     (TORCHRUN, "torchrun", (3, 4, 1, 2, 1), ("node1", 4000, True, False)),
     ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "spawn-7"}, "phalanx.spawn", (3, 4, 1, 2, 1), ("node1", 4000, True, False)),
@@ -61,7 +61,7 @@ FOUND = [
         (1, 2, 0, 1, 1),
         ("node1", 4000, False, False),
     ),
-    # No address: all on this machine.
+    # No address: all ranks are on this machine.
     (
         {"RANK": "1", "WORLD_SIZE": "2"},
         "hand-set variables",
@@ -73,7 +73,7 @@ FOUND = [
     (PAIR[0], "Slurm", (0, 2, 0, 1, 0), ("node1", 23683, False, True)),
     (PAIR[1], "Slurm", (1, 2, 0, 1, 1), ("node1", 23683, False, False)),
     ({**PAIR[1], **MASTER}, "Slurm", (1, 2, 0, 1, 1), ("node1", 4000, False, False)),
-    # Rank 0 is on the second node: the first task of the first keeps the store.
+    # Rank 0 is on the second node: the first task of the first node hosts the store.
     (
         step("PROCID=0 LOCALID=0 NODEID=1", size=3, tasks="2,1"),
         "Slurm",
@@ -86,7 +86,7 @@ FOUND = [
         (1, 3, 0, 2, 0),
         ("node1", 23683, False, True),
     ),
-    # But rank 0 does where the user has said an address.
+    # But rank 0 hosts it if the user has given an address.
     (
         {**step("PROCID=0 LOCALID=0 NODEID=1", size=3, tasks="2,1"), **MASTER},
         "Slurm",
@@ -95,7 +95,7 @@ FOUND = [
     ),
     ({**PAIR[1], **HAND}, "hand-set variables", (1, 2, None, None, None), ("node1", 4000, False, False)),
     ({**PAIR[1], **TORCHRUN}, "torchrun", (3, 4, 1, 2, 1), ("node1", 4000, True, False)),
-    # No task: a batch script, a shell of salloc.
+    # Not a task: a batch script, a shell of salloc.
     (BATCH, "nobody", (0, 1, None, None, None), (None, None, False, True)),
     (SALLOC, "nobody", (0, 1, None, None, None), (None, None, False, True)),
     # mpirun
@@ -104,10 +104,10 @@ FOUND = [
     ({**open_mpi5(1, 2, 1, 2), **MASTER}, "Open MPI", (1, 2, 1, 2, None), ("node1", 4000, False, False)),
     (intel(0, 2, 0, 2), "Intel MPI", (0, 2, 0, 2, None), (None, None, False, True)),
     ({**mpich(1, 2, 1, 2), **MASTER}, "MPICH", (1, 2, 1, 2, None), ("node1", 4000, False, False)),
-    # Its job has no name. All on this machine, or nobody knows where.
+    # MPICH gives the job no name. All ranks are on this machine, or their hosts are unknown.
     (mpich(1, 2, 1, 2), "MPICH", (1, 2, 1, 2, None), ("127.0.0.1", 29500, False, False)),
     (mpich(1, 2, 0, 1), "MPICH", (1, 2, 0, None, None), (None, None, False, False)),
-    # Who does not need it does not ask for it: for a method, or a store.
+    # A missing port is no error if it is not needed: with a method or a store.
     (
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
         "hand-set variables",

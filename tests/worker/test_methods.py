@@ -1,4 +1,4 @@
-"""Where the ranks meet, from a URL and from what their launcher says."""
+"""Where the ranks rendezvous, from a URL and from the launcher's variables."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_nowhere(environ: dict[str, str], seen: tuple[str, ...]) -> None:
         choose(identity, parse(None), environ)
     for text in seen:
         assert text in str(caught.value)
-    # But somewhere else, if that is said.
+    # An explicit address wins.
     assert choose(identity, parse("tcp://node3:5"), environ).host == "node3"
 
 

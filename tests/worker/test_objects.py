@@ -1,4 +1,4 @@
-"""What goes between ranks: plain data and tensors, and nothing that could be code."""
+"""Values that are sent between ranks: plain data and tensors, and nothing that could be code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_view_is_sent_as_it_looks() -> None:
     tensor = torch.arange(6.0).reshape(2, 3).t().requires_grad_()
     found = objects.decode(objects.encode(tensor))
     assert found.tolist() == [[0, 3], [1, 4], [2, 5]]
-    found += 1  # is the receiver's own
+    found += 1  # a copy that the receiver may change
     assert not found.requires_grad
 
 
@@ -62,7 +62,7 @@ def test_what_a_tensor_only_seems_to_be_is_sent() -> None:
 
 
 def test_the_state_of_a_module() -> None:
-    state = torch.nn.Linear(2, 1).state_dict()  # an OrderedDict, with more in it than its items
+    state = torch.nn.Linear(2, 1).state_dict()  # an OrderedDict, which has more than its items
     found = objects.decode(objects.encode(state))
     assert list(found) == list(state)
     assert all(torch.equal(found[name], state[name]) for name in state)
@@ -105,7 +105,7 @@ def test_a_pickle_is_not_opened() -> None:
 
 
 def test_seeds() -> None:
-    # Pinned: the order of samples in a checkpoint depends on them.
+    # Fixed values: the order of samples in a checkpoint depends on them.
     assert derive(0, "data", 3) == derive(0, "data", 3) != derive(0, "data", 4)
     assert 0 <= derive(7) < 1 << 63
     seed_all(derive(1, "rank", 0))

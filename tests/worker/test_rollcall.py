@@ -1,4 +1,4 @@
-"""Who is here, who is missing, and which ranks share a machine."""
+"""Which ranks are present, which are missing, and which share a machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def person(
 def attend(
     people: Sequence[Participant], timeout: float = 20, say: Any = lambda _: None, store: Any = None
 ) -> list[tuple[Participant, ...] | JoinError]:
-    """The roll call of these, at the same time, through a real store."""
+    """Run the roll call of these participants concurrently, with a real store."""
     from torch.distributed import HashStore
 
     store = store or SignedStore(HashStore(), "")
@@ -138,10 +138,10 @@ def test_they_do_not_agree_on_how_many_they_are() -> None:
     [
         ([person(0), person(1), person(2, machine="b")], "", ((0, 1), (2,))),
         ([person(0, machine="b"), person(1), person(2, machine="b")], "", ((0, 2), (1,))),
-        # The launcher's nodes: two of them on one machine; the first rank on the second.
+        # Node numbers from the launcher: two nodes on one machine; the first rank on the second node.
         ([person(0, node=0), person(1, node=1)], "", ((0,), (1,))),
         ([person(0, node=1), person(1, node=0)], "", ((1,), (0,))),
-        # Not all know theirs.
+        # Only one rank knows its node.
         ([person(0, node=0), person(1)], "", ((0, 1),)),
         ([person(0), person(1)], "1*2", ((0,), (1,))),
     ],

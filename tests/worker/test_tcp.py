@@ -1,4 +1,4 @@
-"""A wrong address is an error with its reason, in seconds; a rank 0 that comes late is waited for."""
+"""A wrong address fails within seconds, with the reason; a late rank 0 is awaited."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_to_type_is_what_was_typed() -> None:
 
 
 def test_rank_0_is_not_on_the_address() -> None:
-    # An address of a network for documentation: nobody has it.
+    # An address of a documentation network, which no host has.
     error, seconds = refusal(place("192.0.2.7", free_port()), KEEPER)
     assert f"rank 0 runs on {socket.gethostname()}, but 192.0.2.7 is the address of another host" in error.what
     mine = [address for _, address in own()]
@@ -96,7 +96,7 @@ def test_no_other_rank_comes(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.extended
 def test_a_foreign_server_and_a_late_rank_0() -> None:
-    """In its own process, for torch closes nothing of what it has opened for a store that is not one."""
+    """In a separate process, because torch does not close its connection to a server that is not a store."""
     result = python(str(SCRIPTS / "store.py"))
     assert result.code == 0, result.err
     assert result.out.splitlines() == [

@@ -1,4 +1,4 @@
-"""The placement of a rank, from its environment; the groups themselves are in tests/e2e/test_nodes.py."""
+"""The placement of a rank, from its environment. tests/e2e/test_nodes.py tests the groups."""
 
 from __future__ import annotations
 

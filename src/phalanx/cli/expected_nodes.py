@@ -1,4 +1,4 @@
-"""Which nodes a run would have, as far as that is known before they join: for `phalanx plan`. Pure."""
+"""Finds which nodes a run would have, as far as known before they join, for `phalanx plan`. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from phalanx.cluster.sources.task import SchedulerTask
 class ExpectedNode:
     """One node of the run."""
 
-    host: str  # empty: not known
-    workers: int | None  # None: known once it has joined
+    host: str  # empty: unknown
+    workers: int | None  # None: unknown until it joins
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ExpectedNodes:
 
     @property
     def seats(self) -> tuple[Seat, ...] | None:
-        """Return the seats of all ranks, if all counts are known. Assumes a scheduler's usual order of ranks."""
+        """Return the seats of all ranks, if all counts are known. Assumes the scheduler's usual order of ranks."""
         sizes = [node.workers for node in self.nodes]
         if not all(sizes):
             return None
@@ -42,7 +42,7 @@ class ExpectedNodes:
 
 
 def expected_nodes(options: RunOptions, context: LaunchContext, here: int, host: str) -> ExpectedNodes | None:
-    """Return the nodes of the run; None: this node only. `here` is the number of workers on this node."""
+    """Return the nodes of the run; None: only this node. `here` is the number of workers on this node."""
     if options.nodes.hosts is not None:
         return ExpectedNodes(
             "--hosts over ssh",
@@ -66,7 +66,7 @@ def expected_nodes(options: RunOptions, context: LaunchContext, here: int, host:
     hosts = ["" for _ in sizes]
     if rendezvous.location.host is not None:
         hosts[0] = rendezvous.location.host
-    if own is not None and own < len(hosts):  # else it is a spare
+    if own is not None and own < len(hosts):  # otherwise it is a spare
         hosts[own] = hosts[own] or host
         sizes = [here if id_ == own else size for id_, size in enumerate(sizes)]
     return ExpectedNodes(rendezvous.source, _nodes(hosts, sizes))

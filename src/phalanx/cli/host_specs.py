@@ -1,4 +1,6 @@
-"""What each host of `phalanx run --hosts` gets: its options, the token of the run, and how it joins the others."""
+"""Makes the spec of each host of `phalanx run --hosts`: its options, the token of the run, and how it joins the
+others.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ _FOLLOWER_SHARE = 0.75  # of the join timeout
 def node_specs(
     options: RunOptions, hosts: Sequence[Host], near: Sequence[bool], environ: Mapping[str, str]
 ) -> list[NodeSpec]:
-    """Return what each host needs to know to take part in the run."""
-    token = tokens.new()  # one per run, sent over ssh: it is in no file
+    """Return what each host needs to take part in the run."""
+    token = tokens.new()  # one per run, sent over ssh and stored in no file
     run_id = options.rendezvous.run_id or options.output.name or run_folder.make_run_id(options.script.target)
     promised = [host.workers for host in hosts]
     digest = ""
@@ -95,7 +97,7 @@ def options_of(
 
 
 def rendezvous_config(spec: NodeSpec, options: RunOptions, go: Go | None) -> RendezvousConfig:
-    """Return how a node joins the others. `go` has the addresses of node 0, once they are known."""
+    """Return how a node joins the others. `go` has the addresses of node 0, as soon as they are known."""
     return RendezvousConfig(
         source="ssh",
         expected=spec.nodes,
@@ -121,7 +123,7 @@ def rendezvous_config(spec: NodeSpec, options: RunOptions, go: Go | None) -> Ren
 
 
 def _leader_name(given: str | None, hosts: Sequence[Host], near: Sequence[bool]) -> str | None:
-    """Return the name of node 0 for the other nodes. None: no name works on another machine."""
+    """Return the name by which other nodes reach node 0. None: no name works on another machine."""
     if all(near):
         return "127.0.0.1"
     for name in (given, hosts[0].name.rpartition("@")[2]):
@@ -131,7 +133,7 @@ def _leader_name(given: str | None, hosts: Sequence[Host], near: Sequence[bool])
 
 
 def is_near(name: str) -> bool:
-    """Return whether the host is this machine and the user is this user."""
+    """Return whether the host is this machine and the user is the current user."""
     user, _, host = name.rpartition("@")
     if user and user != pwd.getpwuid(os.geteuid()).pw_name:
         return False

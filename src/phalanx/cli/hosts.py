@@ -22,14 +22,14 @@ from phalanx.errors import UsageError
 from phalanx.launcher.remote.node_spec import Fail, Go, NodeSpec, Ready, Signal
 from phalanx.launcher.runs import run_folder
 
-if TYPE_CHECKING:  # only once the fork server has been started
+if TYPE_CHECKING:  # imported only after the fork server has started
     from phalanx.errors import JoinError
     from phalanx.launcher.agent.run_hook import HookedAgent
     from phalanx.launcher.remote.ssh import SshStarter
     from phalanx.launcher.remote.ssh_link import SshLink
 
 _QUIET_START = 3.0  # seconds until slow hosts are named
-_FORCE_AFTER = 3  # presses of Ctrl-C: the third does not wait for node 0 to answer
+_FORCE_AFTER = 3  # Ctrl-C presses: the third does not wait for node 0 to answer
 
 
 Begin = Callable[..., int]  # `commands/run/run.begin`
@@ -37,7 +37,7 @@ Begin = Callable[..., int]  # `commands/run/run.begin`
 
 def start(options: RunOptions, hosts: Sequence[Host], environ: Mapping[str, str], begin: Begin) -> int:
     """Start the run on all hosts and return its exit code. `begin` starts it on this host."""
-    # Raises if this process is a task of a scheduler, which decides itself where ranks run.
+    # Raises if this process is a task of a scheduler, which itself decides where ranks run.
     alone = replace(
         options,
         nodes=replace(options.nodes, count_given=False, min_nodes=1, max_nodes=1),
@@ -75,7 +75,7 @@ class HostLinks:
         self._environ = environ
 
     def start(self, nodes: Sequence[int], links: list[SshLink]) -> None:
-        """Start `nodes`, appending to `links`: the caller knows what was started even if a later one fails."""
+        """Start `nodes` and append to `links`: the caller knows what was started even if a later start fails."""
         from phalanx.launcher.remote import ssh
 
         cwd = _cwd(self._environ)
@@ -87,7 +87,7 @@ class HostLinks:
 
 
 def _cwd(environ: Mapping[str, str]) -> str:
-    """Return the working folder as the user named it: a symbolic link may point elsewhere on another host."""
+    """Return the working folder as the user named it: on another host, a symbolic link may have another target."""
     logical = environ.get("PWD", "")
     try:
         if os.path.isabs(logical) and os.path.samefile(logical, "."):
@@ -124,7 +124,7 @@ class LocalLeader:
             link.send(go)
 
     def begin(self, agent: HookedAgent) -> None:
-        """Read what the hosts answer, now that there is an event loop."""
+        """Read the answers of the hosts, now that there is an event loop."""
         self._agent = agent
         if self._starter is not None:
             self._starter.listen()
@@ -141,7 +141,7 @@ class LocalLeader:
             self._starter.hurry()
 
     def close(self) -> None:
-        """End what is left of the ssh clients."""
+        """End the remaining ssh clients."""
         if self._starter is not None:
             self._starter.close()
 
@@ -178,7 +178,7 @@ class RemoteLeader:
         self._over: list[int | JoinError] = []
         self._starter: SshStarter | None = None
         self._interrupts = 0
-        self._signals = 0  # received that end the run
+        self._signals = 0  # number of received signals that end the run
 
     async def run(self) -> int:
         """Start all hosts, wait for node 0, and return its exit code."""
@@ -225,13 +225,13 @@ class RemoteLeader:
 
         loop = asyncio.get_running_loop()
         for number in {*self._options.shutdown.signals, signal.SIGINT}:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # SIG_IGN: started with nohup
                 loop.add_signal_handler(number, self._signalled, number)
         for number in {signal.SIGUSR1, signal.SIGUSR2} - {*self._options.shutdown.signals}:
             loop.add_signal_handler(number, self._pass_on, number)
 
     def _pass_on(self, number: signal.Signals) -> None:
-        """Forward a signal to the workers that does not end the run."""
+        """Forward to the workers a signal that does not end the run."""
         if self._links[0].answer is not None:
             self._links[0].send(Signal(number=number))
 
@@ -274,7 +274,7 @@ class RemoteLeader:
 
 
 class _Pipe:
-    """Writes the output of node 0 to a descriptor. A closed reader does not end the run."""
+    """Writes the output of node 0 to a descriptor. If the reader closes it, the run continues."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

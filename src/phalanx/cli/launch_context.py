@@ -24,7 +24,7 @@ _PORTS = range(20000, 30000)  # below the kernel's ephemeral ports
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """What is known about the other nodes before a plan is made."""
+    """What is known about other nodes before a plan is made."""
 
     rendezvous: RendezvousConfig | None = None  # None: one node
     allocation: Allocation | None = None  # nodes on which no task has been started yet
@@ -32,7 +32,7 @@ class LaunchContext:
 
 
 def detect_context(options: RunOptions, environ: Mapping[str, str], home: str) -> LaunchContext:
-    """Return which nodes take part, and how this one joins them."""
+    """Return which nodes take part, and how this node joins them."""
     several = options.nodes.max_nodes > 1
     if options.nodes.standalone or (options.nodes.count_given and not several):
         return LaunchContext()
@@ -50,14 +50,14 @@ def detect_context(options: RunOptions, environ: Mapping[str, str], home: str) -
 
 def _scheduler(options: RunOptions, environ: Mapping[str, str]) -> SchedulerTask | Allocation | None:
     if not any(name.startswith(("SLURM", "OMPI_", "PMI", "MPI_")) for name in environ):
-        return None  # without importing anything
+        return None  # does not import anything
     from phalanx.cluster.sources import launchers
 
     try:
         return launchers.find(environ)
     except UsageError:
         if options.nodes.max_nodes > 1 and options.nodes.node_rank is not None:
-            return None  # the command line already has what the error would ask for
+            return None  # the command line already has what the error would request
         raise
 
 
@@ -82,7 +82,7 @@ def _from_command_line(options: RunOptions, environ: Mapping[str, str], home: st
             f"{given} differs per node, and the index of this node is missing",
             fix=f"phalanx run -n {count} {given} -i 0 --master HOST …",
         )
-    # In an elastic run, a node 0 that rejoins does not lead: the node that has the address does.
+    # In an elastic run, a node 0 that rejoins does not lead. The node that has the address leads.
     open_ = nodes.node_rank is None or ((nodes.spares or elastic) and address is not None)
     return replace(
         _common(options, environ, home, nodes.max_nodes),
@@ -113,7 +113,7 @@ def _from_task(options: RunOptions, environ: Mapping[str, str], home: str, task:
     placement = task.placement
     by_node = task.one_a_node is True and placement.node_rank is not None
     leads = placement.rank == 0
-    if placement.node_rank is not None:  # rank 0 need not be on the first node
+    if placement.node_rank is not None:  # rank 0 may not be on the first node
         leads = (placement.node_rank, placement.local_rank) == (0, 0)
     port = options.rendezvous.master_port if address is not None else None
     if port is None:
@@ -172,7 +172,7 @@ def _said(task: SchedulerTask | Allocation) -> str:
 
 
 def _common(options: RunOptions, environ: Mapping[str, str], home: str, expected: int) -> RendezvousConfig:
-    """Return what does not depend on where the other nodes were found."""
+    """Return the settings that do not depend on how the other nodes were found."""
     from phalanx.cluster.software import versions
     from phalanx.control import tokens
     from phalanx.launcher.rendezvous_config import JoinTerms, RendezvousConfig, RendezvousTimeouts
@@ -197,7 +197,7 @@ def _common(options: RunOptions, environ: Mapping[str, str], home: str, expected
 
 
 def join_settings(options: RunOptions, nodes: int, promised: tuple[int, ...]) -> dict[str, str]:
-    """Return what has to be equal on all nodes. Ranks of different programs would wait for each other forever."""
+    """Return what must be equal on all nodes. Ranks of different programs would wait for each other forever."""
     import hashlib
 
     least = f"{options.nodes.min_nodes}:" if options.nodes.min_nodes < options.nodes.max_nodes else ""

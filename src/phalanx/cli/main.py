@@ -18,7 +18,7 @@ from phalanx.contract.visible import visible
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.forkserver import log
 
-# Verbs by what they are for, each with its description. Each has a module, in a package per group: `command(verb)`.
+# Verbs by purpose, each with its description. `command(verb)` returns its module, which is in a package per group.
 GROUPS = {
     "Run": {
         "run": "start a script on every device of this machine, or of several",
@@ -53,7 +53,7 @@ VERBS = {verb: description for verbs in GROUPS.values() for verb, description in
 
 HIDDEN = ("node",)  # started by `run --hosts`, not by users
 
-# Names of other programs for a verb.
+# Verbs of other programs -> verbs of phalanx.
 _OTHER_NAMES = {
     "launch": "run",
     "train": "run",
@@ -80,8 +80,8 @@ _OTHER_NAMES = {
 
 
 def command(verb: str) -> ModuleType:
-    """`command("ps").main([])`: return the module of a verb, which has `main(argv) -> exit code`."""
-    group = next((title for title, verbs in GROUPS.items() if verb in verbs), "Run")  # hidden verbs are of runs
+    """Return the module of a verb, which has `main(argv) -> exit code`: `command("ps").main([])`."""
+    group = next((title for title, verbs in GROUPS.items() if verb in verbs), "Run")  # hidden verbs belong to runs
     return importlib.import_module(f"phalanx.cli.commands.{group.lower()}.{verb}")
 
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _exit(code: int) -> None:
     """Exit without tearing down the interpreter, which would take as long as everything else after the last rank.
 
-    Return if a thread is still running or a stream cannot be flushed: then Python exits as usual.
+    Return if a thread is still running or a stream cannot be flushed. Python then exits as usual.
     """
     if threading.active_count() > 1:
         return
@@ -137,7 +137,7 @@ def _write_report(error: PhalanxError) -> None:
 
 
 def _fill_standard_descriptors() -> None:
-    """Open /dev/null for closed descriptors (`<&-`): else a socket would get the number, and a rank would read it."""
+    """Open /dev/null for closed descriptors (`<&-`). Otherwise a rank could read a socket as its stdin."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)

@@ -7,7 +7,7 @@ import os
 
 from phalanx.errors import LaunchError, UsageError
 
-_HEAD = 2048  # bytes at the start of a file that are searched for the marker
+_HEAD = 2048  # bytes at the start of a file in which the marker is searched
 
 
 def write(path: str, text: str, *, marker: str, force: bool = False, what: str = "file") -> str:

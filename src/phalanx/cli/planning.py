@@ -22,12 +22,12 @@ from phalanx.launcher.command import Command
 from phalanx.launcher.plan import DeviceVisibility, GroupLayout, Plan, PlanRemarks, SpareWorkers
 from phalanx.launcher.runs.run_folder import make_run_id
 
-# Modules that run a script, and fail if torch was imported before it.
+# Modules that run a script, and fail if torch was imported before that.
 _NEED_FRESH = ("coverage",)
 
 
 def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchContext | None = None) -> Plan:
-    """Return everything that is decided before the first process starts. Raise if the run is not possible."""
+    """Return everything that is decided before the first process starts. Raise if the run is impossible."""
     context = context or LaunchContext()
     rendezvous = context.rendezvous
     script, workers, nodes, output = options.script, options.workers, options.nodes, options.output
@@ -37,13 +37,13 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
     command.check()
     key = {**environ, **options.script.env}.get(CHECKPOINT_KEY)
     if key is not None:
-        read_key(key)  # raises now, not in every rank
+        read_key(key)  # raises here, not in every rank
     inventory = nvidia.survey({**environ, **options.script.env})
     here, unused = _slots(options, inventory, context.node)
     seats = place(Cluster((Node(0, os.uname().nodename, here),)))
     task = rendezvous.task if rendezvous is not None else None
     tasks = task.local_tasks if task is not None else 1
-    follows = task is not None and bool(task.placement.local_rank)  # the first task on this host warns for all of them
+    follows = task is not None and bool(task.placement.local_rank)  # the first task on this host warns for all
     inherited = _inherited(options, environ, here, crowded=len(here) * tasks > 1)
     notes = list(options.notes)
     if rendezvous is None:
@@ -110,7 +110,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
 
 
 def _check_ranks(options: RunOptions, world_size: int) -> None:
-    """Raise if an option names a rank that does not exist. Nodes that are not known yet may have any rank."""
+    """Raise if an option names a rank that does not exist. Unknown nodes may have any rank."""
     read_by = () if options.script.stdin_rank is None else (options.script.stdin_rank,)
     for name, ranks in (("--show-ranks", options.output.ranks or ()), ("--stdin", read_by)):
         missing = sorted(rank for rank in ranks if rank >= world_size)
@@ -123,7 +123,7 @@ def _check_ranks(options: RunOptions, world_size: int) -> None:
 
 
 def _is_wrapper(python: str) -> bool:
-    """Return whether the interpreter is a script: it may start Python in a way that skips phalanx's hook."""
+    """Return whether the interpreter is a script, which may start Python in a way that skips phalanx's hook."""
     try:
         with open(_path(python), "rb") as file:
             return file.read(2) == b"#!"
@@ -136,13 +136,13 @@ def _is_wrapper(python: str) -> bool:
 def _path(program: str) -> str:
     if os.sep in program:
         return program
-    import shutil  # here, not above: it would delay the fork server
+    import shutil  # imported here: at the top it would delay the fork server
 
     return shutil.which(program) or program
 
 
 def _slots(options: RunOptions, inventory: Inventory, node: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-    """Return the slots of the workers, and those that are left."""
+    """Return the slots of the workers, and the unused slots."""
     asked, cpu = options.workers.count, options.workers.cpu
     if asked is None and options.workers.slots is not None and node < len(options.workers.slots):
         asked = options.workers.slots[node]
@@ -188,10 +188,10 @@ def _inherited(
     options: RunOptions, environ: Mapping[str, str], here: tuple[Slot, ...], *, crowded: bool
 ) -> dict[str, str]:
     inherited = {**environ, **options.script.env}
-    for name in (TOKEN, PAGE_KEY):  # secrets that no worker needs: scripts print their environment
+    for name in (TOKEN, PAGE_KEY):  # secrets that workers do not need: scripts print their environment
         inherited.pop(name, None)
     if crowded:
-        # As torchrun does: workers that use all cores slow each other down.
+        # As in torchrun: workers that use all cores slow each other down.
         inherited.setdefault(THREADS, "1")
     for name, value in sharing.for_all(here).items():
         inherited.setdefault(name, value)

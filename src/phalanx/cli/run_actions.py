@@ -1,4 +1,4 @@
-"""What the terminal view of a run may do to it: the same as a command from another terminal."""
+"""Actions on a run that its terminal view offers: the same as commands from another terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the run that a command is about: by name, by the start of its name, or the only one there is.
+"""Finds the run that a command refers to: by name, by the start of its name, or the only one there is.
 
 Several runs may have the same name: they are called NAME, NAME.2, NAME.3. NAME alone means the newest of them, and
 NAME.1 the first.
@@ -19,11 +19,11 @@ _LISTED = 10  # candidates in an error message
 
 
 def find_running(name: str | None, *, verb: str) -> RunRecord:
-    """Return a run that is running on this machine; without a name, the only one."""
+    """Return a run that is running on this machine. Without a name, return the only one."""
     running = [run for run in _all() if run.alive]
     if name is not None:
         same = [run for run in running if run.name == name]
-        if len(same) > 1:  # with other commands the newest is meant, but this one may end a run
+        if len(same) > 1:  # other commands take the newest run, but this one may end a run
             raise _ambiguous(f"{len(same)} running runs are called {name}", same, verb)
         return _chosen(name, running, verb=verb, how="is running")
     if len(running) == 1:
@@ -34,7 +34,7 @@ def find_running(name: str | None, *, verb: str) -> RunRecord:
 
 
 def find(name: str | None, *, verb: str) -> RunRecord:
-    """Return a run, running or ended. `name` may be its folder; without a name, the running one, else the last."""
+    """Return a run, running or ended. `name` may be its folder. Without a name: the running one, else the last."""
     if name is not None and os.sep in name:
         return _at(name)
     runs = list(_all())
@@ -57,10 +57,10 @@ def find_newest() -> RunRecord:
 
 
 def find_by_pid(pid: int, folder: str | None = None) -> RunRecord:
-    """Return the run whose agent has this process id: several nodes of a run on one machine share its name.
+    """Return the run whose agent has this process id. Several nodes of a run on one machine share its name.
 
-    A node that was started over ssh may keep its runs in a place that the environment does not name. Then `folder`
-    finds it.
+    A node that was started over ssh may keep its runs in a folder that the environment does not name. `folder` finds
+    it.
     """
     there = run_folder.read(folder) if folder is not None and os.sep in folder else None
     for run in ([there] if there is not None else []) + _all():
@@ -81,7 +81,7 @@ def _at(folder: str) -> RunRecord:
 
 
 def matching(word: str, runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs that a word may mean, of `runs` with the oldest first. One run: it is that one.
+    """Return the runs that a word may mean. `runs` has the oldest first.
 
     A whole name comes first and means the newest run of that name; then a whole id; then the start of either.
     """
@@ -112,7 +112,7 @@ def _chosen(word: str, runs: Sequence[RunRecord], *, verb: str, how: str) -> Run
 def _ambiguous(what: str, found: Sequence[RunRecord], verb: str) -> UsageError:
     """Return an error that lists the candidates, newest first."""
     newest = list(reversed(found))
-    again = {run.name for run in found if run.id != run.name}  # these names mean the newest run that has them
+    again = {run.name for run in found if run.id != run.name}  # these names mean the newest run of that name
     words = [f"{run.id}.1" if run.id in again else run.id for run in newest]
     width = max(map(len, words[:_LISTED]))
     lines = [

@@ -1,1 +1,1 @@
-"""What `phalanx demo` and `phalanx tour` run, and the digits that they and the examples learn from."""
+"""The programs that `phalanx demo` and `phalanx tour` run, and the digits that they and the examples train on."""

@@ -1,4 +1,4 @@
-"""The second part of `phalanx demo`: rank 1 raises an error while the others wait for it."""
+"""The second part of `phalanx demo`: rank 1 raises an error while the other ranks wait for it."""
 
 import phalanx
 

@@ -1,8 +1,8 @@
-"""Images and labels from IDX files, the format of MNIST; `load()` alone gives the small set that comes with phalanx.
+"""Loads images and labels from IDX files (the format of MNIST), or the small set that comes with phalanx.
 
-images, labels = idx.load()                            # 1,437 digits of 8 by 8 pixels, to learn from
-images, labels = idx.load(test=True)                   # 360 others
-images, labels = idx.load("~/mnist", test=True)        # the real files, packed (.gz) or not
+images, labels = idx.load()                            # 1,437 digits of 8 by 8 pixels, for training
+images, labels = idx.load(test=True)                   # 360 other digits
+images, labels = idx.load("~/mnist", test=True)        # the MNIST files, compressed (.gz) or not
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from phalanx.errors import UsageError
 
 EMBEDDED = Path(__file__).parent / "digits"
 LARGEST = 1 << 30  # bytes; MNIST's largest file has 47 MB
-_BYTES = 0x08  # the one element type of MNIST's files
+_BYTES = 0x08  # the only element type in MNIST's files
 _FIX = "--data DIR: a folder with MNIST's four files, {}; without it the digits that come with phalanx"
 
 
 def load(folder: str | Path | None = None, *, test: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images as floats from 0 to 1, (count, 1, height, width), and their labels as integers."""
+    """Return images as floats from 0 to 1, shape (count, 1, height, width), and their labels as integers."""
     where = EMBEDDED if folder is None else Path(folder).expanduser()
     part = "t10k" if test else "train"
     images_at, labels_at = _find(where, f"{part}-images", 3), _find(where, f"{part}-labels", 1)
@@ -40,7 +40,7 @@ def load(folder: str | Path | None = None, *, test: bool = False) -> tuple[torch
 
 
 def read(path: str | Path, *, dims: int | None = None) -> torch.Tensor:
-    """Read one IDX file, compressed or not, in the shape of its header."""
+    """Read one IDX file, compressed or not. The header gives the shape."""
     path = Path(path)
     try:
         with _open(path) as file:

@@ -39,7 +39,7 @@ class TourScene:
 
 
 def own(count: int) -> Rows:
-    """Return the own numbers of a rank: rank 2 holds 20 21 …"""
+    """Return a function for the initial numbers of a rank: rank 2 holds 20 21 …"""
     return lambda rank, world: [TourCell(10 * rank + place, rank) for place in range(count or world)]
 
 
@@ -89,7 +89,7 @@ def _all_words(rank: int, world: int) -> TourRow:
 
 
 def _column(rank: int, world: int) -> TourRow:
-    """Return the piece of every rank that is for this rank."""
+    """Return the pieces that all ranks have for this rank."""
     return [TourCell(10 * other + rank, other) for other in range(world)]
 
 

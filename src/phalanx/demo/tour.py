@@ -1,9 +1,9 @@
-"""The ranks of the tour: every call of torch.distributed, with what each held before and after, as JSON.
+"""The ranks of the tour: every call of torch.distributed, with the values before and after it, as JSON.
 
-The body of each function, but for its last line, is what the tour shows.
+The tour shows the body of each function without its last line.
 """
 
-# All take the same three, whether they need them or not; a rank's address is in its environment.
+# All functions take the same three arguments. The address of a rank is in its environment.
 # ruff: noqa: ARG001, TID251
 
 import contextlib
@@ -160,10 +160,10 @@ def play(name: str, held: list[Any], rank: int, world: int) -> dict[str, Any]:
     thing = torch.tensor(held, dtype=torch.long) if held and isinstance(held[0], int) else list(held)
     before, began = list(held), time.monotonic()
     with warnings.catch_warnings():
-        # Newer versions of torch deprecate some of these names; older versions have no others.
+        # Newer versions of torch deprecate some of these names; older versions have only these.
         warnings.simplefilter("ignore", FutureWarning)
         after = call(thing, rank, world)
-    if name == "barrier":  # what it noted on the way: all ranks read the same clock
+    if name == "barrier":  # its times: all ranks read the same clock
         before = thing
     values = after.tolist() if isinstance(after, torch.Tensor) else list(after)
     return {"name": name, "before": before, "after": values, "code": code(call), "seconds": time.monotonic() - began}
@@ -188,11 +188,11 @@ def perform(names: list[str]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """tour.py RANKS NAME…"""
+    """Run `tour.py RANKS NAME…`."""
     linux.die_with_parent(os.getppid())
     ranks, names = int(sys.argv[1]), sys.argv[2:]
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
+        with contextlib.redirect_stdout(sys.stderr):  # only the result goes to stdout
             played = spawn(perform, ranks, (names,), backend="gloo", timeout=_TIMEOUT)
     except PhalanxError as error:
         sys.stderr.write(f"phalanx: {error}\n")

@@ -1,1 +1,1 @@
-"""What is wrong: evidence from all ranks -> Verdict. Pure."""
+"""Finds what is wrong: evidence from all ranks -> Verdict. Pure."""

@@ -1,4 +1,4 @@
-"""What a rank is doing, in a few words."""
+"""Describes what a rank is doing, in a few words."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def named(state: RankState, call: CallEvidence) -> str:
 
 
 def _bucket_number(state: RankState, call: CallEvidence) -> int | None:
-    """Return the number of the bucket since the last collective that was none."""
+    """Return the number of a gradient bucket: the buckets since the last collective that was not a bucket."""
     before = [each for each in state.rank.calls if each.group == call.group and each.seq < call.seq]
     seen = {call.shapes}
     for count, each in enumerate(reversed(before)):

@@ -1,4 +1,6 @@
-"""Evidence -> verdicts, the most certain and most to blame first. Empty if nothing is known to be wrong."""
+"""Evidence -> verdicts. Certain verdicts come first, then those most to blame. Empty if nothing is known to be
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,21 @@ from phalanx.diagnose.rules.collectives.divergence import divergences
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field, survey
 
-_BETWEEN = ("network", "join", "stands")  # ranks wait for each other, and none is to blame
+_BETWEEN = ("network", "join", "stands")  # in these kinds ranks wait for each other, and no rank is to blame
 _OUT_OF_STEP = ("uneven data", "skipped collective")
 
 
 def diagnose(evidence: Evidence) -> list[Verdict]:
-    """Return what is wrong. Empty while a debugger is open: then ranks are paused on purpose."""
+    """Return what is wrong. The list is empty while a debugger is open, because ranks are then paused on purpose."""
     if any(rank.debugged for rank in evidence.ranks):
         return []
     field = survey(evidence)
     diverged = divergences(field)
     found = list(process.nodes(field))
-    found += [desync.judge(field, divergence) for divergence in diverged]  # before those who died of it
+    found += [desync.judge(field, divergence) for divergence in diverged]  # listed before ranks that died because of it
     found += [*process.verdicts(field), *rendezvous.verdicts(field), *deadlock.verdicts(field)]
     accused = {rank for verdict in found for rank in verdict.ranks}
-    passed = any(divergence.passed for divergence in diverged)  # then ranks that are out of step are so because of that
+    passed = any(divergence.passed for divergence in diverged)  # the cause of any rank that is out of step
     found += [each for each in blame.verdicts(field, accused) if not (passed and each.kind in _OUT_OF_STEP)]
     if not any(verdict.kind in ("node", "exited", "stopped", "gpu lost", "deadlock", "address") for verdict in found):
         found += network.verdicts(field, {divergence.group for divergence in diverged})

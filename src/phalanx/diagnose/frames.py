@@ -1,4 +1,4 @@
-"""What a stack means: the innermost frame of the user's code, and what the library frames around it do."""
+"""Interprets a stack: the innermost frame of user code, and what the library frames inside it do."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _THEIRS = re.compile(
 )
 _TYPED = ("<string>", "<stdin>", "<ipython-input")
 _LOADER = "torch/utils/data/"
-_CACHED = 4096  # answers about files and functions: ranks run the same code
+_CACHED = 4096  # cached answers about files and functions: ranks run the same code
 _SAYS_NOTHING = frozenset({"__call__", "wrapper", "<module>", "<lambda>", "run", "main"})
 
 
 @dataclass(frozen=True)
 class Act:
-    """What a thread is doing. `shown`: a frame or the text of its line says so, not only the kernel."""
+    """What a thread is doing. `shown`: a frame or the source line shows it, not only the kernel."""
 
     what: What
     words: str  # waiting for a lock
     shown: bool = True
-    name: str = ""  # of the library's function, where it matters: all_reduce
+    name: str = ""  # the library function, where it matters: all_reduce
 
 
 NOTHING = Act("nothing", "", shown=False)
 
-# Of library frames: the one nearest to the user's own code that is in this table says what it is about.
+# Library frames. If several match, the one nearest to the user code decides.
 _FRAMES: tuple[tuple[str, str, What, str], ...] = (
     (r"torch/distributed/distributed_c10d\.py$", r"init_process_group|_store_based_barrier", "join", "joining"),
     (r"torch/distributed/rendezvous\.py$", r".*", "join", "joining"),
@@ -86,7 +86,7 @@ _FRAMES: tuple[tuple[str, str, What, str], ...] = (
      "waiting for a socket or a pipe"),
 )  # fmt: skip
 
-# Built-in calls have no frame: then the text of the line tells, where it is known.
+# Built-in calls have no frame. For these, the source line decides, if it is known.
 _SOURCES: tuple[tuple[str, What, str], ...] = (
     (r"\binput\(|stdin\.(read|buffer)", "input", "waiting for input"),
     (r"\bsleep\(", "sleep", "sleeping"),
@@ -97,12 +97,12 @@ _SOURCES: tuple[tuple[str, What, str], ...] = (
     (r"flock\(|lockf\(", "lock", "waiting for a file lock"),
     (r"\.(recv|accept|connect)\(|\bselect\(", "socket", "waiting for the network"),
     (r"synchronize\(", "cuda", "waiting for the GPU"),
-    (r"\.wait\(", "work", "waiting for an operation under way"),  # of torch's own: others would have a frame
+    (r"\.wait\(", "work", "waiting for an operation under way"),  # only torch's own objects: others would have a frame
 )
 
 _READS_GPU = re.compile(r"\.(item|tolist|cpu|numpy|nonzero)\(")
 
-# And last the kernel, which knows in what the main thread sleeps.
+# As a last resort, the kernel function in which the main thread sleeps.
 _KERNEL: tuple[tuple[str, What, str], ...] = (
     (r"nanosleep", "sleep", "sleeping"),
     (r"futex", "lock", "waiting for a lock"),
@@ -117,7 +117,7 @@ _KERNEL: tuple[tuple[str, What, str], ...] = (
 )
 
 
-# Compiled when the first stack is read: that takes longer than the rest of the import, which every run waits for.
+# Compiled when the first stack is read: that takes longer than the rest of the import, and every run would wait for it.
 @cache
 def _frame_patterns() -> tuple[tuple[re.Pattern[str], re.Pattern[str], What, str], ...]:
     return tuple((re.compile(file), re.compile(function), what, words) for file, function, what, words in _FRAMES)
@@ -129,7 +129,7 @@ def _patterns(table: tuple[tuple[str, What, str], ...]) -> tuple[tuple[re.Patter
 
 
 def mine(frame: Frame) -> bool:
-    """Return whether a frame is user code: no library, nothing frozen or generated, not phalanx."""
+    """Return whether a frame is user code: not a library, not frozen or generated code, not phalanx."""
     return _is_users(frame.file)
 
 
@@ -157,13 +157,13 @@ def main_frames(rank: Rank) -> tuple[Frame, ...]:
 
 
 def act(frames: Sequence[Frame], process: Process | None = None) -> Act:
-    """Return what a thread does, by its library frames, the text of its line, or the kernel."""
+    """Return what a thread does, from its library frames, its source line, or the kernel."""
     found = NOTHING
     for frame in frames:
         if mine(frame):
             break
         meaning = _meaning(frame.file, frame.function)
-        # What is nearer to the user's code says more: select < Queue.get < a DataLoader. Plain helpers say nothing.
+        # A frame nearer to the user code says more: select < Queue.get < a DataLoader. Plain helpers say nothing.
         found = meaning or found
     if found is not NOTHING:
         return found
@@ -175,9 +175,8 @@ def act(frames: Sequence[Frame], process: Process | None = None) -> Act:
 
 
 def reads_gpu(frames: Sequence[Frame]) -> Act | None:
-    """Return what a rank does whose line reads a value from the GPU: it waits for all queued kernels.
-
-    None: it does not.
+    """Return the activity of a rank whose source line reads a value from the GPU: it waits for all queued kernels.
+    None: the line does not read one.
     """
     source = frames[0].source if frames and mine(frames[0]) else ""
     return Act("cuda", "waiting for the GPU") if _READS_GPU.search(source) else None
@@ -213,7 +212,7 @@ def in_backward(frames: Sequence[Frame]) -> bool:
 
 
 def in_work(frames: Sequence[Frame]) -> bool:
-    """Return whether the stack waits for a collective of a phalanx group, also inside the C++ of a backward pass."""
+    """Return whether the stack waits for a collective of a phalanx group, even from C++ code of the backward pass."""
     return any(
         frame.file.replace("\\", "/").endswith(f"phalanx/{paths.WORK}") and frame.function == "wait" for frame in frames
     )

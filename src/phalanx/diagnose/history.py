@@ -1,7 +1,7 @@
-"""Finds the first different collective of a group, from what the flight recorders still have.
+"""Finds the first collective that differs between the ranks of a group, from the records of their flight recorders.
 
 NCCL does not compare what ranks call: a broadcast that meets an all_reduce gives wrong numbers, and the ranks continue.
-The hang comes later, or never. So calls with the same number are compared here, finished or not.
+The hang comes later, or never. Therefore calls with the same sequence number are compared here, finished or not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Frame, History, Recorded, Signature
 
-# Which tensors have the same number of elements on all ranks. Of all others sizes may differ: all_to_all with splits,
-# all_gather_v, reduce_scatter_v. Of scatter and gather only the root has all parts.
+# Operations whose tensors have the same number of elements on all ranks. Sizes of other operations may differ:
+# all_to_all with splits, all_gather_v, reduce_scatter_v. For scatter and gather only the root has all parts.
 _INPUTS = frozenset(
     {
         *("all_reduce", "allreduce", "all_reduce_coalesced", "allreduce_coalesced", "broadcast", "reduce", "gather"),
@@ -32,7 +32,7 @@ OUTPUTS = frozenset(
 _Key = tuple[object, ...]
 Shift = Literal["", "replaced", "added", "skipped"]
 _SHIFTS: tuple[tuple[Shift, int, int], ...] = (("replaced", 1, 1), ("added", 1, 0), ("skipped", 0, 1))
-_AHEAD = 64  # collectives after a difference that are compared
+_AHEAD = 64  # how many collectives after a difference are compared
 
 
 class Item(NamedTuple):
@@ -42,15 +42,15 @@ class Item(NamedTuple):
     site: tuple[Frame, ...] = ()
 
 
-Log = Mapping[int, tuple[Item, ...]]  # number -> what was called under it; several: coalesced into one
+Log = Mapping[int, tuple[Item, ...]]  # sequence number -> items with that number; several: coalesced into one
 
 
 @dataclass(frozen=True)
 class HistorySide:
-    """Ranks that called the same."""
+    """Ranks that made the same call."""
 
     ranks: tuple[int, ...]
-    items: tuple[Item, ...]  # of the first of them
+    items: tuple[Item, ...]  # items of the first of these ranks
 
     @property
     def item(self) -> Item:
@@ -63,10 +63,10 @@ class Difference:
     """The first place where the recorded collectives of ranks differ."""
 
     seq: int
-    sides: tuple[HistorySide, ...]  # the fewest ranks first; of equally many, those without the lowest rank
-    begin: int  # the first number that two ranks still have: what was before cannot be compared
+    sides: tuple[HistorySide, ...]  # the side with the fewest ranks first; if equal, the side without the lowest rank
+    begin: int  # the first sequence number that two ranks still have: earlier calls cannot be compared
     overwritten: tuple[int, ...] = ()  # ranks whose records begin after it
-    part: int = 0  # of coalesced collectives, the first that differs
+    part: int = 0  # index of the first coalesced collective that differs
 
 
 def logs(history: History) -> dict[tuple[str, str], dict[int, tuple[Item, ...]]]:
@@ -87,8 +87,8 @@ def _log(recorded: Recorded, items: Sequence[Item]) -> dict[int, tuple[Item, ...
 def first_difference(histories: Mapping[int, Log]) -> Difference | None:
     """Return the first difference in one group.
 
-    Only ranks that have a record for a number are compared: a rank that is not there yet does not differ, nor does
-    one whose older records are overwritten.
+    For each sequence number, only ranks that have a record are compared. A rank that has not reached it does not
+    differ, nor does a rank whose older records are overwritten.
     """
     known = {rank: log for rank, log in sorted(histories.items()) if log}
     if len(known) < 2:
@@ -96,7 +96,7 @@ def first_difference(histories: Mapping[int, Log]) -> Difference | None:
     begin = sorted(map(min, known.values()))[1]
     last = {rank: max(log) for rank, log in known.items()}
     keys: dict[_Key, int] = {}
-    numbers: dict[int, int] = {}  # by identity: a log has the same object for all collectives of a kind
+    numbers: dict[int, int] = {}  # by identity: a log uses the same object for all collectives of a kind
     for log in known.values():
         for items in log.values():
             if id(items) not in numbers:
@@ -116,7 +116,7 @@ def first_difference(histories: Mapping[int, Log]) -> Difference | None:
 
 
 def _key(item: Item) -> _Key:
-    """Return what all ranks must agree on. None: unknown, or it may differ."""
+    """Return what all ranks must agree on. None: unknown, or allowed to differ."""
     signature = item.signature
     dtype = signature.dtypes[0] if signature.dtypes else None
     return signature.op, _size(signature), dtype, signature.reduction or None, signature.root

@@ -20,25 +20,26 @@ from phalanx.diagnose.rank_state import LONGER, UNHEARD
 
 STALL_AFTER = 30.0
 AGAIN = 600.0  # seconds after which a lasting stall is reported again
-_SEVERAL = 5.0  # usual steps
-_ALL = 2.0  # usual steps, if all wait: a step may consist of little else
-_ASLEEP = 10.0  # seconds between two readings: this process was suspended, by Ctrl-Z or with the whole host
+_SEVERAL = 5.0  # times the usual step
+_ALL = 2.0  # times the usual step, if all ranks wait: a step may consist of little else
+# seconds between two readings that mean that this process was suspended: by Ctrl-Z, or with the whole host
+_ASLEEP = 10.0
 _LONG = frozenset({"compile", "checkpoint", "import"})
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """The progress and state of a rank at one moment. A leader makes one per second for each of all ranks."""
+    """The progress and state of a rank at one moment. The leader makes one per rank and second."""
 
     rank: int
     time: float
-    step: int = -1  # the newest finished step; -1: none was seen
+    step: int = -1  # the newest finished step; -1: none seen
     progress: int = 0  # completed collectives of all groups
-    batches: int = 0  # from a DataLoader, as far as seen
+    batches: int = 0  # batches from a DataLoader, as far as seen
     phase: Phase = "idle"
     waiting: bool = False  # in a collective, a receive, or the rendezvous
     silent: float = 0.0  # seconds since it last published anything
     busy: bool = False  # its main thread computes, in changing places
-    works: bool = False  # it computes at least now and then
+    works: bool = False  # it computes at least occasionally
     state: str = "S"  # as in /proc
     debugged: bool = False
     usual: float = 0.0  # seconds per step; 0: unknown
@@ -49,9 +50,9 @@ class Alarm:
     """A stall that has begun, still lasts, or is over."""
 
     what: Literal["stall", "again", "resumed"]
-    ranks: tuple[int, ...]  # suspects: the late ranks, or all that wait
+    ranks: tuple[int, ...]  # suspects: the late ranks, or all ranks if all wait
     since: float  # when they last made progress
-    limit: float  # seconds without progress that were allowed
+    limit: float  # allowed seconds without progress
     proven: bool = False
     waiting: tuple[int, ...] = ()  # other ranks without progress, which wait
 
@@ -62,10 +63,10 @@ class _Past:
 
     mark: tuple[int, int, int]
     moved: float  # when it last finished a step, a batch or a collective
-    eased: float  # when it was last seen in something that may take long
-    worked: float  # when it was last seen to compute
+    eased: float  # when it was last seen in a phase that may take long
+    worked: float  # when it was last seen computing
     stepped: bool = False  # its steps have been counted
-    met: bool = False  # it has done a collective, or waited in one
+    met: bool = False  # it has completed a collective, or waited in one
 
 
 @dataclass
@@ -75,14 +76,14 @@ class ProgressWatch:
     stall_timeout: float = STALL_AFTER
     _past: dict[int, _Past] = field(default_factory=dict)
     _alarm: Alarm | None = None
-    _marks: dict[int, float] = field(default_factory=dict)  # of the alarm: when each of its ranks had last moved
+    _marks: dict[int, float] = field(default_factory=dict)  # when each rank of the alarm last made progress
     _told: float = 0.0
-    _idle: float = 0.0  # seconds without progress of any of them, if they belong together
-    _resting: float = 0.0  # seconds in which none of them has computed
+    _idle: float = 0.0  # seconds without progress of any rank, if they have used collectives
+    _resting: float = 0.0  # seconds since any rank computed
     _now: float = 0.0  # time of the newest reading: a rank without readings makes no progress
 
     def see(self, readings: Sequence[Reading]) -> Alarm | None:
-        """Add readings of all ranks. Returns an alarm if one is due."""
+        """Add readings of all ranks. Return an alarm if one is due."""
         alive = [each for each in readings if each.state not in ("Z", "X")]
         self._remember(alive)
         if not alive:
@@ -104,7 +105,7 @@ class ProgressWatch:
 
     def _remember(self, alive: list[Reading]) -> None:
         here = {each.rank for each in alive}
-        if here != self._past.keys():  # ranks were added or removed: the time starts again, unless they hang
+        if here != self._past.keys():  # ranks were added or removed: start timing again, unless they hang
             old, self._past = self._past, {}
             for each in alive:
                 if each.rank in old:
@@ -125,7 +126,7 @@ class ProgressWatch:
                 past.worked = each.time
 
     def _ongoing(self, alarm: Alarm, now: float) -> Alarm | None:
-        """Return an alarm if the current stall is over, or is to be repeated."""
+        """Return an alarm if the current stall is over, or must be reported again."""
         if any(rank not in self._past for rank in alarm.ranks):
             self._past = {}
         if (
@@ -167,7 +168,7 @@ class ProgressWatch:
         return Alarm("stall", ranks, max(self._past[rank].moved for rank in ranks), limit, proven, others)
 
     def _moved(self, rank: int) -> bool:
-        """Return whether there was progress since the alarm."""
+        """Return whether the rank made progress since the alarm."""
         return rank in self._past and self._past[rank].moved > self._marks[rank]
 
     def _still(self, reading: Reading) -> float:
@@ -192,7 +193,7 @@ class ProgressWatch:
             return self._rests(past, limit)
         if self._still(reading) >= LONGER * limit:
             return True
-        # It waits for other ranks: those are judged instead.
+        # It waits for other ranks, which are judged instead.
         if _waits(reading):
             return False
         # A first step may take long. If steps cannot be seen, assume a first step while it computes.

@@ -9,15 +9,15 @@ from phalanx.diagnose import frames
 from phalanx.diagnose.evidence import CallEvidence, Evidence, Frame, Rank
 from phalanx.diagnose.frames import Act
 
-PATIENCE = 2.0  # seconds at one place, at least, before it is worth a word
-SEVERAL = 3.0  # times the usual step, likewise
-LONGER = 10.0  # times the limit, for those that compute or do what takes its time
-UNHEARD = 3.0  # seconds without a sign of a process whose Python is free to give one
-SPINS = 0.7  # cores: it computes
-COMPUTES = 0.1  # cores: now and then
-RESTS = 0.05  # cores: it does not
-MOVES = 1e5  # bytes a second: it reads or writes
-STREAMS = 1e6  # likewise, whatever it is at: a data set is read, or a checkpoint written, by code that nobody knows
+PATIENCE = 2.0  # minimum seconds at one place before it is reported
+SEVERAL = 3.0  # likewise, in usual steps
+LONGER = 10.0  # times the limit, for ranks that compute, or do something that may take long
+UNHEARD = 3.0  # seconds without a status update after which the GIL counts as held
+SPINS = 0.7  # cores: it computes without waiting
+COMPUTES = 0.1  # cores: it computes occasionally
+RESTS = 0.05  # cores: it does not compute
+MOVES = 1e5  # bytes per second: it reads or writes
+STREAMS = 1e6  # bytes per second that count as progress in any code: it may read a data set or write a checkpoint
 WAITS = ("collective", "join")  # phases in which a rank waits for others
 MEETINGS = ("join", "new group")  # every rank must call these, and they have no sequence number
 _LONG = frozenset({"compile", "checkpoint", "import"})
@@ -29,10 +29,10 @@ class RankState:
 
     rank: Rank
     act: Act
-    place: Frame | None  # in the user's code, or else the innermost there is
-    call: CallEvidence | None  # it waits in
-    stuck: bool  # long enough at one place to be asked about it
-    unheard: float = UNHEARD  # seconds without a sign after which Python's lock counts as held
+    place: Frame | None  # in user code, else the innermost frame
+    call: CallEvidence | None  # the call in which it waits
+    stuck: bool  # it has been at one place long enough to be reported
+    unheard: float = UNHEARD  # seconds without a status update after which the GIL counts as held
 
     @property
     def number(self) -> int:
@@ -76,17 +76,17 @@ class RankState:
 
     @property
     def works(self) -> bool:
-        """Whether it computes, at least now and then."""
+        """Whether it computes, at least occasionally."""
         return self.rank.busy or self.spins or self.cpu >= COMPUTES
 
     @property
     def held(self) -> bool:
-        """Whether Python's lock is held: the process does not answer and is not stopped."""
+        """Whether the GIL is held: the process does not answer and is not stopped."""
         return self.rank.silent >= self.unheard and not (self.gone or self.stopped) and self.rank.process is not None
 
     @cached_property
     def long(self) -> str:
-        """What it does, if that may take long: compile, checkpoint, import."""
+        """The activity that may take long, or an empty string: compile, checkpoint, import."""
         if self.rank.phase in _LONG:
             return self.rank.phase
         for phase, test in (("checkpoint", frames.in_checkpoint), ("compile", frames.in_compiler)):
@@ -98,7 +98,7 @@ class RankState:
     def moves(self) -> bool:
         """Whether it is slow but not stuck: it computes at changing places, or does I/O."""
         process = self.rank.process
-        if self.rank.busy or self.long in ("compile", "import"):  # others may compile for it
+        if self.rank.busy or self.long in ("compile", "import"):  # child processes may compile for it
             return True
         if self.act.what in ("subprocess", "loader") and self._others_work:
             return True
@@ -110,7 +110,7 @@ class RankState:
 
     @property
     def proceeds(self) -> bool:
-        """Whether it compiles or writes a checkpoint, and the kernel confirms it."""
+        """Whether it compiles or writes a checkpoint, and the kernel confirms that."""
         if self.long == "compile":
             return self.works or self._others_work
         return self.long == "checkpoint" and self.moves
@@ -129,7 +129,7 @@ class RankState:
 
 
 def only_late(evidence: Evidence, state: RankState) -> bool:
-    """Return whether a rank did not answer in time, but waited for others when it last published: its host is busy."""
+    """Return whether a rank only answered late on a busy host: it waited for others at its last status update."""
     rank = state.rank
     known = rank.threads or rank.calls or rank.process is None or state.gone or state.stopped
     return not known and rank.phase in WAITS and rank.silent < evidence.limit
@@ -159,10 +159,10 @@ def state_of(evidence: Evidence, rank: Rank) -> RankState:
     if not act.shown and (rank.device or rank.gpu is not None):
         act = frames.reads_gpu(stack) or act
     usual = rank.usual if 0 < rank.usual < 1e6 else 0.0
-    patience = min(PATIENCE, evidence.limit)  # with a shorter --stall-timeout the others have not stood longer either
+    patience = min(PATIENCE, evidence.limit)  # with a shorter --stall-timeout, no rank has been at one place for longer
     stuck = max(rank.since, evidence.waited) >= max(patience, SEVERAL * usual)
     place = frames.own(stack) or (stack[0] if stack else None)
-    unheard = min(UNHEARD, max(evidence.limit, 1.0))  # an alarm for a silent rank comes after the limit
+    unheard = min(UNHEARD, max(evidence.limit, 1.0))  # the alarm for a silent rank comes after the limit
     bare = RankState(rank, act, place, None, stuck, unheard)
     return RankState(rank, act, place, _waits_in(bare), stuck, unheard)
 
@@ -181,20 +181,20 @@ def _waits_in(state: RankState) -> CallEvidence | None:
         return wanted[-1] if wanted else _seen(rank, act)
     if not undone:
         return None
-    if frames.in_work(stack):  # however it waits: MPI spins
+    if frames.in_work(stack):  # MPI spins while it waits
         return undone[-1]
     if act.shown and act.what not in ("backward", "cuda"):
         return None
     if "nccl" in backend(rank, undone[-1].group):
         return next(iter(_queued(rank)), None) if unstarted(rank) is None else None
-    # A wait for gloo sleeps in a lock. What computes, or sleeps elsewhere, has merely left it under way.
+    # A wait for gloo sleeps in a lock. A rank that computes, or sleeps elsewhere, only has the collective pending.
     if state.spins or act.what not in ("nothing", "lock", "backward", "cuda"):
         return None
     return undone[-1]
 
 
 def _queued(rank: Rank) -> list[CallEvidence]:
-    """Return the first unfinished call: NCCL runs calls in order, and the process runs ahead of its GPU.
+    """Return the unfinished calls in order: NCCL runs calls in order, and the process runs ahead of its GPU.
 
     torch does not record the end of messages that are called as one batch.
     """
@@ -217,12 +217,12 @@ def unstarted(rank: Rank) -> CallEvidence | None:
 
 
 def _seen(rank: Rank, act: Act) -> CallEvidence:
-    """Return the call that the stack alone shows."""
+    """Return the call that only the stack shows."""
     group = rank.groups[0] if rank.groups else None
     op = act.name.removeprefix("i") if act.what == "message" else act.name
     return CallEvidence(group=group.name if group else "", seq=0, op=op or "a collective")
 
 
 def backend(rank: Rank, group: str) -> str:
-    """Return the backend of a group of a rank; empty if it is unknown."""
+    """Return the backend of a group on a rank; empty if unknown."""
     return next((each.backend for each in rank.groups if each.name == group), "")

@@ -1,4 +1,4 @@
-"""A diagnosis for people and for programs: verdicts, what all ranks do, how to see more."""
+"""Formats a diagnosis for people and for programs: verdicts, what all ranks do, how to see more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ReportPlace(msgspec.Struct, frozen=True):
 
 
 def places(evidence: Evidence) -> list[ReportPlace]:
-    """Return ranks by place, the smallest group first: a rank that is alone is more interesting."""
+    """Return ranks by place, the smallest group first: a rank that is alone is the most interesting."""
     evidence = timed(evidence)
     together: dict[str, list[RankState]] = {}
     for rank in evidence.ranks:

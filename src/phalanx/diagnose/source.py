@@ -1,4 +1,4 @@
-"""What the source says about a line: its text, and the loop and the condition on the rank around it."""
+"""Reads from the source file of a line: its text, and the enclosing loop and condition on the rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 from phalanx.diagnose.evidence import Frame
 
 _RANK = re.compile(r"rank|is_main|is_master|main_process|is_first|is_leader", re.IGNORECASE)
-_LONGEST = 60  # characters of a condition in a sentence
+_LONGEST = 60  # maximum characters of a condition in a sentence
 
 
 def annotate(frame: Frame, text: str) -> Frame:
-    """Return the frame with what its file says; unchanged if the file is not what ran."""
+    """Return the frame with what its source file shows. Unchanged if the file is not the one that ran."""
     lines = text.splitlines()
     if not 0 < frame.line <= len(lines):
         return frame
@@ -36,9 +36,7 @@ def _tree(text: str) -> ast.AST | None:
 def _around(text: str, line: int) -> tuple[str, int]:
     tree = _tree(text)
     guard, loop = "", 0
-    for node in (
-        ast.walk(tree) if tree is not None else ()
-    ):  # from the outside in, so that the innermost has the last word
+    for node in ast.walk(tree) if tree is not None else ():  # from the outside in: the innermost match wins
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and _within(node, line):
             guard, loop = "", 0
         elif isinstance(node, ast.For | ast.AsyncFor | ast.While) and _within(node, line):

@@ -1,4 +1,4 @@
-"""Which ranks wait for which: the collectives and messages that ranks wait in, and the ranks that are missing there."""
+"""Finds which ranks wait for which: the collectives and messages they wait in, and the ranks missing there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.diagnose.evidence import CallEvidence, Evidence, GroupEvidence, Ran
 from phalanx.diagnose.rank_state import MEETINGS, RankState, state_of, unstarted
 
 _Memo = dict[tuple[str, int, str, frozenset[int]], frozenset[int]]
-_Groups = dict[tuple[int, ...], frozenset[int]]  # ranks as a group lists them -> those of which something is known
+_Groups = dict[tuple[int, ...], frozenset[int]]  # ranks of a group in its order -> those about which something is known
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Field:
 
     evidence: Evidence
     states: dict[int, RankState]
-    awaits: dict[int, frozenset[int]] = field(default_factory=dict)  # waiting rank -> ranks that have not come
+    awaits: dict[int, frozenset[int]] = field(default_factory=dict)  # waiting rank -> missing ranks
 
     def of(self, ranks: Iterable[int]) -> list[RankState]:
         """Return the states of these ranks, in order."""
         return [self.states[rank] for rank in sorted(ranks) if rank in self.states]
 
     def waiting_for(self, ranks: Iterable[int]) -> list[int]:
-        """Return who waits for these ranks, directly or through others."""
+        """Return the ranks that wait for these ranks, directly or through others."""
         reached = set(ranks)
         found: set[int] = set()
         while True:
@@ -55,7 +55,7 @@ class Field:
 
 
 def awaited_by(missing: Iterable[frozenset[int]]) -> set[int]:
-    """Return all ranks in these sets. Thousands of ranks may wait for the same thousands: equal sets are read once."""
+    """Return all ranks in these sets. Equal sets are read once: thousands may wait for the same thousands."""
     return set().union(*set(missing))
 
 
@@ -84,7 +84,7 @@ def survey(evidence: Evidence) -> Field:
     evidence = timed(evidence)
     states = {rank.rank: state_of(evidence, rank) for rank in evidence.ranks}
     awaits: dict[int, frozenset[int]] = {}
-    memo: _Memo = {}  # most ranks wait in the same one
+    memo: _Memo = {}  # most ranks wait in the same call
     groups: _Groups = {}
     for state in states.values():
         missing = _missing(state, states, evidence, memo, groups)
@@ -101,7 +101,7 @@ def _missing(
     groups: _Groups,
 ) -> frozenset[int] | None:
     call = state.call
-    if not state.stuck:  # however slow its steps are, who is stopped does not come
+    if not state.stuck:  # a stopped rank does not arrive, however slow its steps are
         if call is None or call.op in ("send", "recv"):
             return None
         members = members_of(state, states, groups)
@@ -130,7 +130,7 @@ def _missing(
 
 
 def members_of(state: RankState, states: dict[int, RankState], known: _Groups | None = None) -> frozenset[int]:
-    """Return the ranks of the group of a call. `known`: those of groups that were asked for before."""
+    """Return the ranks of the group of a call. `known` caches the groups of earlier calls."""
     call = state.call
     group = next((each for each in state.rank.groups if call is not None and each.name == call.group), None)
     listed = group.ranks if group is not None else ()
@@ -141,7 +141,7 @@ def members_of(state: RankState, states: dict[int, RankState], known: _Groups | 
 
 
 def _absent(state: RankState, call: CallEvidence) -> bool:
-    if state.stopped or state.gone:  # it cannot continue what it has called
+    if state.stopped or state.gone:  # it cannot continue what it called
         return not any(each.done and (each.group, each.seq) == (call.group, call.seq) for each in state.rank.calls)
     if call.seq > 0:
         reached = newest(state.rank, call.group)

@@ -1,4 +1,4 @@
-"""Ranks, places, sizes and collectives as text."""
+"""Formats ranks, places, sizes and collectives as text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def verb(ranks: Iterable[int], one: str, several: str) -> str:
 
 
 def others(ranks: Iterable[int], evidence: Evidence, besides: Iterable[int]) -> str:
-    """Return "the other 3", or their numbers if those are not all."""
+    """Return "the other 3", or their numbers if these are not all others."""
     named, all_ranks = set(ranks), {rank.rank for rank in evidence.ranks}
     if named and named == all_ranks - set(besides):
         return f"the other {len(named)}" if len(named) > 1 else f"the other one ({who(named)})"
@@ -50,7 +50,7 @@ def others(ranks: Iterable[int], evidence: Evidence, besides: Iterable[int]) -> 
 
 
 def file(path: str) -> str:
-    """Return the name of a file, with its folder if the name alone says nothing."""
+    """Return the name of a file, with its folder if the name alone is too generic."""
     parts = path.replace("\\", "/").split("/")
     return "/".join(parts[-2:]) if parts[-1] in ("__init__.py", "__main__.py") else parts[-1]
 

@@ -1,1 +1,1 @@
-"""What to do about a fault. Pure: no process, no clock."""
+"""Decides what to do about a fault. Pure: no process, no clock."""

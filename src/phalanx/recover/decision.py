@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-REPEATS = 3  # of the same crash without progress: stop
+REPEATS = 3  # the same crash this often without progress: stop
 OUTSIDE = 10  # deaths by SIGKILL without progress: too little memory, or a rank that always hangs
 SOON = 300.0  # seconds after a start in which an error of the script is not retried
-TRIES = 10  # of a rank that raises the same exception at the same line each time, although others commit steps
-TRIES_WINDOW = 600.0  # seconds within which these tries count
-STORE_STARTS = 3  # of stores that end before they have answered; then there is a pause before the next
+TRIES = 10  # failures of one rank with the same exception at the same line, although other ranks commit steps
+TRIES_WINDOW = 600.0  # seconds within which these failures count
+STORE_STARTS = 3  # stores that end before they answer; after these, pause before starting the next
 STORE_PAUSE = 30.0  # seconds
 AT_ONCE = 30.0  # seconds after a start without progress, if the script does not report its steps
 
 
-# That another try succeeds. "over": the training is complete, and only its last checkpoint could not be written.
-# "stopped": the training has stopped itself (`--on-nan`). "none": an error in the script or its arguments.
-# "little": it raised an exception by itself.
+# How likely another try is to succeed. "over": the training is complete, and only its last checkpoint could not be
+# written. "stopped": the training has stopped itself (`--on-nan`). "none": an error in the script or its arguments.
+# "little": the script raised an exception by itself.
 Hope = Literal["over", "stopped", "none", "little", "some"]
 
 
 class RecoveryAction(Enum):
     """What follows a fault."""
 
-    REGROUP = "regroup"  # survivors stay, the dead are replaced
+    REGROUP = "regroup"  # surviving workers stay, dead ones are replaced
     RESTART = "restart"  # all ranks are stopped, and started again
     STOP = "stop"
 
@@ -39,9 +39,9 @@ class Fault:
     time: float  # monotonic clock
     lived: float  # seconds since the rank was started
     step: int | None = None  # the newest committed step, if known
-    together: bool = False  # of the same group as the previous fault
-    hope: Hope = "some"  # that another try succeeds
-    rank: int = -1  # of the first rank that failed
+    together: bool = False  # part of the same failure as the previous fault
+    hope: Hope = "some"  # how likely another try is to succeed
+    rank: int = -1  # the first rank that failed
 
     @property
     def before_first_step(self) -> bool:
@@ -51,10 +51,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How many recoveries are allowed. After a healthy `window` of seconds, counting starts again.
+    """How many recoveries are allowed. After `window` healthy seconds, counting starts again.
 
-    `most` None: not given. A script that can regroup then does so as long as it makes progress; any other script is not
-    restarted, as with torchrun.
+    `most` is None if the user gave no limit. A script that can regroup then does so as long as it makes progress; any
+    other script is not restarted, as with torchrun.
     """
 
     most: int | None
@@ -66,12 +66,12 @@ class RecoveryDecision:
     """The decision about a fault."""
 
     way: RecoveryAction
-    used: int = 0  # recoveries of the budget, with this one
-    why: str = ""  # it stops
+    used: int = 0  # recoveries used, including this one
+    why: str = ""  # why the run stops
 
 
 def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: bool) -> RecoveryDecision:
-    """Return what to do about a fault. `able`: all survivors can regroup."""
+    """Decide what to do about a fault. `able`: all survivors can regroup."""
     recent = [each for each in since_healthy([*past, fault], budget.window) if not each.together]
     used = len(recent)
     if budget.most == 0 or (budget.most is None and not able):
@@ -98,7 +98,7 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
             f"{TRIES_WINDOW / 60:.0f} minutes"
         )
         return RecoveryDecision(RecoveryAction.STOP, used, why)
-    # A kill may have reasons outside of the script, so more of them are allowed.
+    # A kill may have reasons outside the script, so more of them are allowed.
     if able and kills(recent) >= OUTSIDE:
         why = f"not retrying: killed {OUTSIDE} times with no progress"
         return RecoveryDecision(RecoveryAction.STOP, used, why)
@@ -111,7 +111,7 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
 def fails_again(past: Sequence[Fault], fault: Fault) -> Fault | None:
     """Return the earlier fault with the same exception, on any rank, if the run never committed a step.
 
-    A fault of ranks that are all new knows no step, although the run may have committed some before they started.
+    If all ranks are new, their fault has no step, although the run may have committed steps before they started.
     """
     if fault.hope == "some" or not all(each.before_first_step for each in (*past, fault)):
         return None
@@ -119,9 +119,9 @@ def fails_again(past: Sequence[Fault], fault: Fault) -> Fault | None:
 
 
 def raises_each_time(faults: Sequence[Fault]) -> bool:
-    """Return whether the last faults are one rank that raises the same exception at the same line, again and again.
+    """Return whether one rank raised the same exception at the same line in each of the last faults.
 
-    Other ranks may commit a step between two of them, so that there is progress, but at the cost of a recovery each.
+    Other ranks may commit a step between two of these faults. That is progress, but it costs a recovery each time.
     """
     last = faults[-TRIES:]
     if len(last) < TRIES or last[-1].time - last[0].time > TRIES_WINDOW:
@@ -130,7 +130,7 @@ def raises_each_time(faults: Sequence[Fault]) -> bool:
 
 
 def store_delay(failed_starts: int) -> float:
-    """Return the seconds before another store is started, after `failed_starts` stores in a row that never answered."""
+    """Return the seconds to wait before starting a store, if the last `failed_starts` stores never answered."""
     return STORE_PAUSE if failed_starts >= STORE_STARTS else 0.0
 
 
@@ -145,7 +145,7 @@ def since_healthy(faults: Sequence[Fault], window: float) -> list[Fault]:
 
 
 def repeats(faults: Sequence[Fault]) -> int:
-    """Return how many faults at the end are the same crash."""
+    """Return how many of the latest faults are the same crash."""
     count = 0
     following: Fault | None = None
     for fault in reversed(faults):
@@ -157,7 +157,7 @@ def repeats(faults: Sequence[Fault]) -> int:
 
 
 def kills(faults: Sequence[Fault]) -> int:
-    """Return how many faults at the end came from outside. Faults at the same time count once."""
+    """Return how many of the latest faults came from outside. Faults at the same time count once."""
     count = 0
     first = last = None
     for fault in faults:

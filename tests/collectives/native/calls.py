@@ -1,4 +1,4 @@
-"""What the tests of the shm engine call, and the error it raised."""
+"""The calls that the tests of the shm engine use, and the errors they raise."""
 
 from __future__ import annotations
 

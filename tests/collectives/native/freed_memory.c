@@ -1,4 +1,4 @@
-/* To preload: freed blocks of 64 KiB to 1 MiB are not used again, and each access to them is a SIGSEGV. */
+/* For LD_PRELOAD: freed blocks of 64 KiB to 1 MiB are not used again, and each access to them is a SIGSEGV. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <malloc.h>

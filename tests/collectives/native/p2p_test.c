@@ -1,6 +1,6 @@
 /* Messages between ranks that are threads of one process, for the thread and address sanitizers.
 
-   Every rank maps the same memory at the same place (see mmap below), so that a sanitizer sees who touches what. */
+   Every rank maps the same memory at the same address (see mmap below), so that a sanitizer sees all accesses. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -19,7 +19,7 @@
 static int memory_fd, staged;
 static void *memory;
 
-/* The linker sends the library's calls here (--wrap). */
+/* The linker redirects the library's calls to these functions (--wrap). */
 void *__real_mmap(void *, size_t, int, int, int, off_t);
 int __real_munmap(void *, size_t);
 void *__wrap_mmap(void *at, size_t size, int protection, int flags, int fd, off_t offset) {
@@ -51,7 +51,7 @@ static size_t size_of(int from, int to, int tag) {
     return sizes[(from * 7 + to * 3 + tag) % 10];
 }
 
-/* Everybody to everybody, awaited in the reverse order of tags, some from anyone. */
+/* Every rank sends to every rank. Receives are in the reverse order of tags, and some are from any source. */
 static void crossing(phx_group *g, int tags) {
     int n = g->ranks * tags;
     uint64_t *sends = malloc((size_t)n * sizeof *sends), *recvs = malloc((size_t)n * sizeof *recvs);
@@ -82,7 +82,7 @@ static void crossing(phx_group *g, int tags) {
     free(sends), free(recvs), free(out), free(in);
 }
 
-/* Two threads of each rank at once. */
+/* Two threads of each rank at the same time. */
 struct pair {
     phx_group *g;
     int base;
@@ -146,7 +146,7 @@ static void sizes_differ(phx_group *g) {
     free(data);
 }
 
-/* A send that nobody takes in time is taken back: who comes for it later does not read what it was made of. */
+/* A send that times out is withdrawn: a later receive does not read its memory. */
 static void taken_back(phx_group *g) {
     uint8_t *data = made(100000, 3), ready = 0;
     int from;
@@ -181,7 +181,7 @@ static void *rank(void *arg) {
     threads(g);
     taken_back(g);
     EXPECT(phx_run(g, &barrier) == PHX_OK);
-    /* Who waits for one that leaves learns it; what that had sent before is good. */
+    /* A rank that waits for one that leaves gets an error; earlier messages of that rank arrive. */
     uint8_t last = 0, *large = made(500000, 1);
     if (g->rank == 1) EXPECT(ended(g, phx_send(g, &last, 1, 2, 20, 0)) == PHX_OK);
     uint64_t never = g->rank == 0 ? phx_recv(g, large, 500000, 1, 21, 0) : g->rank == 3 ? phx_send(g, large, 500000, 1, 21, 0) : 0;
@@ -193,7 +193,7 @@ static void *rank(void *arg) {
         EXPECT(ended(g, phx_recv(g, large, 1, 1, 22, 0)) == PHX_DEAD);
         if (g->rank == 0) EXPECT(ended(g, phx_recv(g, &last, 1, 2, 23, 0)) == PHX_OK);
         if (g->rank == 2) EXPECT(ended(g, phx_send(g, &last, 1, 0, 23, 0)) == PHX_OK);
-        /* And an abort ends it for all. */
+        /* An abort ends the waits of all ranks. */
         uint64_t hung = phx_recv(g, large, 500000, -1, 24, 0);
         if (g->rank != 3) EXPECT(ended(g, phx_send(g, &last, 1, 3, 25, 0)) == PHX_OK);
         for (int r = 0; g->rank == 3 && r < 3; r += 2) EXPECT(ended(g, phx_recv(g, &last, 1, r, 25, 0)) == PHX_OK);
@@ -221,10 +221,10 @@ static void play(void) {
 
 #ifdef PHX_FAULTS
 extern _Atomic long phx_fault_in;
-#define BATCH 8 /* groups at once: most of the time is waiting */
+#define BATCH 8 /* groups at the same time: a group mostly waits */
 #define MUCH 100000
 
-/* It came whole, or its other end has died. */
+/* The message arrived whole, or its other end has died. */
 static void ended_somehow(phx_group *g, uint64_t ticket, const uint8_t *data, size_t bytes, int seed) {
     int result = ended(g, ticket);
     EXPECT(result == PHX_OK || result == PHX_DEAD);
@@ -271,7 +271,7 @@ static int32_t *forked(int victim, long point) {
         if (!pid) {
             char begin;
             close(go[1]);
-            EXPECT(read(go[0], &begin, 1) == 0); /* until all are there */
+            EXPECT(read(go[0], &begin, 1) == 0); /* until all ranks exist */
             exchange(r, pids, victim, point);
         }
         pids[r] = pid;
@@ -281,7 +281,7 @@ static int32_t *forked(int victim, long point) {
     return pids;
 }
 
-/* At each point that the victim comes to, until it survives. */
+/* Kill the victim at each point that it reaches, until it survives. */
 static int deaths(int victim) {
     int points = 0, survived = 0;
     for (long from = 1; !survived; from += BATCH) {

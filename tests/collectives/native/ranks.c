@@ -1,7 +1,7 @@
 /* All collectives with threads or processes as ranks, and a rank that dies at every point of each.
 
-       ranks threads|processes N direct|staged    every kind, many sizes, run and started; then what goes wrong
-       ranks deaths N direct|staged               one of N is made to die at each point in turn: nobody may hang        */
+       ranks threads|processes N direct|staged    every kind, many sizes, run and started; then failures
+       ranks deaths N direct|staged               one of N dies at each point in turn: no rank may hang        */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
@@ -36,7 +36,7 @@ struct work {
 static int same(int kind) { return kind <= PHX_GATHER; }
 static int reduces(int kind) { return kind == PHX_ALL_REDUCE || kind == PHX_REDUCE || kind == PHX_REDUCE_SCATTER; }
 
-/* What goes from one rank to another: all differ, and some have nothing. */
+/* Bytes from one rank to another: all differ, and some are zero. */
 static size_t bytes_of(int kind, size_t base, int from, int to) {
     size_t words = base / 4;
     switch (kind) {
@@ -99,7 +99,7 @@ static void want(const struct rank *own, const char *what, int result, int wante
     if (result != wanted) FAIL("%s, rank %d of %d: result %d, not %d", what, own->number, own->ranks, result, wanted);
 }
 
-/* -- everything that goes well, and then the ways in which a group ends */
+/* -- successful calls, then the ways in which a group ends */
 
 static const size_t SIZES[] = {0, 4, 100, 1300, 4096, 4100, 13000, 40000};
 #define COUNT(a) (sizeof(a) / sizeof *(a))
@@ -118,7 +118,7 @@ static void collectives(const struct rank *own) {
             }
 }
 
-/* Many under way at once, and one that is run behind them. */
+/* Many collectives are pending, and one is run after them. */
 static void queued(const struct rank *own) {
     static const size_t sizes[] = {4, 8192, 100, 30000};
     struct work w[COUNT(sizes) * PHX_BARRIER], last;
@@ -204,7 +204,7 @@ static void aborted(const struct rank *own) {
 }
 
 static void left(const struct rank *own) {
-    if (own->number == 0) return; /* and so leaves */
+    if (own->number == 0) return; /* leaves the group */
     want(own, "left", run(own, PHX_ALL_REDUCE, 100, 0, PATIENCE), PHX_DEAD);
     blames(own, 0);
 }
@@ -217,7 +217,7 @@ static void *memory_at;
 static int mappings;
 static pthread_mutex_t mapping = PTHREAD_MUTEX_INITIALIZER;
 
-/* Threads have one mapping, or the sanitizer does not see that it is the same memory. */
+/* Threads share one mapping. Otherwise the sanitizer does not see that it is the same memory. */
 void *shared_mmap(void *at, size_t size, int protection, int flags, int fd, off_t from) {
     pthread_mutex_lock(&mapping);
     if (!mappings++) memory_at = mmap(at, size, protection, flags, fd, from);
@@ -269,7 +269,7 @@ static void in_threads(int ranks, int direct) {
     close(fd);
 }
 
-/* Processes that know each other's number before they begin. */
+/* Start processes that know each other's pid. */
 static int32_t *fork_all(int ranks, int direct, void (*body)(struct rank *)) {
     int32_t *pids = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     int fd = memory(ranks), go[2];
@@ -279,10 +279,10 @@ static int32_t *fork_all(int ranks, int direct, void (*body)(struct rank *)) {
         if (pid == 0) {
             char begin;
             close(go[1]);
-            if (read(go[0], &begin, 1) != 0) _exit(1); /* until all are there */
+            if (read(go[0], &begin, 1) != 0) _exit(1); /* until all ranks exist */
             struct rank own = {r, ranks, direct, fd, pids, NULL};
             body(&own);
-            if (r) _exit(0); /* exit() has the sanitizer search for leaks, which takes seconds: rank 0 does it for all */
+            if (r) _exit(0); /* exit() makes the sanitizer search for leaks, which takes seconds: only rank 0 does it */
             exit(0);
         }
         pids[r] = pid;
@@ -321,7 +321,7 @@ static void die_or_not(struct rank *own) {
     if (own->number == victim) {
         phx_fault_in = 0;
         if (result) FAIL("%s, point %ld: %d without a death", NAMES[deadly], point, result);
-        exit(0); /* it has fewer points: the same to the others, for it is not there at the next */
+        exit(0); /* it has fewer points; for the others this is the same, because it does not join the next collective */
     }
     int64_t since = phx_now_ms();
     if (result != PHX_OK && result != PHX_DEAD) FAIL("%s, point %ld, rank %d: %d", NAMES[deadly], point, own->number, result);
@@ -331,7 +331,7 @@ static void die_or_not(struct rank *own) {
     phx_leave(own->group);
 }
 
-/* All points of a kind side by side, in as many groups: most of the time is waiting. Until one has survived. */
+/* Test all points of a kind concurrently, in as many groups, because a group mostly waits. Ends when a victim survives. */
 static void deaths(int ranks, int direct) {
     static const size_t sizes[] = {100, 9000};
     enum { BATCH = 8 };
@@ -368,7 +368,7 @@ int main(int count, char **words) {
 #endif
     for (size_t i = 0; i < COUNT(stories); i++) {
         story = stories[i];
-        if (ranks == 1 && i > 1) break; /* alone nothing goes wrong */
+        if (ranks == 1 && i > 1) break; /* one rank cannot fail like this */
         if (!strcmp(words[1], "threads")) in_threads(ranks, direct);
         else in_processes(ranks, direct);
     }

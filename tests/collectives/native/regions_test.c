@@ -1,5 +1,5 @@
-/* All_reduces of ranks that are threads, in memory that all have mapped: at other places, run and started, one after the
-   other. Built with a sanitizer, which sees what is read before it was written. */
+/* all_reduce calls of ranks that are threads, in memory that all have mapped: at different places, run and started, one
+   after the other. Built with a sanitizer, which detects reads before writes. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
@@ -18,8 +18,8 @@
 static float *memory[RANKS];
 static int fd;
 
-/* The memory of the group at one address for all (-Wl,--wrap=mmap,--wrap=munmap): else a sanitizer takes the words by which
-   they meet for different ones. */
+/* Map the memory of the group at the same address for all ranks (-Wl,--wrap=mmap,--wrap=munmap). Otherwise a sanitizer
+   does not see that the ranks synchronize through the same words. */
 void *__real_mmap(void *, size_t, int, int, int, off_t);
 int __real_munmap(void *, size_t);
 

@@ -32,7 +32,7 @@ def test_a_killed_rank_is_named_at_once() -> None:
     assert killed == -signal.SIGKILL
     for error, seconds in (one, other):
         assert error == (PeerLost.__name__, "all_reduce: peer lost, rank 1 has ended")
-        assert seconds < 5  # 0.02 on a machine that is idle
+        assert seconds < 5  # 0.02 on an idle machine
 
 
 def test_a_rank_killed_while_it_waits_is_named_before_the_last_rank_arrives() -> None:
@@ -42,9 +42,9 @@ def test_a_rank_killed_while_it_waits_is_named_before_the_last_rank_arrives() ->
         engine.barrier(LIMIT)
         if rank == 1:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)  # is its end, within the barrier
+            signal.setitimer(signal.ITIMER_REAL, 0.2)  # kills it in the barrier
         if rank == 2:
-            os.read(over, 1)  # the first was interrupted already
+            os.read(over, 1)  # until rank 0 has failed
         found = raised(lambda: engine.barrier(LIMIT))
         os.write(tell, b".")
         return found
@@ -60,7 +60,7 @@ def test_a_late_rank_is_named() -> None:
 
     def body(engine: ShmEngine, rank: int) -> object:
         if rank == 1:
-            os.read(over, 1)  # the other has given up
+            os.read(over, 1)  # until rank 0 has timed out
         found = raised(lambda: engine.barrier(0.2))
         os.write(tell, b".")
         return found
@@ -92,7 +92,7 @@ def test_ctrl_c_ends_a_wait_and_the_group() -> None:
     seconds, other, absent = ranks(3, body)
     os.close(over)
     os.close(tell)
-    assert seconds < 10  # 0.22 on a machine that is idle
+    assert seconds < 10  # 0.22 on an idle machine
     assert other == (GroupAborted.__name__, "barrier: the process group was aborted")
     assert absent == "!"
 
@@ -154,7 +154,7 @@ def test_close_ends_a_wait_in_another_thread() -> None:
     os.close(tell)
     assert waited == (GroupAborted.__name__, "barrier: the process group was aborted")
     assert later == ("ValueError", "this process has left the group")
-    assert held == [1]  # what the group's thread may still write to
+    assert held == [1]  # the thread of the group may still write to it
 
 
 def test_a_rank_that_closed_the_group_is_named() -> None:

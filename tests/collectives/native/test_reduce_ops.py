@@ -62,7 +62,7 @@ def test_reductions_of_integers(dtype: torch.dtype) -> None:
     wide = [tensor.to(torch.int64) for tensor in inputs]
     for op, combine in {**OPS, **BITS}.items():
         assert torch.equal(reduced(inputs, Reduction(op)), functools.reduce(combine, wide).to(dtype)), op
-    some = [tensor // 4 for tensor in wide]  # their sum is no larger than the type
+    some = [tensor // 4 for tensor in wide]  # so that the sum does not overflow
     small = [tensor.to(dtype) for tensor in some]
     assert torch.equal(reduced(small, Reduction(average=True)), (sum(some) // 3).to(dtype))
     assert torch.equal(reduced(small, Reduction(scale=2.7)), (2 * sum(some)).to(dtype))

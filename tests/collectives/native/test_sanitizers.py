@@ -16,7 +16,7 @@ from tests.collectives.forked import LIMIT
 pytestmark = pytest.mark.xdist_group("native")
 NATIVE = Path(shm.__file__).parents[1] / "native"
 PROGRAM = Path(__file__).parent / "ranks.c"
-FLAVOURS = {  # not optimised: most of the time would be the compiler's
+FLAVOURS = {  # not optimized: compiling would take most of the time
     "thread": ["-g", "-fsanitize=thread", "-Dmmap=shared_mmap", "-Dmunmap=shared_munmap"],
     "address": ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "faults": ["-DPHX_FAULTS"],
@@ -44,7 +44,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         for source in [*sorted(NATIVE.glob("*.c")), PROGRAM]:
             if source.name == "binding.c":
                 continue
-            # The program itself has the true mmap: it is the one that shares it.
+            # The program itself uses the real mmap, to share the memory.
             own = [flag for flag in flags if not (source == PROGRAM and flag.startswith("-Dm"))]
             part = place / f"{flavour}-{source.stem}.o"
             subprocess.run(["gcc", *own, "-c", "-o", part, source], check=True, timeout=LIMIT)
@@ -59,7 +59,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_all_collectives_and_all_deaths(
     built: Callable[[str], Path], flavour: str, mode: str, size: int, way: str
 ) -> None:
-    # A search for leaks takes seconds at each exit: one of these runs is enough for that.
+    # A search for leaks takes seconds at each exit, so only one of these runs does it.
     env = {**os.environ, "ASAN_OPTIONS": f"detect_leaks={int((size, way) == (3, 'direct'))}"}
     words = [built(flavour), mode, str(size), way]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=env)

@@ -1,4 +1,4 @@
-"""The shared memory of a group: how ranks find it, share it, and do without it."""
+"""The shared memory of a group: how ranks find it, share it, and work without it."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_a_rank_that_cannot_join_fails_its_peers_at_once() -> None:
     assert "Too many open files" in refused[1]
 
 
-# Of seccomp: what the numbers of the calls are compared with, one after another.
+# seccomp: instructions and results that the filter below uses.
 _LOAD, _IS, _RETURN, _ALLOW, _NOT_PERMITTED = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050001
-_PIDFD_OPEN = 434  # on every processor
+_PIDFD_OPEN = 434  # the same number on all architectures
 
 
 def forbid(call: int) -> None:
@@ -125,7 +125,7 @@ def test_the_memory_of_another_group_is_refused() -> None:
 
 
 def test_a_file_that_is_not_shared_memory_is_refused(tmp_path: Path) -> None:
-    """A pipe without a reader would block, and a file would be written to."""
+    """A pipe without a reader would block, and a file would be overwritten."""
     with open(tmp_path / "precious", "wb") as file:
         file.truncate(4096)
         where = f"{os.getpid()}:{file.fileno()}:{os.fstat(file.fileno()).st_ino}"

@@ -13,7 +13,7 @@ from phalanx.collectives.engines import mpi
 
 without = dist.is_mpi_available()
 registration.register()
-assert dist.is_mpi_available() == without  # accelerate asks, and would take it for any CPU ranks
+assert dist.is_mpi_available() == without  # accelerate would otherwise use it for CPU ranks
 dist.init_process_group("mpi")
 part = torch.full((2,), 3.0)
 dist.all_reduce(part)

@@ -1,4 +1,4 @@
-"""Everything that torch.distributed has, by the backend that is named; every rank checks what it gets, and says so.
+"""Uses all of torch.distributed with the given backend. Every rank checks its results and prints a line.
 
 python everything.py shm 1      # and then rank 1 dies
 """
@@ -33,7 +33,7 @@ def same(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def values(of: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers: their sums are exact in every type, in any order."""
+    """Return small whole numbers: their sums are exact in every type and order."""
     return ((torch.arange(count) * 3 + of * 5) % 4 + 1).to(dtype)
 
 
@@ -176,7 +176,7 @@ dist.barrier()
 print(f"rank {rank} of {size}: all as it should be, by {dist.get_backend()}", flush=True)
 if len(sys.argv) > 2:
     last = dist.new_group(timeout=timedelta(seconds=120 if sys.argv[3] == "dies" else 2))
-    if sys.argv[3] == "dies":  # not before all have the group. The store of MPI's groups knows no values
+    if sys.argv[3] == "dies":  # after all ranks have the group; the store of MPI's groups has no values
         store = dist.distributed_c10d._get_default_store()
         store.set(f"has made the last group: {rank}", "")
         store.wait([f"has made the last group: {other}" for other in range(size)])

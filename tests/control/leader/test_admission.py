@@ -1,4 +1,4 @@
-"""Which nodes a leader admits, and what both sides report when it does not."""
+"""Which nodes a leader admits, and what both sides report if it refuses one."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_a_refusal_names_what_differs(changes: dict[str, object], what: str, not
             with pytest.raises(JoinError) as refused:
                 async with joined(led.port, **{"member": 1, "slots": 2, **changes}):  # type: ignore[arg-type]
                     pass
-            assert time.monotonic() - began < 15  # there is nothing to wait for
+            assert time.monotonic() - began < 15  # no wait for a timeout
             assert what in refused.value.what
             assert [note for note in led.ears.notes if noted in note], led.ears.notes
             with pytest.raises(JoinError) as missed:
                 await led.leader.wait_for_members(0.1)
-            fix = refused.value.fix or "see why it was rejected"  # node 0 and that node say the same
+            fix = refused.value.fix or "see why it was rejected"  # node 0 and the rejected node show the same fix
             assert missed.value.fix == f"{fix}; then start it there again"
             assert not led.ids
 
@@ -136,7 +136,7 @@ def test_invalid_addresses_raise_join_errors(host: str) -> None:
 
 
 def test_a_name_that_does_not_resolve_yet_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be published later, as that of a pod. How long to wait for the leader is the join timeout alone."""
+    """The name may be published later, as for a pod. Only the join timeout limits the wait."""
     monkeypatch.setattr(member, "_SETTLED", 0.0)
 
     async def meet() -> None:

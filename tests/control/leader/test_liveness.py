@@ -1,4 +1,4 @@
-"""Members and leaders that fall silent, die or send invalid messages."""
+"""Members and leaders that become silent, die, or send invalid messages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.kit.cli import Handle
     [
         (b"\xc1", "DecodeError"),
         (messages.encode(messages.Ping(time=1.0)), "ValidationError"),
-        (b"\x82\xa2is\xa4note\xa4text\xa1\xff", "DecodeError"),  # no text
-        (b"\x82\xa2is\xa4note\xa4zext" + b"\x81\xa1a" * 50_000, "DecodeError"),  # too deep
+        (b"\x82\xa2is\xa4note\xa4text\xa1\xff", "DecodeError"),  # not valid text
+        (b"\x82\xa2is\xa4note\xa4zext" + b"\x81\xa1a" * 50_000, "DecodeError"),  # nested too deeply
         (b"x" * (messages.FRAME_LIMIT + 1), "exceeds limit"),
         ("text", "it sent an invalid message"),
     ],
@@ -117,7 +117,8 @@ def test_a_member_whose_port_is_closed_is_lost_at_once() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-        assert asyncio.run(meet(port)) > Timing().resume - 0.5  # someone is there, and could come again
+        # something listens there, so the member may connect again
+        assert asyncio.run(meet(port)) > Timing().resume - 0.5
     assert asyncio.run(meet(port)) < Timing().resume - 0.5
 
 
@@ -189,7 +190,7 @@ def test_a_leader_that_was_stopped_does_not_blame_the_members() -> None:
     async def meet() -> None:
         with actor("leader", "2", "1.5") as job:
             port = port_of(job)
-            async with speaking(port) as speaker:  # one that does not give up, unlike a Member
+            async with speaking(port) as speaker:  # unlike a Member, a Speaker does not give up
                 await speaker.enter(1)
                 await asyncio.to_thread(job.wait_for, "complete")
                 job.signal(signal.SIGSTOP)
@@ -198,7 +199,7 @@ def test_a_leader_that_was_stopped_does_not_blame_the_members() -> None:
                 await speaker.send(NoteMessage(text="still here"))
                 await asyncio.to_thread(job.wait_for, "heard 1 Note")
                 assert "lost" not in job.out
-                # A member that is silent itself is lost as before.
+                # A silent member still counts as lost.
                 await asyncio.to_thread(job.wait_for, "lost 1 no message")
 
     asyncio.run(meet())

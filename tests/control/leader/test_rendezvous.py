@@ -1,4 +1,4 @@
-"""A real leader and real members join, talk, leave and join again, over local sockets."""
+"""A real leader and real members join, exchange messages, leave and join again, over local sockets."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_member_that_leaves_before_the_start_can_join_again() -> None:
                 await led.leader.wait_for_members(60)
                 led.members.broadcast(messages.EndMessage(code=7))
                 await led.leader.close()
-                assert ears.told == [messages.EndMessage(code=7)]  # though at some time nobody was here
+                assert ears.told == [messages.EndMessage(code=7)]  # although no member was connected for a while
             assert led.ears.gone == []
 
     asyncio.run(meet())
@@ -163,7 +163,7 @@ def test_a_new_leader_waits_for_the_survivors_it_knows() -> None:
                 assert led.ears.came == []
             await until(lambda: not led.ids)
         async with leading(4, least=1, own=arrival(1)) as led, joined(led.port, 3):
-            await led.leader.wait_for_survivors({2, 3}, 0.3)  # not forever
+            await led.leader.wait_for_survivors({2, 3}, 0.3)  # it does not wait forever
             assert led.ids == {3}
 
     asyncio.run(meet())

@@ -1,4 +1,4 @@
-"""The leader's end of TLS connections, with real sockets: order, flow control, ends, and memory."""
+"""The leader's end of TLS connections, on real sockets: order, flow control, how connections end, and memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Pair:
     recorder: Recorder
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    raw: socket.socket = field(repr=False)  # of the client
+    raw: socket.socket = field(repr=False)  # the client's socket
 
 
 @contextlib.asynccontextmanager
@@ -162,7 +162,7 @@ def test_close_sends_what_is_queued_although_the_peer_sends_too() -> None:
 def test_close_does_not_wait_for_ever() -> None:
     async def exchange() -> None:
         async with connected(close_timeout=0.2) as pair:
-            pair.transport.write(b"z" * (4 * MIB))  # is never read
+            pair.transport.write(b"z" * (4 * MIB))  # never read by the client
             pair.transport.close()
             await until(lambda: bool(pair.recorder.lost))
 
@@ -196,7 +196,7 @@ def test_the_end_of_the_peer_is_reported_once(how: Callable[[Pair], None]) -> No
 def test_tampering_ends_the_connection_with_the_error() -> None:
     async def exchange() -> None:
         async with connected() as pair:
-            pair.raw.send(b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that nobody has encrypted
+            pair.raw.send(b"\x17\x03\x03\x00\x20" + bytes(32))  # a TLS record that is not encrypted
             await until(lambda: bool(pair.recorder.lost))
             assert isinstance(pair.recorder.lost[0], ssl.SSLError)
             assert pair.recorder.received == b""
@@ -248,14 +248,14 @@ def test_a_caller_that_says_nothing_is_not_waited_for() -> None:
         with theirs:
             with pytest.raises(TimeoutError):
                 await tls_transport.accept(ours, SERVER, Recorder, timeout=0.1, close_timeout=1)
-            assert theirs.recv(1) == b""  # it is closed
+            assert theirs.recv(1) == b""  # the connection is closed
 
     asyncio.run(exchange())
 
 
 def test_a_connection_costs_little_memory() -> None:
     async def exchange() -> None:
-        async with connected():  # what is imported and cached at the first connection does not count
+        async with connected():  # imports and caches of the first connection do not count
             pass
         kept: list[TlsTransport | ssl.SSLSocket] = []
         gc.collect()

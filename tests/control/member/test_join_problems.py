@@ -1,4 +1,4 @@
-"""What a probe of the leader's port finds on this host, and what refusals say."""
+"""What a probe of the leader's port finds on this host, and the text of refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def ask(host: str, port: int, timeout: float = 10) -> JoinProblem | None:
 
 
 def served(handler: Handler, *, timeout: float = 10) -> tuple[JoinProblem | None, int]:
-    """What a probe reports about a server with this handler, and its port."""
+    """Return what a probe reports about a server with this handler, and its port."""
 
     async def meet() -> tuple[JoinProblem | None, int]:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,7 +43,7 @@ def served(handler: Handler, *, timeout: float = 10) -> tuple[JoinProblem | None
 
 
 def says(*parts: bytes) -> Handler:
-    """Send the parts in several packets, as far as the network allows."""
+    """Return a handler that sends the parts in separate packets, as far as the network allows."""
 
     async def handle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for part in parts:
@@ -55,7 +55,7 @@ def says(*parts: bytes) -> Handler:
 
 
 async def stay(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
-    assert await reader.read() == b""  # until the other one gives up
+    assert await reader.read() == b""  # until the client gives up
 
 
 async def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -78,7 +78,7 @@ def test_a_leader_that_keeps_the_connection_open_is_not_waited_for() -> None:
 
 def test_nothing_listens() -> None:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))  # holds the port, and does not listen
+        sock.bind(("127.0.0.1", 0))  # reserves the port without listening
         port = sock.getsockname()[1]
         found = asyncio.run(ask("127.0.0.1", port))
     assert found == JoinProblem(
@@ -154,7 +154,7 @@ def test_a_slow_name_service(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         start = time.monotonic()
         found = asyncio.run(ask("gpu-a", 29500, 0.1))
-        assert time.monotonic() - start < 10  # not even the end of the loop waits for it
+        assert time.monotonic() - start < 10  # closing the event loop does not wait for it either
     finally:
         release.set()
     assert found is not None

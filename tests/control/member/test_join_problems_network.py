@@ -53,7 +53,7 @@ HOSTS = """127.0.0.1 localhost
 
 
 class Network:
-    """Two machines and a cable: 10.78.0.1, where the probes are, and 10.78.0.2, with a firewall."""
+    """Two machines and a cable: the probes run at 10.78.0.1; 10.78.0.2 has a firewall."""
 
     def __init__(self) -> None:
         self.here, self.there = f"phx{os.getpid()}a", f"phx{os.getpid()}b"
@@ -72,7 +72,7 @@ class Network:
         (folder / "hosts").write_text(HOSTS)
         (folder / "resolv.conf").write_text("")
         ip("netns", "exec", self.there, "nft", "-f", "-", text=RULES)
-        # Whether a machine is there is asked once, not for three seconds.
+        # One ARP request is enough, instead of three seconds of retries.
         self.set("ipv4/neigh/eth0/mcast_solicit", "1")
         self.set("ipv4/neigh/eth0/retrans_time_ms", "50")
 
@@ -205,7 +205,7 @@ def test_a_name_with_two_addresses(network: Network) -> None:
     assert found is not None
     assert (found.kind, len(found.details)) == ("refused", 2)
     assert any("10.78.0.2" in line and "no answer" in line for line in found.details)
-    # One good address is enough, and the other is not waited for.
+    # One working address is enough: the probe does not wait for the other.
     start = time.monotonic()
     assert network.probe("gpu-both", timeout=100, serve="127.0.1.1") is None
     assert time.monotonic() - start < 50
@@ -222,7 +222,7 @@ def test_a_name_that_does_not_resolve(network: Network) -> None:
 
 @netns
 def test_a_socket_that_connects_to_itself(network: Network) -> None:
-    """Where nothing listens, the kernel may assign the called port to the caller, and connect a socket to itself."""
+    """If nothing listens, the kernel may use the target port as the source port, and connect the socket to itself."""
     network.set("ipv4/ip_local_port_range", "40000 40000")
     try:
         found = network.probe("127.0.0.1", 40000)

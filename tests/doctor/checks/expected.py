@@ -1,4 +1,4 @@
-"""The findings that a check is expected to make."""
+"""The findings that a check is expected to report."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def with_power(**changes: object) -> Gpus:
             "yellow",
             ["2 times, the last 22 h ago"],
         ),
-        (replace(GOOD, xids=(XidLine(31, "b", 60, ""),)), "green", []),  # a program's own fault
+        (replace(GOOD, xids=(XidLine(31, "b", 60, ""),)), "green", []),  # caused by a program
     ],
 )
 def test_gpus(facts: Gpus, level: str, words: list[str]) -> None:
@@ -79,7 +79,7 @@ def test_gpus(facts: Gpus, level: str, words: list[str]) -> None:
 def test_gpu_with_fewer_links_than_others() -> None:
     good, bad = replace(GPU, links=18), replace(GPU, index=1, links=17, links_down=1)
     expect(gpus.judge(replace(GOOD, gpus=(good, bad))), "yellow", "GPU 1 has 17 NVLinks up, others have 18")
-    alone = replace(GPU, links_down=18)  # a single card, with nothing to be linked to
+    alone = replace(GPU, links_down=18)  # a single card, which has no peer for its links
     expect(gpus.judge(replace(GOOD, gpus=(alone, replace(alone, index=1)))), "green")
 
 

@@ -76,7 +76,7 @@ def test_disk(facts: Disk, level: str, words: list[str]) -> None:
     ("offsets", "level", "words"),
     [
         ({"a": Offset(0, 0), "b": Offset(0.002, 0.001)}, "green", ["within 2 ms"]),
-        ({"a": Offset(0, 0), "b": Offset(2.0, 1.5)}, "green", []),  # not certain: the answer took too long
+        ({"a": Offset(0, 0), "b": Offset(2.0, 1.5)}, "green", []),  # uncertain: the answer took too long
         ({"a": Offset(0, 0), "b": Offset(2.0, 0.1)}, "yellow", ["b: the clock is 2 s ahead of"]),
         ({"a": Offset(0, 0), "b": Offset(-2.0, 0.1), "c": Offset(-2.1, 0.1)}, "yellow", ["a: the clock is 2 s ahead"]),
         ({"a": Offset(0, 0), "b": Offset(0, 0), "c": Offset(-900, 0.1)}, "red", ["c: the clock is 900 s behind"]),
@@ -88,7 +88,7 @@ def test_clock(offsets: dict[str, Offset], level: str, words: list[str]) -> None
 
 
 def test_the_clock_offset_is_that_of_the_quickest_answer() -> None:
-    # Ours says 100 when theirs says 90: we are 10 ahead.
+    # Our clock shows 100 when theirs shows 90: ours is 10 s ahead.
     assert clock.best([(100, 95, 110), (100.0, 90.5, 101.0)]) == Offset(10.0, 0.5)
     assert clock.best([]) is None
 

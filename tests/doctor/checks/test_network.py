@@ -176,6 +176,6 @@ def test_reach() -> None:
     expect(
         reach.judge([bad, other]), "yellow", "a reaches b at fd00::2, but not at every address (10.0.0.2: no answer)"
     )
-    expect(reach.judge([other, bad]), "green")  # only the first choice matters
+    expect(reach.judge([other, bad]), "green")  # only the preferred address matters
     expect(reach.judge([replace(bad, trouble="Connection refused")]), "red", "10.0.0.2: Connection refused")
     assert reach.judge([]) == []

@@ -1,4 +1,4 @@
-"""asyncio: tasks, a subprocess, a thread, an exception that nobody fetched."""
+"""asyncio: tasks, a subprocess, a thread, an exception that is never retrieved."""
 
 import asyncio
 import os

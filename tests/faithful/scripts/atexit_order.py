@@ -1,4 +1,4 @@
-"""atexit functions, from several places, one of which fails and one of which registers another."""
+"""atexit functions from several places. One fails, and one registers another."""
 
 import atexit
 import os

@@ -1,4 +1,4 @@
-"""Functions of autograd's own, hooks, double backward, anomaly detection, a second thread."""
+"""Custom autograd functions, hooks, double backward, anomaly detection, a second thread."""
 
 import threading
 

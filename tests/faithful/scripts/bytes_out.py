@@ -1,4 +1,4 @@
-"""Bytes that are no text, lines without an end, carriage returns and many lines at once."""
+"""Bytes that are not text, lines without a newline, carriage returns, and many lines at once."""
 
 import os
 import sys

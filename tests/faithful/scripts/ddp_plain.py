@@ -1,4 +1,4 @@
-"""DistributedDataParallel to its end, with the group destroyed."""
+"""DistributedDataParallel until the end, with the group destroyed."""
 
 import torch
 import torch.distributed as dist

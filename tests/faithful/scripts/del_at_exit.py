@@ -1,4 +1,4 @@
-"""Destructors of globals, of a cycle, of what a function held and of what a global holds."""
+"""Destructors of globals, of a cycle, of locals, and of objects that a global holds."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Locale and encodings, as the C locale gives them and as the script changes them."""
+"""Locale and encodings, as in the C locale and as the script changes them."""
 
 import locale
 import os

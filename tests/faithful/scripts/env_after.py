@@ -1,4 +1,4 @@
-"""Variables that are read when they are needed, and not when torch is imported."""
+"""Variables that torch reads when it needs them, not when it is imported."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""TORCH_LOGS and others that torch reads at import."""
+"""TORCH_LOGS and other variables that torch reads at import."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""One rank raises while the other waits without a word."""
+"""One rank raises an exception while the other waits silently."""
 
 import os
 import time

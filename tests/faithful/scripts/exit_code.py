@@ -1,4 +1,4 @@
-"""sys.exit with a number, in mid-function, through a finally."""
+"""sys.exit with a number, inside a function, through a finally."""
 
 import os
 import sys

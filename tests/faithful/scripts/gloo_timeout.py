@@ -1,4 +1,4 @@
-"""A collective that one rank never joins: the other's times out, and both end."""
+"""A collective that one rank never joins: it times out on the other, and both end."""
 
 import datetime
 

@@ -1,4 +1,4 @@
-"""Several groups: of all, of each rank alone, a mesh, point to point, reductions of every kind."""
+"""Several groups: of all ranks, of each rank alone, a mesh, point-to-point, every reduction."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A global gzip file, text mode, never closed by the script."""
+"""A global gzip file in text mode that the script never closes."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""A script that patches torch and that sees imports through its own finder."""
+"""A script that patches torch and observes imports with its own finder."""
 
 import sys
 import types

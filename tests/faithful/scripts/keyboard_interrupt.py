@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt that nobody catches."""
+"""An uncaught KeyboardInterrupt."""
 
 import signal
 

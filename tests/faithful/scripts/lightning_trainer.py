@@ -1,4 +1,4 @@
-"""Lightning's Trainer, two steps an epoch."""
+"""Lightning's Trainer with two steps per epoch."""
 
 import lightning
 import torch

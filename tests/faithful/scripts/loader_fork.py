@@ -1,4 +1,4 @@
-"""DataLoader workers by fork, persistent, alive at exit."""
+"""DataLoader workers started by fork, persistent, alive at exit."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""DataLoader workers by spawn: the data set is pickled from __main__."""
+"""DataLoader workers started by spawn: the data set is pickled from __main__."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A script of the old launcher's time: --local-rank comes as an argument."""
+"""A script for the old launcher, which passes --local-rank as an argument."""
 
 import argparse
 import os

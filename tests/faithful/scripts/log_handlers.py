@@ -1,4 +1,4 @@
-"""logging: handlers that buffer until shutdown, a queue with a listener, files that rotate."""
+"""logging: handlers that buffer until shutdown, a queue with a listener, rotating files."""
 
 import logging
 import logging.handlers

@@ -1,4 +1,4 @@
-"""multiprocessing by fork: processes, a pool, a queue, a lock, and a child that outlives nothing."""
+"""multiprocessing with fork: processes, a pool, a queue and a lock."""
 
 import multiprocessing
 import os

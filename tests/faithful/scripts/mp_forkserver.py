@@ -1,4 +1,4 @@
-"""multiprocessing by a fork server."""
+"""multiprocessing with a fork server."""
 
 import multiprocessing
 import os

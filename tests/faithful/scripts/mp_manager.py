@@ -1,4 +1,4 @@
-"""A manager's dictionary and shared memory, one block of which is never unlinked by the script."""
+"""A manager's dictionary and shared memory, of which the script never unlinks one block."""
 
 import multiprocessing
 import os

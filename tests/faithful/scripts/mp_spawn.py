@@ -1,4 +1,4 @@
-"""multiprocessing by spawn: the children import this file again."""
+"""multiprocessing with spawn: the children import this file again."""
 
 import multiprocessing
 import os

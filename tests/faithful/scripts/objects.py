@@ -1,4 +1,4 @@
-"""Collectives of objects, among them those of __main__."""
+"""Collectives of objects, including objects of classes in __main__."""
 
 from dataclasses import dataclass
 

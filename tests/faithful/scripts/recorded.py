@@ -1,4 +1,4 @@
-"""torch's @record around main: the error goes to a file for the launcher, and to stderr."""
+"""torch's @record around main: the error is written to a file for the launcher, and to stderr."""
 
 import os
 

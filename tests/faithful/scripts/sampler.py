@@ -1,4 +1,4 @@
-"""DistributedSampler: who gets which samples, over epochs, with a tail."""
+"""DistributedSampler: which rank gets which samples, over epochs, with an uneven end."""
 
 import torch
 import torch.distributed as dist

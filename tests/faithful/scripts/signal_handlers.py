@@ -1,4 +1,4 @@
-"""Timers, alarms and user signals; what is ignored and blocked at the start."""
+"""Timers, alarms and user signals; which signals are ignored and blocked at the start."""
 
 import os
 import signal

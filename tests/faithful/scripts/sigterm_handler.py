@@ -1,4 +1,4 @@
-"""A handler for SIGTERM that saves and leaves."""
+"""A SIGTERM handler that saves and exits."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The store that torchrun's environment leads to, and others of the script's own."""
+"""The store at the address in torchrun's environment, and stores that the script creates."""
 
 import os
 import tempfile

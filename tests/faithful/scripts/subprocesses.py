@@ -1,4 +1,4 @@
-"""Commands and pipelines: output of children goes where the script's goes, codes come back."""
+"""Commands and pipelines: children write to the same output as the script, and their codes are returned."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A SummaryWriter that is never closed: what can be read back afterwards."""
+"""A SummaryWriter that is never closed: what can be read afterwards."""
 
 import glob
 import os

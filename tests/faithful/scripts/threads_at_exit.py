@@ -1,4 +1,4 @@
-"""Threads that outlive the main thread: the interpreter waits for those that are no daemons."""
+"""Threads that outlive the main thread: the interpreter waits for non-daemon threads."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Warnings: filters, once per place, captured by logging, of torch."""
+"""Warnings: filters, once per place, captured by logging, from torch."""
 
 import logging
 import warnings

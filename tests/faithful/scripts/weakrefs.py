@@ -1,4 +1,4 @@
-"""weakref.finalize, with and without atexit, and callbacks of plain references."""
+"""weakref.finalize, with and without atexit, and callbacks of weak references."""
 
 import os
 import weakref

@@ -1,4 +1,4 @@
-"""A global ZipFile whose directory is written by its destructor."""
+"""A global ZipFile whose destructor writes its directory."""
 
 import os
 import zipfile

@@ -1,4 +1,4 @@
-"""The probe in a worker: what it reports, and that the script in the worker does not notice it."""
+"""The probe in a worker: what it reports, and that the script does not notice it."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def test_the_status_slot_has_the_phase_and_the_line_of_the_user(seen: dict[str, 
     functions = {"data": "__getitem__", "backward": "backward", "optimizer": "step", "checkpoint": "__reduce__"}
     functions |= {"forward": "forward", "idle": "spin"}
     assert places == {name: ("phases.py", functions.get(name, "<module>")) for name in PHASES}
-    assert seen["idle"]["page"]["step"] == 5  # of two optimizers that take turns, and of one that is the script's own
-    assert seen["threads"] == ["MainThread", "phalanx-futures"]  # the latter is of the group, and not of the probe
+    assert seen["idle"]["page"]["step"] == 5  # two optimizers that alternate, and one that the script defines
+    assert seen["threads"] == ["MainThread", "phalanx-futures"]  # the second belongs to the group, not to the probe
     assert seen["size"] < report.MAX_BYTES
 
 
 @pytest.mark.xdist_group("probe")
 def test_sleep_does_not_count_as_compute(seen: dict[str, Any]) -> None:
     counts = seen["sleep"]
-    assert counts["slept"] > counts["spun"] == counts["before"]  # a loop of the script's own is no sleep
+    assert counts["slept"] > counts["spun"] == counts["before"]  # a loop of the script does not count as sleep
 
 
 @pytest.mark.xdist_group("probe")
@@ -115,7 +115,7 @@ def test_the_report_has_the_pending_calls(seen: dict[str, Any]) -> None:
 
 
 def _framed(seen: dict[str, Any]) -> dict[str, Any]:
-    """The calls and threads with their frames, which travel as lists, as objects."""
+    """Convert calls and threads back to objects; their frames are sent as lists."""
 
     def frames(rows: list[Any]) -> list[Any]:
         return [msgspec.to_builtins(Frame(*row)) for row in rows]
@@ -138,11 +138,11 @@ def test_a_script_does_not_notice_its_probe(tmp_path: Path) -> None:
         assert worker[name] == plain[name], name
     assert [fd for fd in worker["fds"] if fd < 1000] == plain["fds"]
     assert worker["tasks"] == 2
-    for child, kept in ((forked, 1), (fork, 1), (spawn, 0)):  # where its stacks go, if someone asks for them
+    for child, kept in ((forked, 1), (fork, 1), (spawn, 0)):  # its stacks are written there on request
         assert child["tasks"] == 1
         assert len([fd for fd in child["fds"] if fd > 1000]) == kept
     assert not [fd for fd in json.loads((tmp_path / "executed").read_text()) if int(fd) > 1000]
-    # What was opened in the place of our descriptors is still what it was.
+    # Descriptors that were opened with the numbers of ours are unchanged.
     assert set(json.loads((tmp_path / "left").read_text())) == {os.stat(os.devnull).st_rdev}
 
 
@@ -165,7 +165,7 @@ async def _observe_probed_script(folder: Path) -> None:
         main, other = answers["threads"]
         assert (main["main"], main["frames"][-1][2]) == (True, "<module>")
         assert other["name"] == "the other"
-        assert "wait_for" in [row[2] for row in other["frames"]]  # or in what that calls
+        assert "wait_for" in [row[2] for row in other["frames"]]  # or in a function that it calls
         os.kill(process.pid, probe.SIGNAL)
         await _until(lambda: os.pread(client.stacks, 65536, 0).count(b"wait_for") == 2)
         (folder / "reported").touch()
@@ -175,7 +175,7 @@ async def _observe_probed_script(folder: Path) -> None:
         (folder / "closed").touch()
         assert await asyncio.to_thread(process.wait, WAIT) == 0
         assert process.stderr is not None
-        assert process.stderr.read() == b""  # no warning comes from the probe
+        assert process.stderr.read() == b""  # the probe prints no warning
         process.stderr.close()
         assert client.status.text["ending"]
         client.close()
@@ -245,7 +245,7 @@ async def _observe_forking_script(folder: Path) -> None:
 
 
 def _hooked(client: ProbeClient, script: str, folder: Path, *options: str, **more: Any) -> subprocess.Popen[bytes]:
-    """An interpreter that starts a probe before its script."""
+    """Start an interpreter that starts a probe before its script."""
     clean = environment({"PYTHONDONTWRITEBYTECODE": "1"})
     hooked = {
         **clean,

@@ -1,4 +1,4 @@
-"""What torch's flight recorders say about groups and calls."""
+"""What torch's flight recorders report about groups and calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_group_names_are_looked_up_seldom(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_new_group_replaces_the_lost_one_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was pending in the lost group stays so forever, and says nothing about the new one."""
+    """A call that was pending in the lost group stays pending forever, and says nothing about the new group."""
     status = {
         "0": {"last_enqueued_collective": 312, "last_completed_collective": 311},
         "1": {"last_enqueued_collective": 7, "last_completed_collective": 7},
@@ -69,7 +69,7 @@ def test_a_new_group_replaces_the_lost_one_of_the_same_name(monkeypatch: pytest.
 
 
 def test_unstarted_kernels_are_known_where_torch_times_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except for coalesced collectives and messages, and where the start is only recorded with the end."""
+    """Not for coalesced collectives and messages, and not if torch records the start only with the end."""
 
     def entry(seq: int, start: int | None, end: int | None, **more: Any) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""What one look at a thread finds: its phase, its movement, its batches and steps."""
+"""What one sample of a thread shows: its phase, movement, batches and steps."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_batches_of_a_loader_are_counted() -> None:
     [
         ("aaaa", 4),
         ("abab", 2),
-        ("abbbbbabbbbbabbbbb", 12),  # five of one, one of the other: the busier one counts
-        ("aaabbbbbbbb", 7),  # the first is no longer used
-        ("".join(chr(97 + number) for number in range(9)) * 3, 3),  # one for each parameter
+        ("abbbbbabbbbbabbbbb", 12),  # one is called five times per step, the other once: the more frequent one counts
+        ("aaabbbbbbbb", 7),  # the first is not used any more
+        ("".join(chr(97 + number) for number in range(9)) * 3, 3),  # one per parameter
     ],
 )
 def test_steps_of_several_optimizers_are_counted_once(turns: str, steps: int) -> None:

@@ -16,7 +16,7 @@ def test_the_slot_keeps_the_last_looks() -> None:
     own = status_slot.StatusSlot(memory, 1)
     assert status_slot.looks(memory, 1, 0.0) == []
     for number in range(1, 201):
-        own.step((1 << 20) + number // 10, 1)  # more than is written of it
+        own.step((1 << 20) + number // 10, 1)  # more than the slot stores
         own.look(number * 100_000_000, number, 0, number % len(PHASES), number)
     found = status_slot.looks(memory, 1, 0.0)
     assert len(found) == status_slot.RING
@@ -30,7 +30,7 @@ def test_the_slot_keeps_the_last_looks() -> None:
 
 
 def test_looks_are_never_read_half_written() -> None:
-    """The reader is another process than the writer."""
+    """The reader and the writer are different processes."""
     board = StatusBoard()
     slot = board.allocate()
     assert slot is not None

@@ -1,4 +1,4 @@
-"""All snippets by rule, and the scripts made of them."""
+"""All snippets by rule, and the scripts that contain them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ dist.destroy_process_group()
 
 
 def script(middle: str) -> str:
-    """A script with this middle, which joins the process group before and leaves it after."""
+    """Return a script with this middle part, which joins the process group before it and leaves the group after it."""
     return IMPORTS + JOIN + textwrap.dedent(middle) + LEAVE
 
 
 def whole(text: str) -> str:
-    """A script with the imports that all have in common."""
+    """Return a script with the imports that all have in common."""
     return IMPORTS + textwrap.dedent(text)

@@ -1,4 +1,4 @@
-"""Ranks that come to their end in the way that is named."""
+"""Ranks that end in the way that the first argument names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if way in ("exception", "within", "exit"):
             raise ValueError("rank 1 has had enough")
     dist.all_reduce(torch.ones(1))
 elif way in ("pending", "pending finally", "pending exit"):
-    # An operation is under way that will never be answered, as this one leaves.
+    # This rank ends while an operation is pending that never completes.
     if group.rank == 1:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         if way == "pending exit":
@@ -49,13 +49,13 @@ elif way in ("pending", "pending finally", "pending exit"):
 elif way == "wrapped":
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
-    kept = [model]  # nobody lets go of it before the interpreter does
+    kept = [model]  # referenced until the interpreter exits
 elif way == "stuck":
     if group.rank == 1:
         signal.pause()
     dist.all_reduce(torch.ones(1))
 elif way == "uneven":
-    # Rank 0, which keeps the store, is at its end first.
+    # Rank 0, which hosts the store, ends first.
     if group.rank == 1:
         time.sleep(float(os.environ.get("JOIN_LATE", "1")))
         group.store.set("late", "yes")
@@ -69,7 +69,7 @@ elif way == "again":
     assert group.closed
     assert not dist.is_initialized()
     group = WorkerProcessGroup.join("gloo")
-    other = WorkerProcessGroup.join("gloo", rank=group.rank, world_size=2)  # the same group once more
+    other = WorkerProcessGroup.join("gloo", rank=group.rank, world_size=2)  # joins the same group a second time
     assert (other.rank, other.sum(1), other.gather(1, all=True)) == (group.rank, 2, [1, 1])
     for wrong in ({"backend": "cpu:gloo"}, {"rank": 1 - group.rank}, {"world_size": 3}, {"method": "tcp://a:1"}):
         with contextlib.suppress(UsageError):
@@ -81,7 +81,7 @@ elif way == "again":
 elif way == "adopted":
     assert group.sum(1) == group.world_size
     group.close()
-    dist.barrier()  # it is the script's, and still there
+    dist.barrier()  # the group belongs to the script, and still exists
     dist.destroy_process_group()
 elif way == "destroyed":
     dist.destroy_process_group()

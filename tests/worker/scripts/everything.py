@@ -1,4 +1,4 @@
-"""What a group can do, under any launcher. Every rank prints one line if all of it was right."""
+"""Uses every feature of a group, under any launcher. Every rank prints one line if all results are right."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ group.store.wait(*(f"from {rank}" for rank in range(world)))
 group.barrier()
 assert group.store.add("tickets", 0) == 2 * world
 
-# The same numbers for all until the model is made, then others for each.
+# Ranks draw the same random numbers until the model is created, then different ones.
 same = group.gather(torch.rand(1).item(), all=True)
 group.seed_apart()
 apart = group.gather((torch.rand(1).item(), torch.rand(1, generator=group.generator).item()), all=True)
@@ -85,7 +85,7 @@ if group.rank == group.topology.local_ranks[0]:
     dist.all_reduce(local, group=group.leader_group)
     assert local.item() == world
 else:
-    assert group.leader_group is not None  # made by all, joined by the leaders
+    assert group.leader_group is not None  # all ranks create it, the leaders join it
 
 group.barrier()
 group.print("printed once")

@@ -1,4 +1,4 @@
-"""Joins, or says why it could not and how long it took to know."""
+"""Joins, or prints the error and how long the attempt took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A port that something else has, one whose owner is just ending, and one that rank 0 opens late."""
+"""A port in use by another program, one whose owner is ending, and one that rank 0 opens late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with socket.create_server(("127.0.0.1", 0)) as foreign:
         tcp_store.open_store(MeetingPoint("tcp", "127.0.0.1", port), caller, 60)
     print("a foreign server is named")
 
-# The launcher has opened the port, and its store is slow to start.
+# The launcher has opened the port, but its store starts slowly.
 tcp_store.ANSWER = 0.1
 found: list[Any] = []
 listener = socket.create_server(("127.0.0.1", 0))
@@ -46,7 +46,7 @@ with socket.create_server(("127.0.0.1", 0)) as ending:
     place = MeetingPoint("tcp", "127.0.0.1", ending.getsockname()[1])
     calling = threading.Thread(target=lambda: found.append(tcp_store.open_store(place, caller, 30)))
     calling.start()
-    for _ in range(2):  # it checks whether a server answers, and connects
+    for _ in range(2):  # one to check whether a server answers, one to connect
         ending.accept()[0].close()
 kept = tcp_store.open_store(place, Identity("hand-set variables", PartialPlacement(rank=0, world_size=2)), 30)
 calling.join(30)

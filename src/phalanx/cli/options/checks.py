@@ -1,4 +1,4 @@
-"""Combines options that depend on each other, and raises where they contradict each other."""
+"""Combines options that depend on each other, and raises if they conflict."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check_cpu(values: Any, given: Mapping[str, Given], verb: str) -> None:
 
 
 def slots_per_node(values: Any, given: Mapping[str, Given], most: int, verb: str) -> tuple[int, ...] | None:
-    """Return the number of workers of each node, as -g says it."""
+    """Return the number of workers of each node, as given by -g."""
     listed: tuple[int, ...] | None = values.slots
     if listed is None or len(listed) == most:
         return listed
@@ -120,7 +120,7 @@ def workers_on_this_node(values: Any, given: Mapping[str, Given], slots: tuple[i
 
 
 def hosts_of(values: Any, given: Mapping[str, Given], verb: str) -> tuple[Host, ...] | None:
-    """Return the hosts of --hosts or --hostfile; with -g, with that many workers each."""
+    """Return the hosts of --hosts or --hostfile. -g sets their number of workers."""
     if values.hostfile and values.hosts:
         raise OptionError("--hosts and --hostfile contradict each other", fix=f"phalanx {verb} --hosts a:8,b:2 …")
     found = _read_hostfile(values.hostfile, verb) if values.hostfile else values.hosts

@@ -1,4 +1,4 @@
-"""Options of phalanx that were typed after the script, which gets them then."""
+"""Detects options of phalanx that were typed after the script, and are therefore passed to the script."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import shlex
 from phalanx.cli.options.run_options import ScriptOptions
 from phalanx.cli.options.table import options_of
 
-# Libraries that make options from names of functions, classes or files: what they accept is not in the script's text.
+# Libraries that make options from names of functions, classes or files: the options that they accept are not in the
+# script's text.
 _GENERIC_PARSERS = re.compile(r"\b(fire|hydra|tyro|typer|absl|jsonargparse|HfArgumentParser|parse_known_args)\b")
-_SHARED = {"-h", "--help"}  # mean the script's own help there
+_SHARED = {"-h", "--help"}  # after the script, these are for the script
 
 
 def misplaced(script: ScriptOptions, verb: str = "run") -> str | None:
-    """Return a note about an option of phalanx that comes after the script, if the script does not seem to have it."""
+    """Return a note about an option of phalanx after the script, if the script does not seem to have that option."""
     if script.kind != "script" or not script.args:
         return None
     kinds = {name: option for option in options_of(verb) for name in option.spellings if name not in _SHARED}

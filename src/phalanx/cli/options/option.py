@@ -11,13 +11,13 @@ Origin = Literal["torchrun", "torchrun 2.15", "torch.distributed.launch", "phala
 
 
 class Option(NamedTuple):
-    """Everything there is to say about an option: how it is spelled, parsed, documented, and what it sets.
+    """One option: how it is spelled, parsed and documented, and what it sets.
 
-    Flat, because it is a row of table.py, in which most columns are left at their defaults.
+    Flat, because it is a row of table.py, in which most columns keep their defaults.
     """
 
     section: str
-    name: str  # the long spelling with dashes; the one with underscores is accepted too
+    name: str  # the long spelling with dashes; underscores are accepted too
     help: str
     kind: ValueKind | None = None  # None: a flag
     default: str | None = None  # as it would be typed
@@ -31,7 +31,7 @@ class Option(NamedTuple):
     only: str = ""  # the only verb that accepts it; empty: all
     field: str = ""  # the field of RunOptions that it sets, as `group.name`
     exports: str = ""  # the environment variable of the workers that it sets
-    convert: Callable[[Any], Any] | None = None  # turns the parsed value, or None, into that of the field
+    convert: Callable[[Any], Any] | None = None  # converts the parsed value, or None, to the value of the field
     brief: str = ""  # one line for `--help`, if the first sentence of `help` does not fit
 
     @property
@@ -62,7 +62,7 @@ class Option(NamedTuple):
         return tuple(sorted(names, key=lambda name: name.startswith("--")))
 
     def field_value(self, value: Any) -> Any:
-        """Return what a parsed value sets the field or the exported variable to."""
+        """Return the value of the field or exported variable for a parsed value."""
         return value if self.convert is None else self.convert(value)
 
 

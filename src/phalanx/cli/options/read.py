@@ -28,7 +28,7 @@ def read_all(given: Mapping[str, Given], environ: Mapping[str, str], verb: str) 
 
 
 def read(kind: ValueKind, name: str, text: str, environ: Mapping[str, str], verb: str) -> Any:
-    """Parse one text. Raise an OptionError that names the option, what was expected, and a value that works."""
+    """Parse one text. Raise an OptionError with the option, what was expected, and a valid example."""
     try:
         return kind.read(text)
     except ValueError as error:
@@ -44,7 +44,7 @@ def read(kind: ValueKind, name: str, text: str, environ: Mapping[str, str], verb
 
 
 def with_fallback(option: Option, value: Any, environ: Mapping[str, str], verb: str) -> Any:
-    """Return `value`, or that of the option's fallback variable if there is none."""
+    """Return `value`; if it is not given, the value of the option's fallback variable."""
     if value is not None or option.fallback not in environ or option.kind is None:
         return value
     return read(option.kind, option.fallback, environ[option.fallback], environ, verb)
@@ -66,7 +66,7 @@ def _value(option: Option, given: Given | None, environ: Mapping[str, str], verb
 
 
 def _flag(option: Option, given: Given | None) -> bool | str:
-    """Return whether a flag is on, or which of its attached values it has."""
+    """Return whether a flag is on, or its attached value."""
     if given is None:
         return False
     if option.attached:

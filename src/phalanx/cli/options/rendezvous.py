@@ -1,4 +1,4 @@
-"""Resolves the rendezvous address from torchrun's options as torchrun does."""
+"""Resolves the rendezvous address from torchrun's options, as torchrun does."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RendezvousAddress(NamedTuple):
 
 
 def resolve_rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb: str) -> RendezvousAddress:
-    """Return where the nodes meet. `names` has the given options as the user spelled them."""
+    """Return where the nodes join. `names` has the given options as the user spelled them."""
 
     def unused(dests: Iterable[str], why: str) -> tuple[str, ...]:
-        # One node uses a loopback address anyway.
+        # A single node always uses a loopback address.
         idle = [
             names[dest]
             for dest in dests
@@ -66,7 +66,7 @@ def resolve_rendezvous(values: Any, names: dict[str, str], max_nodes: int, verb:
     if not values.rdzv_endpoint or values.rdzv_conf.get("store_type") == "file":
         return RendezvousAddress(run_id, None, C10D_PORT if several else None, notes)
     host, port = _endpoint(values, names, verb)
-    # Other nodes have to know the port. On one node, any free port works unless one was given.
+    # Other nodes must know the port. On one node, any free port works unless one was given.
     return RendezvousAddress(run_id, host, C10D_PORT if port is None and several else port or None, notes)
 
 

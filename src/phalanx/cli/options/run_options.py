@@ -37,15 +37,15 @@ class ScriptOptions:
     local_rank_option: str  # "--local-rank" or "--local_rank" if the script expects it as an argument, else empty
     env: Mapping[str, str]
     hyperparameters: tuple[tuple[str, Hyperparameter], ...]
-    stdin_rank: int | None  # the global rank that reads the terminal
+    stdin_rank: int | None  # the global rank that reads stdin
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
     """How many workers a node has, and on which devices."""
 
-    count: int | Literal["auto", "gpu", "cpu", "xpu"] | None  # on this node; None: not given
-    slots: tuple[int, ...] | None  # per node, `max_nodes` of them
+    count: int | Literal["auto", "gpu", "cpu", "xpu"] | None  # workers on this node; None: not given
+    slots: tuple[int, ...] | None  # workers per node, for `max_nodes` nodes
     devices: tuple[str, ...] | None
     cpu: bool
     isolate: bool
@@ -59,7 +59,7 @@ class WorkerOptions:
 class NodeOptions:
     """Which nodes take part."""
 
-    hosts: tuple[Host, ...] | None  # to start over ssh
+    hosts: tuple[Host, ...] | None  # hosts to start over ssh
     count_given: bool
     standalone: bool
     min_nodes: int
@@ -85,7 +85,7 @@ class RendezvousOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """`parse_run(["-g", "4", "train.py", "--lr", "0.1"], os.environ)`
+    """The parsed command line: `parse_run(["-g", "4", "train.py", "--lr", "0.1"], os.environ)`.
 
     Each option of table.py sets the field that its row names, such as `output.tee`.
     """

@@ -16,7 +16,7 @@ from phalanx.errors import OptionError
 
 
 class HelpRequested(Exception):  # noqa: N818  # not an error: the text goes to stdout, and the exit code is 0
-    """The user asked for a text (help, a completion script) instead of a run."""
+    """Raised if the user asked for a text (help, a completion script) instead of a run."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -51,20 +51,20 @@ def scan(argv: Sequence[str], verb: str) -> Scan:
     if unknown:
         raise _unknown(unknown[0], verb, argv)
     if any(given.name == "-n" and "p" in given.values for given in found.given.values()):
-        raise _unknown("-np", verb, argv)  # mpirun's; argparse takes it for -n p
+        raise _unknown("-np", verb, argv)  # an option of mpirun; argparse would read it as -n p
     return Scan(found.given, found.script, tuple(found.args))
 
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, verb: str) -> None:
-        # argparse formats every option once to check it. One formatter of a fixed width saves a new one for each, and
-        # a look at the terminal.
+        # argparse formats every option once to check it. One formatter of a fixed width avoids a new one for each
+        # option, and a query of the terminal size.
         formatter = argparse.HelpFormatter("", width=80)
         super().__init__(add_help=False, exit_on_error=False, formatter_class=lambda **_: formatter)
         self.verb = verb
         self.set_defaults(given={})
         self._by_name: dict[str, Option] = {}
-        # An abbreviation that torchrun accepts means the same here, whatever options phalanx adds.
+        # An abbreviation that torchrun accepts has the same meaning here, whatever options phalanx adds.
         self._torchrun = {
             name for option in options_of(verb) if option.origin == "torchrun" for name in option.torchrun_spellings
         }

@@ -1,4 +1,6 @@
-"""Renders the options for `phalanx run --help`. docs/reference/options.md has the same: tools/reference.py."""
+"""Renders the options for `phalanx run --help`. tools/reference.py makes docs/reference/options.md from the same
+table.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from phalanx.cli.options.table import OFTEN, OPTIONS, SECTIONS, options_of
 
 WIDTH = 100
 _COLUMN = 34
-_BRIEF_COLUMN = 28  # of `phalanx run --help`, which fits a terminal of 80 columns
-_GLUE = "\xa0"  # textwrap does not break here
+_BRIEF_COLUMN = 28  # column of the descriptions in `phalanx run --help`, which fits a terminal of 80 columns
+_GLUE = "\xa0"  # textwrap does not break a line here
 
 
 def help_text(verb: str, *, everything: bool = False) -> str:
@@ -61,7 +63,7 @@ def _more(verb: str) -> tuple[str, ...]:
 
 
 def _brief_entry(option: Option) -> str:
-    """Return one line about an option: what fits."""
+    """Return one line about an option: as much as fits."""
     names = typed(option._replace(aliases=tuple(name for name in option.aliases if not name.startswith("--"))))
     text = option.brief or option.help.partition(". ")[0].removesuffix(".") + "."
     return f"  {names:<{_BRIEF_COLUMN - 2}}{text}{f' Default: {option.default}.' if option.default else ''}"

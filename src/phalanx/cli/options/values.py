@@ -17,8 +17,8 @@ from phalanx.launcher.output.filters import Std, Streams
 if TYPE_CHECKING:
     from phalanx.cluster.sources.hosts import Host
 
-_LONGEST = 366 * 86400.0  # seconds: timers of the system overflow far above it
-_HIGHEST = 1 << 31  # of numbers that have no other limit
+_LONGEST = 366 * 86400.0  # seconds: system timers overflow far above this
+_HIGHEST = 1 << 31  # limit of numbers that have no other limit
 
 
 class ValueKind(NamedTuple):
@@ -28,7 +28,7 @@ class ValueKind(NamedTuple):
     read: Callable[[str], Any]
     expected: str  # completes the sentence "expected …"
     example: str  # a valid value
-    repeated: bool = False  # given several times, all values count
+    repeated: bool = False  # all values count if the option is given several times
 
 
 def text(value: str) -> str:
@@ -37,7 +37,7 @@ def text(value: str) -> str:
 
 
 def file_name(value: str) -> str:
-    """Return the name of a file, which is not empty."""
+    """Return the name of a file. Refuse an empty text."""
     if not value:
         raise ValueError("it is empty")
     return value
@@ -216,7 +216,7 @@ def faults(value: str) -> tuple[str, ...]:
 
 
 def run_name(value: str) -> str:
-    """Parse the name of a run, which is also that of its folder."""
+    """Parse the name of a run, which is also the name of its folder."""
     if not value:
         raise ValueError("it is empty")
     wrong = re.search(r"[^\w.-]", value)

@@ -1,4 +1,4 @@
-"""A rank that does not wait while others wait for it: what its main thread does."""
+"""Ranks that do not wait while others wait for them: what their main threads do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def verdicts(field: Field, accused: Container[int]) -> Iterator[Verdict]:
 
 
 def _likeness(field: Field, state: RankState) -> tuple[object, ...]:
-    """Return a key that is equal for ranks to name together. Each DataLoader has its own workers, hence its own key."""
+    """Return a key that is equal for ranks that one verdict can name. Each DataLoader has its own workers, so its rank
+    gets its own key.
+    """
     rank = state.rank
     alone = state.number if state.act.what == "loader" else None
     flags = (state.spins, slow(field, state), state.stuck, state.unseen)
@@ -62,7 +64,7 @@ def roots(field: Field) -> set[int]:
     if awaited:
         found = awaited - set(field.awaits)
         return {rank for rank in found if not _is_late(field, rank)} or found
-    # While others make progress, a rank that never had steps has another role: a server, or a monitor.
+    # While other ranks make progress, a rank that never had steps has another role, such as a server or a monitor.
     together = all(each.stuck or each.gone for each in field.states.values())
     return {
         each.number
@@ -78,7 +80,7 @@ def _is_late(field: Field, rank: int) -> bool:
 
 
 def overdue(field: Field, state: RankState) -> bool:
-    """Return whether even computing or writing a checkpoint has taken too long."""
+    """Return whether a rank has taken too long even for computing or writing a checkpoint."""
     limit = max(field.evidence.limit, 5 * state.rank.usual)
     return max(state.rank.since, field.evidence.waited) >= LONGER * limit
 
@@ -158,7 +160,7 @@ def _kept(field: Field, kept: Sequence[RankState]) -> Verdict:
 
 
 def all_ranks(field: Field) -> Iterator[Verdict]:
-    """Yield a verdict for a stall without anybody to blame."""
+    """Yield a verdict for a stall in which no rank is to blame."""
     alive = [each for each in field.of(field.states) if not each.gone]
     if not alive or field.evidence.waited < field.evidence.limit:
         return
@@ -184,7 +186,7 @@ def all_ranks(field: Field) -> Iterator[Verdict]:
 
 
 def _unpaced(field: Field, state: RankState) -> bool:
-    """Return whether a rank waits for nobody and never had a step time."""
+    """Return whether a rank waits for no other rank and never had a step time."""
     waits = state.number in field.awaits or state.call is not None or state.act.what == "leaving"
     return not waits and state.rank.step < 0 and not overdue(field, state)
 

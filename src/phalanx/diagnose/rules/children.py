@@ -17,7 +17,7 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
-# Waits that children may be meant to end, beside those for the end of a process itself.
+# Waits that a child process may have to end, besides waits for the end of a process.
 _FOR_RESULTS = ("waiting for a future", "waiting for a queue", "waiting for another process")
 
 
@@ -34,6 +34,6 @@ def _line(rank: Rank, pid: str, process_state: str, command: str) -> str:
 
 
 def _place(rank: Rank, pid: str) -> Frame | None:
-    """Return where a fork of the rank is: the frames of its parent are below its own."""
+    """Return the place of a forked child: below its own frames it has those of its parent."""
     stack = next((each.frames for each in rank.threads if each.name.split()[:2] == ["process", pid]), ())
     return frames.own(stack)

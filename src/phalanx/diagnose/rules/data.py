@@ -1,4 +1,4 @@
-"""A rank that waits for data: the line of its Dataset, or the state of its DataLoader workers."""
+"""Ranks that wait for data: the line of their Dataset, or the state of their DataLoader workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "held by a tracer", "D
 
 
 def verdict(field: Field, kept: Sequence[RankState]) -> Verdict | None:
-    """Return a verdict for ranks at the same place; those that wait for workers come alone."""
+    """Return a verdict for ranks at the same place. A rank that waits for DataLoader workers gets its own verdict."""
     state, ranks = kept[0], tuple(each.number for each in kept)
     if state.act.what == "loader":
         return _workers(field, state)
@@ -74,7 +74,7 @@ def _workers(field: Field, state: RankState) -> Verdict:
 
 
 def _inside(state: RankState, workers: dict[str, str]) -> tuple[str, Act, Frame] | None:
-    """Return a DataLoader worker that is in user code. A fork has the frames of its parent below its own."""
+    """Return a DataLoader worker that is in user code. Below its own frames, a fork has those of its parent."""
     for thread in state.rank.threads:
         pid = thread.name.split()[1] if thread.name.startswith("process ") else ""
         if workers.get(pid, "Z") not in _STATES:
@@ -105,6 +105,6 @@ def _seen(state: RankState) -> tuple[str, ...]:
 
 
 def idle_gpu(state: RankState) -> tuple[str, ...]:
-    """Return a line if the GPU is idle: then the CPU is the bottleneck."""
+    """Return a line if the GPU is idle, which means that the CPU is the bottleneck."""
     card = state.rank.gpu
     return (f"its GPU is idle{gpu.use(card)}",) if gpu.idle(card) else ()

@@ -1,4 +1,4 @@
-"""What the driver says about the GPU of a rank, as lines of evidence."""
+"""Describes what the driver reports about the GPU of a rank, as lines of evidence."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from phalanx.diagnose.verdict import Verdict
 
 BUSY = 0.95
 _IDLE = 0.05
-_REPLAYS = 10  # PCIe replays now and then are normal
-_MOST = 8  # lines of a verdict
-_XID = 160  # characters of what the driver says
-_OF_PROGRAMS = {13, 31, 43, 45, 68, 69}  # Xids: an illegal address, a kernel that was ended
+_REPLAYS = 10  # fewer PCIe replays are normal
+_MOST = 8  # maximum lines of a verdict
+_XID = 160  # maximum characters of a driver message
+_OF_PROGRAMS = {13, 31, 43, 45, 68, 69}  # Xids that a program causes: an illegal address, a kernel that was ended
 
 
 def idle(gpu: Gpu | None) -> bool:
@@ -37,7 +37,7 @@ def use(gpu: Gpu | None) -> str:
 
 
 def faults(gpu: Gpu, pid: int | None = None) -> list[str]:
-    """Return hardware faults. `pid`: of the rank; errors of another program are ignored."""
+    """Return hardware faults. `pid` is that of the rank: errors of another program are ignored."""
     mine = [xid for xid in sorted(gpu.xids, key=lambda xid: xid.age) if _concerns(xid, pid)]
     reported = {f"Xid {xid.number}, {words.duration(xid.age)} ago: {xid.text[:_XID]}": None for xid in mine}
     found = [*reported][:3]
@@ -69,9 +69,9 @@ def signs(gpu: Gpu) -> list[str]:
 
 
 def supported(evidence: Evidence, verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Return the verdicts with what is known of the GPUs of their ranks.
+    """Return the verdicts, each with what is known about the GPUs of its ranks.
 
-    A verdict without ranks is about all ranks; a fault of no verdict's rank goes to the first one.
+    A verdict without ranks is about all ranks. A fault on a rank without a verdict is added to the first verdict.
     """
     if not verdicts:
         return []

@@ -1,4 +1,4 @@
-"""All ranks take part, and there is no progress: the network between them."""
+"""The network between ranks: all ranks take part in a collective, and there is no progress."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _DOCTOR = "phalanx doctor checks the network between them"
 
 
 def verdicts(field: Field, diverged: Container[str]) -> Iterator[Verdict]:
-    """Yield verdicts. `diverged`: groups whose ranks have not called the same."""
+    """Yield verdicts. `diverged`: groups whose ranks did not call the same collective."""
     yield from _collectives(field, diverged)
     yield from _messages(field)
     yield from _joining(field)
 
 
 def partition(evidence: Evidence) -> Verdict | None:
-    """Return a verdict about nodes that do not reach each other, though node 0 reaches them. Its ranks are those of the
-    node without which the others are connected: of two nodes, the one with the higher number."""
+    """Return a verdict about nodes that cannot reach each other although node 0 reaches them.
+
+    It names the ranks of the node without which the others are connected; of two nodes, the one with the higher number.
+    """
     nodes = {rank.rank: rank.node for rank in evidence.ranks}
     pairs = {
         (min(facts.node, other), max(facts.node, other))
@@ -139,7 +141,7 @@ def _messages(field: Field) -> Iterator[Verdict]:
 
 
 def _joining(field: Field) -> Iterator[Verdict]:
-    """All ranks try to form the group, without success."""
+    """Yield a verdict if all ranks try to form the group, without success."""
     waiting = [each for each in field.of(field.awaits) if each.call is None and not field.awaits[each.number]]
     if len(waiting) < 2 or len(waiting) != len(field.states):
         return

@@ -1,4 +1,4 @@
-"""What kernel, driver and other nodes prove about a process: stopped, swapped out, silent, gone."""
+"""Facts about a process from kernel, driver and other nodes: stopped, swapped out, silent, gone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field
 
 _UNHEARD = 5.0  # seconds without a message from a node, which sends one per second
-_MUTE = 1.5  # likewise, if it has not answered a request for evidence either
-_SWAPPED = 64e6  # bytes of a process on disk, at least
-_FAULTS = 50.0  # pages read back in a second
+_MUTE = 1.5  # likewise, if the node has not answered a request for evidence either
+_SWAPPED = 64e6  # minimum bytes of a process in swap
+_FAULTS = 50.0  # pages read back per second
 _RELEASE = "native code has to release Python's lock (Py_BEGIN_ALLOW_THREADS) around what takes long"
 _FULL = 0.03  # share of available memory below which a node counts as full
 
@@ -142,7 +142,7 @@ def _lock(field: Field, state: RankState) -> Verdict | None:
     if only_late(field.evidence, state):
         return None
     if state.long and state.rank.silent < LONGER * field.evidence.limit:
-        return None  # native code of a compiler, or of an import
+        return None  # native code of a compiler or an import
     holder = next((thread for thread in state.rank.threads if thread.holds_gil), None)
     place = (frames.own(holder.frames) if holder is not None else None) or state.place
     thread = f" in thread {holder.name.removeprefix('thread ')}" if holder is not None and not holder.main else ""
@@ -150,7 +150,7 @@ def _lock(field: Field, state: RankState) -> Verdict | None:
         return _other_thread(field, state)
     if process.state == "R" or process.cpu >= SPINS:
         how = "spins holding the GIL"
-    elif holder is not None and not holder.main:  # the kernel speaks of the main thread
+    elif holder is not None and not holder.main:  # the kernel state is that of the main thread
         how = "holds the GIL"
     else:
         doing = frames.asleep(process)
@@ -167,7 +167,7 @@ def _lock(field: Field, state: RankState) -> Verdict | None:
 
 
 def _other_thread(field: Field, state: RankState) -> Verdict:
-    """The main thread waits for the lock of another, unknown thread."""
+    """Return a verdict: the main thread waits for a lock that another, unknown thread holds."""
     others = [thread for thread in state.rank.threads if not thread.main and thread.frames]
     places = ((thread.name, frames.own(thread.frames) or thread.frames[0]) for thread in others)
     return Verdict(

@@ -1,4 +1,4 @@
-"""Ranks that look for their store at an address that the script has set."""
+"""Ranks that connect to a store at an address that the script has set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def verdicts(field: Field) -> Iterator[Verdict]:
 
 
 def _unserved(state: RankState, joining: Sequence[RankState]) -> bool:
-    """Return whether nobody listens at the address that the rank uses."""
+    """Return whether nothing listens at the address that the rank uses."""
     if not state.rank.hosts:
         return True
     host = next((each for each in joining if each.number == 0), None)

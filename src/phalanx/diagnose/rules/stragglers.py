@@ -8,13 +8,13 @@ from statistics import median
 
 import msgspec
 
-FACTOR = 1.3  # times the median, at least, to be worth a word
-_ENOUGH = 30  # samples of a rank; fewer say nothing
-_SHARE = 0.05  # of the time of a step that it must cost: twice of next to nothing is nothing
-_FLOOR = 0.01  # of a step: what the median counts for, at least
+FACTOR = 1.3  # minimum ratio to the median
+_ENOUGH = 30  # minimum samples of a rank
+_SHARE = 0.05  # minimum share of the step time that a delay must cost: twice almost nothing is still almost nothing
+_FLOOR = 0.01  # minimum value of the median, as a share of a step
 _MOST = 16  # rows of a table
 _DATA, _WAITING = ("data",), ("collective", "join")
-_APART = ("import", "checkpoint", "compile")  # neither: not part of a usual step
+_APART = ("import", "checkpoint", "compile")  # not part of a usual step
 
 
 class Total(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class Total(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     samples: dict[str, int]
     steps: int = 0
-    seconds: float = 0.0  # over which it was looked at
+    seconds: float = 0.0  # time span of the samples
     host: str = ""
     gpu: int | None = None
     throttled: str = ""  # thermal, power
@@ -70,7 +70,7 @@ def _row(total: Total, by_step: bool) -> StragglerRow:
 
 
 def stragglers(totals: Sequence[Total]) -> list[Straggler]:
-    """Return slow ranks, the slowest first. Empty with fewer than two ranks, or if it does not matter."""
+    """Return slow ranks, the slowest first. Empty with fewer than two ranks, or if the delay is insignificant."""
     known = [row for row in rows(totals) if sum(row.total.samples.values()) >= _ENOUGH and row.whole > 0]
     if len(known) < 2:
         return []
@@ -104,7 +104,7 @@ def _sentence(total: Total, what: str, factor: float, nodes: bool) -> str:
 
 
 def table(totals: Sequence[Total]) -> list[str]:
-    """Return lines of 80 columns. If there are too many ranks, stragglers come first."""
+    """Return lines of at most 80 columns. If there are too many ranks, stragglers come first."""
     if not totals:
         return []
     late = {straggler.rank: straggler for straggler in reversed(stragglers(totals))}

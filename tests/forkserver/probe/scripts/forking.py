@@ -1,4 +1,4 @@
-"""A plain script that forks all the time, takes signals for itself, and becomes another program. forking.py FOLDER"""
+"""A plain script that forks all the time, handles signals itself, and executes another program. forking.py FOLDER"""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ FOLDER = pathlib.Path(sys.argv[1])
 
 
 def stand(name):
-    """In one place, until the test has looked."""
+    """Stay at one place until the test has sampled it."""
     (FOLDER / name).touch()
     os.read(0, 1)
 
@@ -19,7 +19,7 @@ child = os.fork()
 if child == 0:
     while not (FOLDER / "end").exists():
         time.sleep(0.01)
-    sys.exit()  # not by os._exit: what was registered for the end is run
+    sys.exit()  # unlike os._exit, this runs the atexit functions
 (FOLDER / "child").write_text(str(child))
 stand("forked")
 os.wait()

@@ -1,4 +1,4 @@
-"""Rank 0 stays in each phase until its own page says so; rank 1 comes to a collective after that. phases.py FOLDER"""
+"""Rank 0 stays in each phase until its own status shows it; then rank 1 joins the collective. phases.py FOLDER"""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ PROBE = sys.modules["_phalanx_forkserver.probe.probe"].current
 REPORT = sys.modules["_phalanx_forkserver.probe.report"]
 SLOT = sys.modules["_phalanx_forkserver.probe.status_slot"]
 OWN = PROBE._sampler._slot
-MOST = 30  # seconds: a page that never says it fails the test, not the machine's load
+MOST = 30  # seconds until the test fails because the status never shows the phase
 
 seen = {}
 
@@ -32,7 +32,7 @@ def read():
 
 @contextlib.contextmanager
 def stay(name, phase, called=None):
-    """Rank 0 is inside until its page says `phase`, and which call it waits in."""
+    """Keep rank 0 inside until its status shows `phase` and the call that it waits in."""
     go = threading.Event()
 
     def watch():
@@ -55,7 +55,7 @@ def stay(name, phase, called=None):
 
 
 def late(name):
-    """Of rank 1."""
+    """Keep rank 1 out until rank 0 has been seen."""
     while RANK == 1 and not (FOLDER / name).exists():
         time.sleep(0.02)
 
@@ -91,7 +91,7 @@ with stay("work", "collective", "broadcast"):
     late("work")
     dist.broadcast(tensor, 1, async_op=True).wait()
 
-# The same with a group of ours, which torch does not record.
+# The same with a phalanx group, which torch does not record.
 registration.register()
 shm = dist.new_group(backend="shm")
 dist.all_reduce(tensor, group=shm)
@@ -102,7 +102,7 @@ with stay("shm work", "collective", "broadcast"):
     late("shm work")
     dist.broadcast(tensor, 1, group=shm, async_op=True).wait()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2), process_group=shm)
-for _ in range(2):  # in the second DDP lays out its buckets again
+for _ in range(2):  # in the second iteration DDP rebuilds its buckets
     model(tensor).sum().backward()
 with stay("shm bucket", "collective", "all_reduce"):
     late("shm bucket")

@@ -1,4 +1,4 @@
-"""A plain script that looks for its probe, and forks, and closes what it does not know. probed.py FOLDER"""
+"""A plain script that looks for its probe, forks, and closes unknown descriptors. probed.py FOLDER"""
 
 import json
 import multiprocessing
@@ -27,7 +27,7 @@ def child(name):
 
 
 def wait_for(name):
-    """The test asks meanwhile."""
+    """Wait while the test queries the probe."""
     (FOLDER / f"at {name}").touch()
     while not (FOLDER / name).exists():
         time.sleep(0.01)

@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
 def _asked(
     run: RunRecord, rank: int, port: int | None
 ) -> Iterator[tuple[socket.socket, AttachedReply, socket.socket | None]]:
-    """Yield the connection to the agent, its answer, and the terminal of the debugger."""
+    """Yield the connection to the agent, the agent's answer, and the terminal of the debugger."""
     with control_socket.call(run, AttachQuery(rank=rank, port=port, pid=os.getpid())) as caller:
         try:
             answer, fds = control_socket.receive(caller)
@@ -99,7 +99,7 @@ def _asked(
 
 def _type(stream: socket.socket, commands: list[str]) -> int:
     stream.sendall("".join(f"{command}\n" for command in commands).encode())
-    stream.shutdown(socket.SHUT_WR)  # the debugger leaves at the end of its input
+    stream.shutdown(socket.SHUT_WR)  # the debugger exits at the end of its input
     found = bytearray()
     with contextlib.suppress(ConnectionResetError):
         while data := stream.recv(1 << 16):
@@ -111,7 +111,7 @@ def _type(stream: socket.socket, commands: list[str]) -> int:
 
 def _talk(caller: socket.socket, stream: socket.socket, *, leaves: bool) -> int:
     """Connect the terminal to the debugger until either ends. Ctrl-C goes to the debugger."""
-    unanswered = 0  # presses of Ctrl-C
+    unanswered = 0  # Ctrl-C presses without an answer
 
     def interrupt(*_: object) -> None:
         nonlocal unanswered

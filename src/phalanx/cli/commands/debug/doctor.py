@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     """Run `phalanx doctor`. Return 1 if something would make a run fail."""
     options = make_parser().parse_args(argv)
     environ = environment()
-    # As an exception, so that the test run ends with this process.
+    # Raise an exception, so that the test run ends with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     patience, quick = _duration(options.join_timeout), options.quick
     hosts = _hosts(options)
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     elif isinstance(found, SchedulerTask) and found.placement.world_size > 1:
         result_ = _as_task(found, DoctorRun(environ, patience, quick))
     elif isinstance(found, Allocation) and (len(found.hosts) > 1 or found.here is None):
-        # `phalanx run` starts its own srun. On one node it takes two ranks to test anything.
+        # `phalanx run` starts its own srun. On a single node, the test needs two ranks.
         nodes = len(found.hosts)
         result_ = _or_here(DoctorRun(environ, patience, quick).run(["-g", "1" if nodes > 1 else "2"], nodes), environ)
     else:
@@ -141,20 +141,20 @@ def _here(environ: Mapping[str, str], quick: bool) -> Result:
     if quick or not facts.versions.torch:
         return alone
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        # With its own home, the test run is not in the list of runs, and a full disk does not fail it.
+        # The test run has its own home: it is not in the list of runs, and a full disk does not fail it.
         test = DoctorRun({**environ, "PHALANX_HOME": f"{folder}/home"}, 0.0, quick)
-        # On this machine only, even if a scheduler has more.
+        # On this machine only, even if a scheduler has allocated more.
         tried = test.run(["--standalone", "-g", str(_ranks(facts.gpus))], 1)
     return replace(alone, between=tried.between, pairs=tried.pairs, collectives=tried.collectives)
 
 
 def _ranks(gpus: Gpus) -> int:
-    """Return one rank per GPU, to test NCCL, but at least two."""
+    """Return one rank per GPU, but at least two: NCCL needs two to be tested."""
     return min(_RANKS, max(2, len(gpus.gpus) - gpus.hidden))
 
 
 def _over_ssh(hosts: Sequence[Host], test: DoctorRun) -> Result:
-    """Test all hosts. Report those that cannot take part, and test the others without them."""
+    """Test all hosts. Report those that cannot take part, then test the others without them."""
     refused: list[Finding] = []
     while True:
         began = time.monotonic()
@@ -172,13 +172,13 @@ def _over_ssh(hosts: Sequence[Host], test: DoctorRun) -> Result:
 
 
 def _as_task(task: SchedulerTask, test: DoctorRun) -> Result | None:
-    """Test as one of several tasks. Only the leading task gets a result: None in the others."""
+    """Test as one of several tasks. Only the leading task returns a result; the others return None."""
     tried = test.run(["-g", "1"], task.placement.world_size, shared=True)
     return tried if tried.nodes or tried.between else None
 
 
 def _or_here(tried: Result, environ: Mapping[str, str]) -> Result:
-    """Add the checks of this machine if no node answered: they may explain it."""
+    """Add the checks of this machine if no node answered: they may explain why."""
     if tried.nodes:
         return tried
     facts = machine.read(environ, run_folder.home(environ))
@@ -197,7 +197,7 @@ class DoctorRun:
     quick: bool
 
     def run(self, where: Sequence[str], nodes: int, *, shared: bool = False) -> Result:
-        """Run the survey and return its result, or why it could not run.
+        """Run the survey and return its result, or the reason why it could not run.
 
         `shared`: other tasks run the same command line, and only one of them gets the result.
         """
@@ -234,7 +234,7 @@ def _read(path: str) -> Result | None:
 
 
 def _run(words: Sequence[str], environ: Mapping[str, str], limit: float) -> tuple[int | None, bytes, bytes]:
-    """Run a command and return its exit code and output. Code None: it was ended after `limit` seconds."""
+    """Run a command and return its exit code and output. The code is None if it ran longer than `limit` seconds."""
     with subprocess.Popen(
         list(words), env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -249,7 +249,7 @@ def _run(words: Sequence[str], environ: Mapping[str, str], limit: float) -> tupl
 
 
 def _end(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """End a command and wait for it: it ends its own ranks first."""
+    """End a command and wait for it. It ends its own ranks first."""
     process.terminate()
     try:
         return process.communicate(timeout=_GRACE)

@@ -1,4 +1,4 @@
-"""`phalanx why [RUN]`: says what a running job waits for, or why an ended one failed."""
+"""`phalanx why [RUN]`: explains what a running job waits for, or why an ended one failed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     outside.add_argument("--slurm", metavar="JOB", help="the same, by Slurm job id")
     parser.add_argument("--here", action="store_true", help="with --slurm: only this node")
-    # How the nodes of a Slurm job answer each other.
+    # Used between the nodes of a Slurm job.
     parser.add_argument("--encoded-evidence", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--stacks", action="store_true", help="also print all stacks of all ranks")
     parser.add_argument("--timings", action="store_true", help="also print how long each rank has computed and waited")

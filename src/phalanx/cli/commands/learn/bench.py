@@ -1,4 +1,4 @@
-"""`phalanx bench NAME`: run a benchmark of the repository. The package `benchmarks` is not part of the wheel."""
+"""`phalanx bench NAME`: runs a benchmark of the repository. The package `benchmarks` is not part of the wheel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_checkout(folders: Sequence[Path]) -> Path:
 
 
 def _is_checkout(folder: Path) -> bool:
-    """Check the name of the project too, because other projects may have a package `benchmarks`."""
+    """Return whether a folder is a checkout of phalanx: other projects may have a package `benchmarks`."""
     if not (folder / "benchmarks" / "main.py").is_file():
         return False
     try:

@@ -13,7 +13,7 @@ from phalanx.cli.commands.run import run
 from phalanx.errors import OptionError
 
 _SCRIPTS = os.path.dirname(os.path.abspath(demo.__file__))
-_ENOUGH = "95"  # percent
+_ENOUGH = "95"  # accuracy in percent
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -69,7 +69,7 @@ def _tour(chosen: Sequence[TourScene], world: int) -> int:
     names = [scene.name for scene in chosen]
     code, text = _perform([str(world), *names])
     if code:
-        return code  # it has printed why
+        return code  # the ranks have printed the reason
     played = json.loads(text)
     wrong: list[str] = []
     for place, scene in enumerate(chosen):
@@ -85,19 +85,19 @@ def _tour(chosen: Sequence[TourScene], world: int) -> int:
 
 
 def _perform(words: Sequence[str]) -> tuple[int, bytes]:
-    """Run the ranks in their own session: Ctrl-C ends this process, which then ends them."""
+    """Run the ranks in their own session: Ctrl-C ends this process, which then ends the ranks."""
     process = subprocess.Popen([sys.executable, *_RANKS, *words], stdout=subprocess.PIPE, start_new_session=True)
     try:
         text, _ = process.communicate()
     finally:
         if process.poll() is None:
             process.terminate()
-            process.communicate()  # the pipe ends with the last rank
+            process.communicate()  # the pipe closes when the last rank ends
     return (128 - process.returncode if process.returncode < 0 else process.returncode), text
 
 
 def _moments(before: list[Any], after: list[Any], scene: TourScene) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Return points in time as milliseconds since the first."""
+    """Convert times to milliseconds since the first one."""
     if scene.unit != "ms":
         return before, after
     first = min(row[0] for row in before)
@@ -112,7 +112,7 @@ def _ms(seconds: float) -> int:
 
 
 class TourMarks(NamedTuple):
-    """Characters that the terminal may lack."""
+    """Characters that some terminals cannot show."""
 
     arrow: str = "→"
     nothing: str = "·"
@@ -157,7 +157,7 @@ def _show(console: Console, scene: TourScene, code: str, before: list[list[Any]]
 
 
 def _row(values: Sequence[Any], row: TourRow, marks: TourMarks, scene: TourScene, rank: int) -> Text:
-    """Return the values that a rank really held, in the colors of the diagram."""
+    """Return the values that a rank held, in the colors of the diagram."""
     from rich.text import Text
 
     text = Text()

@@ -24,7 +24,7 @@ from phalanx.launcher.runs.summary import RunSummary
 from phalanx.watch.charts.formatting import number
 
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_WHAT = 48  # characters of a command
+_WHAT = 48  # maximum characters of a command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
 def table(runs: Sequence[tuple[RunRecord, RunSummary]], width: int | None, *, now: float) -> list[str]:
     """Return the table as lines. `width` is that of the terminal; None: not a terminal, one line per run.
 
-    In a terminal no line is wider than it: folders are left out, long cells are cut, and the reason of a failure gets
+    In a terminal no line exceeds the width: folders are left out, long cells are cut, and the reason of a failure gets
     its own line.
     """
     rows = [["RUN", "STATE", "RANKS", "STARTED", "FOR", "STEP", "LOSS", "FAULTS", "COMMAND", "REASON", "FOLDER"]]
@@ -116,7 +116,7 @@ def _forget(base: str, names: list[str] | None, older: str | None) -> int:
     if older is not None:
         oldest = time.time() - _age(older)
         chosen = [run for run in chosen if run.started < oldest]
-    refused: UsageError | None = None  # one that cannot be deleted does not keep the others
+    refused: UsageError | None = None  # a run that cannot be deleted does not stop the deletion of others
     for run in chosen:
         try:
             deletion.delete(base, run)
@@ -131,7 +131,7 @@ def _forget(base: str, names: list[str] | None, older: str | None) -> int:
 
 
 def _named(name: str, runs: Sequence[RunRecord]) -> RunRecord:
-    """Find a run by its full name: what is deleted is not guessed, so a name that several runs have is refused."""
+    """Find a run by its full name. Deletion never guesses: a name that several runs have is refused."""
     found = [run for run in runs if name in (run.id, f"{run.id}.1")]
     same = [run.id for run in runs if run.name == name]
     if len(same) > 1:
@@ -164,7 +164,7 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _without_folders(words: Sequence[str]) -> list[str]:
-    """Return a command with the last part of each path only: arguments say more than folders."""
+    """Return a command with only the last part of each path: arguments are more useful than folders."""
     return [os.path.basename(word.rstrip(os.sep)) if os.sep in word else word for word in words]
 
 
@@ -173,7 +173,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _clock(when: float, now: float) -> str:
-    """Return the time of day, with the date if it was not within the last 12 hours."""
+    """Return the time of day, with the date if it is more than 12 hours ago."""
     moment = time.localtime(when)
     return time.strftime("%H:%M:%S" if 0 <= now - when < 12 * 3600 else "%Y-%m-%d %H:%M", moment)
 

@@ -16,7 +16,7 @@ from phalanx.contract.visible import visible_line
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.runs.run_folder import RunRecord
 
-_DELIVERED = 5.0  # seconds for a signal to be delivered: the agent may be stopped
+_DELIVERED = 5.0  # seconds to wait until a signal is delivered: the agent may be stopped (SIGSTOP)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,8 +37,8 @@ def main(argv: list[str]) -> int:
     with handle(run) as process:
         signal.pidfd_send_signal(process, signal.SIGTERM)
         if options.now:
-            # SIGTERM asks the agent to stop; a SIGINT after it means "at once", and the agent still cleans up. The
-            # kernel may deliver two pending signals in the other order.
+            # SIGTERM asks the agent to stop. A SIGINT after it ends the workers at once, and the agent still cleans up.
+            # The kernel may deliver two pending signals in the wrong order.
             _wait_until_delivered(run.pid, signal.SIGTERM)
             signal.pidfd_send_signal(process, signal.SIGINT)
         ready, _, _ = select.select([process], [], [], options.timeout)

@@ -1,4 +1,4 @@
-"""`phalanx compare RUN RUN …`: compares loss and throughput of runs, in the terminal and as an image."""
+"""`phalanx compare RUN RUN …`: compares the loss and throughput of runs, in the terminal and as an image."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from phalanx.watch.html.comparison import ComparedRun, ComparedRunBuilder, Compa
 
 SIGN = "phalanx compare"
 _COLORS = (36, 33, 32, 35, 34, 31)  # terminal colors, in the order of the runs
-_HIGH = {True: 15, False: 10}  # rows of a chart: of the metric, of a rate
-_MOST = 160  # columns
+_HIGH = {True: 15, False: 10}  # rows of a chart: True for the metric, False for a rate
+_MOST = 160  # maximum columns
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -114,7 +114,7 @@ def _show(compared: Sequence[ComparedRun], *, over: comparison.Over, log: bool) 
     out = sys.stdout
     width = min(_MOST, os.get_terminal_size(out.fileno()).columns or 100) if out.isatty() else 100
     colored = out.isatty() and not environment().get("NO_COLOR") and environment().get("TERM") != "dumb"
-    # without colors, dotted curves look the same for all runs
+    # Without colors, the dotted curves of all runs look the same.
     ascii_only = "utf" not in (out.encoding or "").lower() or (not colored and len(compared) > 1)
     letters = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(compared))]
 

@@ -21,8 +21,8 @@ from phalanx.launcher.viewers import views
 from phalanx.watch.charts.formatting import spans
 from phalanx.watch.source import Source, Stream
 
-_INTERVAL = 0.2  # seconds between two looks for new output
-_IDLE = 4  # times as long as a look takes: a run may have thousands of ranks
+_INTERVAL = 0.2  # seconds between two checks for new output
+_IDLE = 4  # minimum pause as a multiple of the time of a check: a run may have thousands of ranks
 _ASK_INTERVAL = 1.0  # seconds between two requests for the output of ranks on other hosts
 
 
@@ -82,7 +82,7 @@ def _ranks(text: str) -> frozenset[int]:
 
 
 class LogPrinter:
-    """Prints the logs of a run: first what is there, attempt by attempt and rank by rank; then what comes."""
+    """Prints the logs of a run: first the existing output, by attempt and rank; then new output."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class LogPrinter:
         tail: int | None,
         out: TextIO,
     ) -> None:
-        self.printed = 0  # lines
+        self.printed = 0  # number of lines
         self.elsewhere: list[int] = []  # ranks whose output cannot be reached
         self._record = record
         self._source = views.of(record)
@@ -103,7 +103,7 @@ class LogPrinter:
         self._out = out
         self._files: dict[tuple[str, str], LogFile] = {}
         self._prefixes = False
-        self._attempt: int | None = None  # whose header was printed last
+        self._attempt: int | None = None  # the attempt whose header was printed last
 
     def show(self, *, follow: bool) -> None:
         """Print everything. With `follow`, return when the run has ended."""
@@ -170,7 +170,7 @@ class LogPrinter:
 
 
 class RemoteRanks:
-    """Ranks of a live run whose files are on other hosts: its agent hands out their output, of the newest attempt."""
+    """Ranks of a live run whose files are on other hosts. The agent sends their output, of the newest attempt only."""
 
     def __init__(
         self, source: Source, wanted: Collection[int] | None, streams: Collection[str], *, tail: int | None
@@ -187,7 +187,7 @@ class RemoteRanks:
         """Call `show` with the new lines of these ranks."""
         for rank in ranks:
             for stream in self._streams if self._wanted is None or rank in self._wanted else ():
-                with contextlib.suppress(LaunchError, OSError):  # it has ended, or a node does not answer
+                with contextlib.suppress(LaunchError, OSError):  # the run has ended, or a node does not answer
                     show(rank, iter(self._new(rank, "stderr" if stream == "stderr" else "stdout")))
                     self.reached.add(rank)
 

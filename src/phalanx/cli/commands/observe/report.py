@@ -30,13 +30,13 @@ from phalanx.watch.page import assets
 from phalanx.watch.page.updates import Updates
 from phalanx.watch.source import Stream
 
-_RANKS = 32  # whose logs are included
-_TAIL = 16_000  # bytes of each stream
-_PHASES = 1_500_000  # characters, for all ranks
-_MOST_PHASES = 6000  # for one rank
-_POINTS = 40_000  # of all curves
-_STACKS = 128  # ranks
-_STACK = 10_000  # characters of each
+_RANKS = 32  # maximum ranks whose logs are included
+_TAIL = 16_000  # maximum bytes of each stream
+_PHASES = 1_500_000  # maximum characters for the phases of all ranks
+_MOST_PHASES = 6000  # maximum phases of one rank
+_POINTS = 40_000  # maximum points of all curves
+_STACKS = 128  # maximum ranks whose stacks are included
+_STACK = 10_000  # maximum characters of each stack
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
@@ -96,7 +96,7 @@ def render(record: RunRecord, *, with_logs: bool = True) -> str:
 
 
 async def _page(record: RunRecord, model: RunModel, context: ReportContext) -> str:
-    """Return the browser page with its data inside, with as many phases as there is room for."""
+    """Return the browser page with its data, with as many phases as fit."""
     letters = min(_MOST_PHASES, _PHASES // max(1, len(model.ranks)))
     logs: dict[str, dict[str, str]] = {}
     for tail in context.tails:
@@ -115,7 +115,7 @@ async def _page(record: RunRecord, model: RunModel, context: ReportContext) -> s
 
 
 def _masked(data: Any) -> Any:
-    """Mask each text on its own: in the whole JSON, the values of a metric named "tokens" would look like secrets."""
+    """Mask each text by itself: in the whole JSON, the values of a metric named "tokens" would look like secrets."""
     match data:
         case str():
             return masking.hidden(data)
@@ -124,7 +124,7 @@ def _masked(data: Any) -> Any:
                 name: masking.value_of(name, value) if isinstance(value, str) else _masked(value)
                 for name, value in data.items()
             }
-        case list() | tuple() if data and all(isinstance(word, str) for word in data):  # may be a command
+        case list() | tuple() if data and all(isinstance(word, str) for word in data):  # possibly a command
             return masking.command(data)
         case list() | tuple() if any(isinstance(value, str | dict | list | tuple) for value in data):
             return [_masked(value) for value in data]

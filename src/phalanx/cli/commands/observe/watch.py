@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--plain", action="store_true", help="print lines instead of a full-screen view, as in a pipe")
     parser.add_argument("--page-fd", type=int, help=argparse.SUPPRESS)  # a socket that `phalanx run` has opened
-    parser.add_argument("--held", type=int, help=argparse.SUPPRESS)  # by the `phalanx run` with this pid
+    parser.add_argument("--held", type=int, help=argparse.SUPPRESS)  # pid of the `phalanx run` that holds this viewer
     return parser
 
 

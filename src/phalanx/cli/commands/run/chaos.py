@@ -1,4 +1,4 @@
-"""`phalanx chaos`: runs a script and injects faults, by a plan that a seed repeats."""
+"""`phalanx chaos`: runs a script and injects faults, with a plan that a seed makes repeatable."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str], environ: Mapping[str, str]) -> tuple[RunOptions, Any]:
-    """Parse the command line. --kill-every and what follows it is accepted after the script, too."""
+    """Parse the command line. `--kill-every` and the options after it are also accepted after the script."""
     options, values = parse_chaos(argv, environ)
     after = [word for word in options.script.args if word.partition("=")[0] == _OURS]
     if not after:

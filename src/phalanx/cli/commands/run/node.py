@@ -1,4 +1,4 @@
-"""`phalanx node`: one node of `phalanx run --hosts`. It receives its spec on stdin, and answers on stdout."""
+"""`phalanx node`: runs one node of `phalanx run --hosts`. It reads its spec from stdin and answers on stdout."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     go = line.wait_for(Go)
     if go is None:
         return 1
-    os.dup2(2, 1)  # the output of the ranks goes to node 0; whatever else is written here is an error message
+    os.dup2(2, 1)  # the output of ranks goes to node 0; anything else written here is an error message
     begin(options, environ, LaunchContext(rendezvous_config(spec, options, go), node=spec.node), line)
     return 0
 
@@ -128,7 +128,7 @@ def _check_script(path: str, digest: str) -> None:
 
 
 class NodeStdio:
-    """stdin and stdout of this process, reserved for the starter. Its end ends the workers of this node.
+    """stdin and stdout of this process, reserved for the starter. If they close, the workers of this node end.
 
     Implements RunHook.
     """
@@ -154,7 +154,7 @@ class NodeStdio:
             while data:
                 data = data[os.write(self._out, data) :]
         except OSError:
-            pass  # the starter is gone: the end of stdin says so too
+            pass  # the starter is gone; stdin reports that too
 
     def refuse(self, error: Exception) -> None:
         """Tell the starter that this node cannot take part, and why."""
@@ -164,7 +164,7 @@ class NodeStdio:
             self.answer(NodeRefused(what=f"it cannot read the node spec: {error}", fix=_SAME))
 
     def wait_for(self, kind: type[W]) -> W | None:
-        """Block until a message of this kind arrives, before there is an event loop. None: the starter is gone."""
+        """Block until a message of this kind arrives. Used before there is an event loop. None: the starter is gone."""
         while b"\n" not in self._inbox:
             if not self._receive():
                 return None
@@ -221,7 +221,7 @@ class NodeStdio:
                         self._agent.fail(error)
 
     def _cut(self) -> None:
-        # The reader is gone, and a write would fail.
+        # The reader is gone, so a write would fail.
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (1, 2):
             os.dup2(null, fd)
@@ -230,7 +230,7 @@ class NodeStdio:
             self._agent.fail(LaunchError("the ssh connection that started this node has ended"))
 
     def hurry(self) -> None:
-        """Do nothing: this node has no child hosts."""
+        """Do nothing: this node did not start other hosts."""
 
     async def end(self, code: int) -> None:  # noqa: ARG002
         """Stop reading."""

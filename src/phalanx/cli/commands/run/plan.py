@@ -97,14 +97,14 @@ def describe(
 
 
 def _device(seat: Seat, *, several: bool, cpu: bool) -> str | None:
-    """Return the device of a rank. Those of other nodes are known once they have joined."""
+    """Return the device of a rank. Devices of other nodes are unknown until they join."""
     if seat.slot.device is not None:
         return str(seat.slot.device)
     return "(its own)" if several and not cpu else None
 
 
 def _nodes(seen: ExpectedNodes) -> list[dict[str, Any]]:
-    """Return the nodes with their ranks, as far as the sizes of all nodes before are known."""
+    """Return the nodes with their ranks, as far as the sizes of all previous nodes are known."""
     found: list[dict[str, Any]] = []
     first: int | None = 0
     for node, expected in enumerate(seen.nodes):
@@ -151,7 +151,7 @@ def _meeting(plan: Plan) -> dict[str, Any] | None:
 
 
 def _changed(plan: Plan, seat: Seat, environ: Mapping[str, str], *, several: bool) -> dict[str, str]:
-    """Return the variables that differ from this shell. The run folder and port are known once the run starts."""
+    """Return the variables that differ from this shell. The run folder and port are unknown until the run starts."""
     whole = plan.environment(
         seat,
         attempt=0,

@@ -1,4 +1,4 @@
-"""`phalanx run`: parse the options, find out how nodes meet, make the plan, and run it."""
+"""`phalanx run`: parses the options, finds out how nodes join, makes the plan, and runs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunFolder
 
-if TYPE_CHECKING:  # whatever is imported before the fork server is started delays it
+if TYPE_CHECKING:  # imports before the fork server starts would delay it
     from phalanx.launcher.agent.run_hook import RunHook
 
 
@@ -59,7 +59,7 @@ def begin(options: RunOptions, environ: Mapping[str, str], context: LaunchContex
 
 
 def _findings(plan: Plan, folder: RunFolder) -> list[str]:
-    """What the doctor would say about this machine, as far as that costs nothing: mostly nothing at all."""
+    """Return the doctor's findings about this machine, from checks that take no time. Usually empty."""
     from phalanx.doctor.preflight import preflight
 
     nodes = plan.rendezvous.expected if plan.rendezvous is not None else 1

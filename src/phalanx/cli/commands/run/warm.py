@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         return _stop(base)
     if options.list:
         return _list(base)
-    # Workers of a run use one thread each by default, and torch reads the number at import.
+    # Workers of a run use one thread each by default, and torch reads that number at import.
     environ.setdefault(THREADS, "1")
     python = environ.get("PYTHON_EXEC", sys.executable)
     modules = [*warm_pool.MODULES, *filter(None, options.preload.split(","))]
@@ -83,7 +83,7 @@ def _stop(base: str) -> int:
     for path in warm_pool.sockets(base):
         answer = warm_pool.stop(path)
         if answer is None:
-            os.unlink(path)  # its process was killed
+            os.unlink(path)  # the process that created it was killed
             continue
         stopped += 1
         if answer["runs"]:

@@ -1,1 +1,1 @@
-"""Causes that show in the collectives of ranks: different ones, in another order, or one that a rank did not call."""
+"""Causes that are visible in collectives: different ones, another order, or one that a rank did not call."""

@@ -1,4 +1,4 @@
-"""Which rank did not take part in a collective, barrier or store call that timed out."""
+"""Finds the rank that did not take part in a collective, barrier or store call that timed out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from phalanx.diagnose.rules.collectives.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field, survey
 
-_WAITED = 30.0  # seconds, where the message does not say
+_WAITED = 30.0  # seconds to assume if the message does not say
 
 
 def blame(evidence: Evidence, late: int, timeout: Timeout) -> list[str]:
-    """Return who did not come and where it was, then what shows it and what to do. Empty: unknown."""
+    """Return which rank is missing and where it was, then the evidence and a fix. Empty: unknown."""
     field = survey(_as_stuck(evidence, timeout))
     victim = field.states.get(late)
     if victim is None:
@@ -52,19 +52,19 @@ def _do(victim: RankState, timeout: Timeout) -> str:
 
 
 def _as_stuck(evidence: Evidence, timeout: Timeout) -> Evidence:
-    """Treat the rank as stuck: its peer has waited for a full timeout, however short that was."""
+    """Treat ranks as stuck: the victim waited for a full timeout, however short that was."""
     waited = max(evidence.waited, timeout.seconds or _WAITED, PATIENCE)
     ranks = tuple(msgspec.structs.replace(rank, usual=0.0, since=max(rank.since, waited)) for rank in evidence.ranks)
     return msgspec.structs.replace(evidence, waited=waited, ranks=ranks)
 
 
 def _missing(field: Field, victim: RankState, timeout: Timeout) -> list[RankState]:
-    """Return the missing ranks that wait for nobody."""
+    """Return the missing ranks that wait for no other rank."""
     awaited = field.awaits.get(victim.number, frozenset())
     if not awaited and timeout.ranks and not timeout.key:
         awaited = frozenset(timeout.ranks) - {victim.number}
     roots, seen, ahead = set[int](), {victim.number}, list(awaited)
-    while ahead:  # a missing rank may wait for another itself
+    while ahead:  # a missing rank may itself wait for another
         rank = ahead.pop()
         if rank not in seen:
             seen.add(rank)
@@ -75,7 +75,7 @@ def _missing(field: Field, victim: RankState, timeout: Timeout) -> list[RankStat
 
 
 def _nobody(field: Field, victim: RankState, timeout: Timeout) -> list[str]:
-    """Return lines for a timeout without a missing rank: a key that nobody has set, or the network."""
+    """Return lines for a timeout without a missing rank: a key that no rank has set, or the network."""
     if not timeout.key or victim.act.what in MEETINGS:
         return []
     others = [each for each in field.of(field.states) if each.number != victim.number]
@@ -114,7 +114,7 @@ def _doing(state: RankState) -> str:
 
 
 def _shown(group: Sequence[RankState], verdicts: Sequence[Verdict]) -> list[str]:
-    """Return the processes that it waited for, the line itself, and what to do."""
+    """Return the processes that it waited for, the source line, and a fix."""
     first, numbers = group[0], set(_numbers(group))
     awaited = children.awaited(first.rank, first.act)
     found = next((verdict for verdict in verdicts if numbers & set(verdict.ranks)), None)

@@ -33,7 +33,7 @@ def _entangled(field: Field) -> set[int]:
 
 
 def _shrunk(field: Field, ranks: set[int]) -> set[int]:
-    """Return those that wait for one of them and are waited for by one of them."""
+    """Return the ranks that wait for one of these ranks and are awaited by one of them."""
     while True:
         missing = {field.awaits[each] for each in ranks}  # most ranks wait for the same ones
         awaited = awaited_by(missing)
@@ -88,7 +88,7 @@ def _in(state: RankState) -> str:
 
 
 def _two(one: RankState, mine: CallEvidence, other: RankState, theirs: CallEvidence) -> Verdict:
-    """Two ranks wait for a message of each other."""
+    """Return a verdict for two ranks that wait for each other in a send or receive."""
     ranks = tuple(sorted((one.number, other.number)))
     where = f"{described(one)}; {described(other)}"
     if mine.op == theirs.op:
@@ -113,7 +113,7 @@ def _two(one: RankState, mine: CallEvidence, other: RankState, theirs: CallEvide
 
 
 def _alone(field: Field, state: RankState, call: CallEvidence, peer: RankState) -> Verdict:
-    """A message whose other end does something else."""
+    """Return a verdict for a message whose other end does something else."""
     sends = call.op == "send"
     doing = words.exit_text(peer.rank.ended) if peer.rank.ended is not None else f"is {being(peer)}"
     to = "to" if sends else "from"
@@ -131,7 +131,7 @@ def _alone(field: Field, state: RankState, call: CallEvidence, peer: RankState) 
 
 
 def _unanswered(field: Field) -> Iterator[Verdict]:
-    """A message for a rank that has ended or waits for other messages."""
+    """Yield a verdict for each message to a rank that has ended or waits for other messages."""
     circling = _entangled(field)
     for state in field.of(set(field.awaits) - circling):
         call = state.call
@@ -143,7 +143,7 @@ def _unanswered(field: Field) -> Iterator[Verdict]:
 
 
 def _crossed(field: Field) -> Iterator[Verdict]:
-    """Collectives of two groups in different order: with NCCL each GPU is in another one."""
+    """Yield a verdict for collectives of two groups in different order: with NCCL, each GPU runs another one."""
     orders: dict[tuple[tuple[str, int], tuple[str, int]], RankState] = {}
     for state in field.states.values():
         if not state.stuck:

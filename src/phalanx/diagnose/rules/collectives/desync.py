@@ -1,4 +1,4 @@
-"""Why ranks are in different collectives: another operation, other contents, one too many or too few."""
+"""Explains why ranks are in different collectives: another operation, other contents, one too many or too few."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNEVEN = "as many batches on all ranks: DistributedSampler(drop_last=True), or `
 
 @dataclass(frozen=True)
 class _Case:
-    """Two calls with the same number: of the first odd rank, and of the first other rank."""
+    """Two calls with the same number: by the first odd rank, and by the first other rank."""
 
     field: Field
     divergence: Divergence
@@ -64,13 +64,13 @@ class _Case:
 
     @cached_property
     def strange(self) -> bool:
-        """Whether the others are right, by what the loop did before."""
+        """Whether the others are right, judging by earlier iterations of the loop."""
         usual = expected(past(self.other, self.divergence))
         return usual is not None and alike(usual, self.beside) and not alike(usual, self.call)
 
     @cached_property
     def again(self) -> bool:
-        """Whether the call belongs to the loop: it was called before."""
+        """Whether the call is part of the loop: it was called before."""
         return any(alike(each, self.call) for each in past(self.other, self.divergence))
 
     @property
@@ -146,7 +146,7 @@ def _uneven(case: _Case) -> Verdict | None:
 
 
 def _left_loop(case: _Case) -> bool:
-    """The others are in a loop that this rank has left."""
+    """Return a verdict if this rank has left a loop that the others are in."""
     if case.ways is None:
         return False
     mine, theirs = case.ways
@@ -161,7 +161,7 @@ def _left_loop(case: _Case) -> bool:
 
 
 def _unused(case: _Case) -> Verdict | None:
-    """The others wait for a bucket of the backward pass that this rank does not have."""
+    """Return a verdict if the others wait for a bucket of the backward pass that this rank does not have."""
     reduces = bucket(case.beside, case.other.frames) and not bucket(case.call, case.state.frames)
     if not (reduces and case.strange and case.again):
         return None
@@ -191,7 +191,7 @@ def _left_out(case: _Case) -> Verdict:
 
 
 def _extra(case: _Case) -> Verdict | None:
-    """One side calls a collective more."""
+    """Return a verdict if one side calls one more collective."""
     if case.their_guard is not None:
         return None
     if case.guard is None and not (case.strange and case.call.op == case.beside.op):
@@ -217,7 +217,7 @@ def _operation(case: _Case) -> Verdict:
 
 
 def _differs(case: _Case) -> Verdict:
-    """The same operation with other contents."""
+    """Return a verdict if both call the same operation with different contents."""
     call, beside = case.call, case.beside
     where = f" in {words.numbered(call)}{words.at(case.here or case.there)}"
     has, have = words.verb(case.divergence.ranks, "has", "have"), words.verb(case.divergence.others, "has", "have")
@@ -238,7 +238,7 @@ def _differs(case: _Case) -> Verdict:
     return case.verdict("reductions differ", text, "the same reduction on all ranks")
 
 
-# By what the records show after the difference. Empty: they do not tell, and the code around the calls has to.
+# Chosen by what the records show after the difference. Empty: they show nothing, and the code around the calls decides.
 _TESTS: dict[Shift, tuple[Callable[[_Case], Verdict | None], ...]] = {
     "": (_evaluation, _uneven, _unused, _skipped, _extra),
     "replaced": (),
@@ -248,7 +248,7 @@ _TESTS: dict[Shift, tuple[Callable[[_Case], Verdict | None], ...]] = {
 
 
 def _aftermath(divergence: Divergence) -> list[str]:
-    """Return what a difference that ranks have passed means for later results."""
+    """Return what a difference that ranks have already passed means for later results."""
     if not divergence.passed:
         return []
     found = []

@@ -1,4 +1,4 @@
-"""Finds the first number under which the ranks of a group have not called the same collective.
+"""Finds the first sequence number at which the ranks of a group did not call the same collective.
 
 Each rank numbers the collectives of a group by itself.
 """
@@ -14,8 +14,8 @@ from phalanx.diagnose.history import Difference, Item, Log, Shift
 from phalanx.diagnose.rank_state import RankState, trail
 from phalanx.diagnose.waits import Field
 
-_EARLIER = 256  # collectives before a difference that say what the loop does
-_LOOK_BACK = 16  # collectives that have to repeat, at most, to say what comes next
+_EARLIER = 256  # collectives before a difference that are kept, to show what the loop does
+_LOOK_BACK = 16  # maximum number of previous collectives that are compared to predict the next
 _SAME_INPUTS = ("all_reduce", "broadcast", "reduce", "all_gather", "_allgather_base", "_all_gather_base", "gather")
 
 _Pair = tuple[RankState, CallEvidence]
@@ -23,19 +23,19 @@ _Pair = tuple[RankState, CallEvidence]
 
 @dataclass(frozen=True)
 class Divergence:
-    """Who called something else, and what the others called."""
+    """Which ranks called something else, and what the others called."""
 
     group: str
     seq: int
     odd: tuple[_Pair, ...]
     rest: tuple[_Pair, ...]
     backend: str = ""
-    passed: bool = False  # by the records of all ranks: it may be over since long
-    newest: bool = True  # the odd ones have called nothing since
-    shift: Shift = ""  # how their collectives continue after it
-    begin: int = 0  # the first number that could be compared: older records are overwritten
-    overwritten: tuple[int, ...] = ()  # ranks that do not have it any more
-    earlier: Mapping[int, Sequence[CallEvidence]] = field(default_factory=dict)  # of a rank: what it called before
+    passed: bool = False  # found in the records of all ranks: it may be long past
+    newest: bool = True  # the odd ranks have called nothing since
+    shift: Shift = ""  # how the collectives of the odd ranks continue after it
+    begin: int = 0  # the first sequence number that could be compared: older records are overwritten
+    overwritten: tuple[int, ...] = ()  # ranks that no longer have its record
+    earlier: Mapping[int, Sequence[CallEvidence]] = field(default_factory=dict)  # rank -> what it called before
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ _Key = tuple[str, str, _Members]  # name, backend and ranks of a group
 
 
 def divergences(field: Field) -> list[Divergence]:
-    """Return one divergence per group: of unfinished calls, or an earlier one in the records."""
+    """Return one divergence per group: between unfinished calls, or an earlier one in the records."""
     now, then = _present(field), _recorded(field)
     found = dict(now)
     for key, divergence in then.items():
@@ -66,7 +66,7 @@ def divergences(field: Field) -> list[Divergence]:
 
 
 def _present(field: Field) -> dict[_Key, Divergence]:
-    # What all of them have done is compared by their records.
+    # Only unfinished calls: finished ones are compared by their records.
     undone = {(call.group, call.seq) for rank in field.evidence.ranks for call in rank.calls if not call.done}
     called: dict[_Key, dict[int, list[_Pair]]] = {}
     known = _known(field)
@@ -88,7 +88,7 @@ def _members(state: RankState) -> dict[str, _Members]:
 
 
 def _known(field: Field) -> dict[str, _Members]:
-    """Return the ranks of a group if a rank does not report them."""
+    """Return the ranks of each group, for ranks that do not report them."""
     found: dict[str, _Members] = {}
     for state in field.of(field.states):
         found = {**_members(state), **found}
@@ -177,14 +177,14 @@ def _call(state: RankState, key: _Key, seq: int, item: Item) -> CallEvidence:
 
 
 def _oddness(pairs: Sequence[_Pair]) -> tuple[int, bool, int]:
-    """Order the sides: the fewest ranks first, then those whose code asks for the rank, then those without rank 0."""
+    """Order the sides: the fewest ranks first, then calls under a condition on the rank, then ranks without rank 0."""
     return len(pairs), all(guard(*pair) is None for pair in pairs), -pairs[0][0].number
 
 
 def _first(key: _Key, called: dict[int, list[_Pair]]) -> Divergence | None:
     for seq in sorted(called):
         if len({state.number for state, _ in called[seq]}) < len(called[seq]):
-            continue  # several that are coalesced into one: history compares them in their order
+            continue  # coalesced collectives: history.py compares them in order
         kinds = _kinds(called[seq])
         if len(kinds) < 2:
             continue
@@ -195,16 +195,16 @@ def _first(key: _Key, called: dict[int, list[_Pair]]) -> Divergence | None:
 
 
 def _kind(call: CallEvidence) -> tuple[object, ...]:
-    """Return what must be equal on all ranks. None: unknown or irrelevant."""
+    """Return what must be equal on all ranks. None: unknown, or irrelevant."""
     if call.op not in _SAME_INPUTS:
         return call.op, None, None, call.reduction or None, call.root
-    uneven = len(set(call.outputs)) > 1  # an all_gather may be
+    uneven = len(set(call.outputs)) > 1  # an all_gather may have outputs of different sizes
     size = words.elements(call.shapes) if call.shapes and not uneven else None
     return call.op, size, call.dtypes[0] if call.dtypes else None, call.reduction or None, call.root
 
 
 def _kinds(pairs: list[_Pair]) -> list[list[_Pair]]:
-    """Group ranks that called the same. A rank that reports nothing is with the majority."""
+    """Group ranks that made the same call. A rank that reports nothing counts as the majority."""
     found: dict[tuple[object, ...], list[_Pair]] = {}
     by_kind: dict[tuple[object, ...], list[_Pair]] = {}
     for state, call in pairs:
@@ -228,12 +228,12 @@ def alike(one: CallEvidence, other: CallEvidence) -> bool:
 
 
 def guard(state: RankState, call: CallEvidence) -> Frame | None:
-    """Return the innermost frame of a call under a condition on the rank."""
+    """Return the innermost frame of a call that is under a condition on the rank."""
     return next((frame for frame in trail(state, call) if frame.guard), None)
 
 
 def ways(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
-    """Return the two lines of the outermost common function."""
+    """Return the line of each call in the outermost function that both have in common."""
     for mine, theirs in zip(reversed(one), reversed(other), strict=False):
         if (mine.file, mine.function) != (theirs.file, theirs.function):
             return None
@@ -250,7 +250,7 @@ def past(state: RankState, divergence: Divergence) -> list[CallEvidence]:
 
 
 def expected(calls: list[CallEvidence]) -> CallEvidence | None:
-    """Return what came next the last time the previous collectives were the same."""
+    """Return what followed the last time the same collectives were called."""
     best, at = 0, None
     for end in range(len(calls) - 1, 0, -1):
         length = 0

@@ -1,6 +1,6 @@
 """Parses the messages of collectives, barriers and store calls that timed out.
 
-The rank that raises it is the victim; absent.py finds the cause.
+The rank that raises the timeout is the victim; absent.py finds the cause.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from phalanx.forkserver import paths
 class Timeout:
     """What the message says."""
 
-    seconds: float = 0.0  # 0: not said
-    ranks: tuple[int, ...] = ()  # who did not come, by number in the group
-    key: str = ""  # of the store
-    address: str = ""  # of a store that did not answer: host:port
-    op: str = ""  # NCCL's watchdog names the collective
+    seconds: float = 0.0  # 0: not in the message
+    ranks: tuple[int, ...] = ()  # missing ranks, by their number in the group
+    key: str = ""  # key of the store
+    address: str = ""  # host:port of a store that did not answer
+    op: str = ""  # the collective, if NCCL's watchdog names it
     seq: int = 0
     group: str = ""
 
 
-_PATTERNS = (  # compiled when a rank fails, and not when a run starts
+_PATTERNS = (  # compiled when a rank fails, not when a run starts
     r"Ranks? (?P<ranks>\d+(, ?\d+)*) failed to pass monitoredBarrier in (?P<ms>\d+) ?ms",
     r"Rank \d+ timed out in monitoredBarrier after (?P<ms>\d+) ?ms",
     r"Timed out waiting (?P<ms>\d+) ?ms for (recv|send) operation",  # gloo
-    r"wait timeout after (?P<ms>\d+) ?ms, keys: (?P<key>\S+)",  # the store
+    r"wait timeout after (?P<ms>\d+) ?ms, keys: (?P<key>\S+)",  # TCPStore
     r"Timed out after (?P<s>\d+) seconds waiting for clients",
     r"socket has timed out after (?P<ms>\d+) ?ms while trying to connect to \((?P<host>[^,]+), (?P<port>\d+)\)",
     rf"\b{paths.TIMED_OUT}: .*\branks? (?P<ranks>\d+(?:(?:, | and )\d+)*)(?: \(.*?\))? did not come within "
@@ -37,9 +37,9 @@ _PATTERNS = (  # compiled when a rank fails, and not when a run starts
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+),"
     r".*?Timeout\(ms\)=(?P<ms>\d+)",
 )
-_DEFAULT = "0"  # as torch calls the group of all ranks
+_DEFAULT = "0"  # torch's name for the group of all ranks
 _GUID = r"PG GUID (?P<group>[^\s()\]]+)"
-_NCCL = {  # as its watchdog calls them
+_NCCL = {  # operations as NCCL's watchdog names them
     "ALLREDUCE": "all_reduce",
     "ALLGATHER": "all_gather",
     "_ALLGATHER_BASE": "all_gather_into_tensor",
@@ -51,7 +51,7 @@ _NCCL = {  # as its watchdog calls them
 
 
 def read(text: str) -> Timeout | None:
-    """Return the timeout of a message; None if it is none of torch.distributed or of phalanx groups."""
+    """Return the timeout that a message reports. None: not one of torch.distributed or of a phalanx group."""
     found = next((match for pattern in _PATTERNS if (match := re.search(pattern, text))), None)
     if found is None:
         return None
@@ -71,5 +71,5 @@ def read(text: str) -> Timeout | None:
 
 
 def timed_out(text: str) -> bool:
-    """Return whether an error message is about a timeout of a collective."""
+    """Return whether an error message reports the timeout of a collective."""
     return read(text) is not None
