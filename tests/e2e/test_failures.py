@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,7 +107,8 @@ def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
         result = run((*enter, sys.executable, "-m", "phalanx", "run", "-g", "2", "--cpu", "--fresh", greedy))
     said = block(result.err)
     assert result.code == 137
-    assert "rank 1 failed: SIGKILL" in said
+    # The kernel may kill both, and the small one can be gone first.
+    assert re.search("rank [01] failed: SIGKILL", said), said
     assert "too much memory (limit 0.2 GiB)" in said
 
 

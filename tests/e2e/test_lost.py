@@ -266,7 +266,6 @@ def eavesdropping(port: int) -> Iterator[tuple[Eavesdropper, Callable[[Callable[
         loop.close()
 
 
-@pytest.mark.smoke
 def test_a_connection_that_breaks_or_is_tampered_with_is_replaced(tmp_path: Path) -> None:
     port, said = free_port(), "connected to node 0 again: the connection had broken"
     env = {"PHALANX_TOKEN": TOKEN}

@@ -95,6 +95,7 @@ def everybody(folder: Path, job: Handle) -> list[int]:
     return [job.pid, worker.parent, *descendants(worker.parent)]
 
 
+@pytest.mark.extended
 def test_what_was_trained_is_gone_on_with(tmp_path: Path, play: Play) -> None:
     job = play.start(tmp_path)
     in_its_midst(tmp_path, job)

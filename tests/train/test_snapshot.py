@@ -346,6 +346,7 @@ def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path, play: Pla
     assert end == {name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in theirs[1].items()}
 
 
+@pytest.mark.extended
 def test_all_ranks_die_at_once_and_again(tmp_path: Path, play: Play) -> None:
     done = play.trained(tmp_path, "ddp", [7, 0], [7, 1], [12, 0], [12, 1])
     assert ended(tmp_path) == (["0", "5", "10"], play.undisturbed("ddp"))
