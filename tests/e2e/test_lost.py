@@ -199,9 +199,9 @@ def test_unknown_clients_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
     jobs[0].wait_for(READY, 3)
     intruder = lab[2].start(words=("sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", *PYTHON, "-c", NUISANCE))
     intruder.wait_for("done", timeout=30)
-    words = ("-n", "2", "-g", "2,1", "-i", "1", "--master", "node1", "--join-timeout", "5", script("hello.py"))
+    words = ("-n", "2", "-g", "2,1", "-i", "1", "--master", "node1", "--join-timeout", "60", script("hello.py"))
     late = lab[2].start("run", *PLAIN, *words, home="own")
-    assert late.wait(20) == 1
+    assert late.wait(90) == 1
     assert "does not know this node's token" in late.err
     (tmp_path / "end").touch()
     assert codes(jobs, 10) == [0, 0], texts(jobs)

@@ -91,7 +91,10 @@ def test_a_breakpoint_and_last_words(words: tuple[str, ...], tmp_path: Path) -> 
         term.type("1d")
         job.wait_for("(Pdb)")
         assert not term.aside
-        term.type("\x03p 6 * 7\r")  # the interrupt is not for the run
+        term.type("\x03")  # the interrupt is not for the run
+        job.wait_for("KeyboardInterrupt")
+        job.wait_for("(Pdb)", 2)
+        term.type("p 6 * 7\r")
         job.wait_for("\n42")
         term.type("c\r")
         assert job.wait() == 1

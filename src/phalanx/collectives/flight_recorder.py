@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from phalanx.forkserver import paths
+from phalanx.forkserver import paths, thread_frames
 
 logger = logging.getLogger(__name__)
 
@@ -277,10 +277,11 @@ def _whole_site(entry: RecordedCall) -> Sequence[Any]:
     if entry.done or entry._pending is not None or not entry.site:
         return entry.site
     near = entry.site[:4]
-    for thread in sys._current_frames().values():
-        for each in _callers(thread):
-            if each.f_code is near[0] and each.f_lasti == near[1] and (whole := _site(each))[:4] == near:
-                return whole
+    with thread_frames.reading():
+        for thread in sys._current_frames().values():
+            for each in _callers(thread):
+                if each.f_code is near[0] and each.f_lasti == near[1] and (whole := _site(each))[:4] == near:
+                    return whole
     return entry.site
 
 

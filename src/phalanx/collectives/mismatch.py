@@ -24,7 +24,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from phalanx.collectives.errors import CollectiveMismatch, LeftEarly, PeerLost
-from phalanx.forkserver import paths
+from phalanx.forkserver import paths, thread_frames
 from phalanx.forkserver.signed_store import SignedStore
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,10 @@ def _user_line() -> _SourceLine | None:
     """Return the innermost line of user code. In a thread of torch or phalanx: the line of the main thread, which waits
     for it.
     """
-    frame = _user_frame(sys._getframe(2)) or _user_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+    frame = _user_frame(sys._getframe(2))
+    if frame is None:
+        with thread_frames.reading():
+            frame = _user_frame(sys._current_frames().get(threading.main_thread().ident or 0))
     if frame is None:
         return None
     file, line = frame.f_code.co_filename, frame.f_lineno or 0

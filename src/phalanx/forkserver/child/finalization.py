@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-from .. import log
+from .. import log, thread_frames
 
 _MAX_OBJECTS = 10_000  # objects that a stream or a thread may refer to
 
@@ -85,11 +85,12 @@ def _in_use() -> set[int]:
     """
     held = [value for name, value in [*vars(sys).items(), *vars(builtins).items()] if not name.startswith("last_")]
     roots: list[Any] = [getattr(sys, name, None) for name in ("stdin", "stdout", "stderr")]
-    for thread, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost
-        while frame is not None and thread != threading.get_ident():
-            roots += frame.f_locals.values()
-            frame = frame.f_back
+    with thread_frames.reading():
+        for thread, innermost in sys._current_frames().items():
+            frame: FrameType | None = innermost
+            while frame is not None and thread != threading.get_ident():
+                roots += frame.f_locals.values()
+                frame = frame.f_back
     return _reachable(roots) | _reachable(held)
 
 

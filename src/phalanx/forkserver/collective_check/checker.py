@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
-from .. import log, paths
+from .. import log, paths, thread_frames
 from ..signed_store import SignedStore
 from . import mismatch
 from .exchange import WAIT, CallExchange, SharedMemoryExchange, StoreExchange
@@ -200,9 +200,10 @@ class Checker:
         if frame is None and outer is not None and _is_pythons(bottom.f_code.co_filename):
             frame = outer  # a thread of torch
         if frame is None:  # a thread of autograd: the main thread waits for it
-            frame = sys._current_frames().get(sys.modules["threading"].main_thread().ident)
-            while frame is not None and frame.f_back is not None and self._is_foreign(frame.f_code.co_filename):
-                frame = frame.f_back
+            with thread_frames.reading():
+                frame = sys._current_frames().get(sys.modules["threading"].main_thread().ident)
+                while frame is not None and frame.f_back is not None and self._is_foreign(frame.f_code.co_filename):
+                    frame = frame.f_back
         if frame is None:
             return b"?\0000\0"
         key = (frame.f_code, frame.f_lineno)

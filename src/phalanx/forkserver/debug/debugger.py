@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from .. import log
+from .. import log, thread_frames
 from . import breakpoints, terminal
 from .terminal import Send, TerminalStream
 
@@ -223,7 +223,8 @@ def _look_beside(pdb: Any, sock: socket.socket, answer: Answer) -> None:
 
     for name in _UNAVAILABLE:
         setattr(ReadOnlyPdb, f"do_{name}", ReadOnlyPdb.native)
-    frame = sys._current_frames().get(terminal.main())
+    with thread_frames.reading():
+        frame = sys._current_frames().get(terminal.main())
     stream = TerminalStream(sock)
     looking = ReadOnlyPdb(stdin=stream, stdout=stream, nosigint=True)
     session = terminal.begin(looking, stream, waits=False)

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .. import thread_frames
+
 LEAVE = "\x04\n"  # what a terminal sends for Ctrl-D
 
 Send = Callable[[dict[str, Any], list[int]], None]
@@ -48,7 +50,9 @@ def session() -> Session | None:
 
 def end_stale_session() -> None:
     """End the session of a thread that was stepped through to its end. Nothing else ends it."""
-    if _session is not None and _session.thread not in sys._current_frames():
+    with thread_frames.reading():
+        running = set(sys._current_frames())
+    if _session is not None and _session.thread not in running:
         _session.end()
 
 

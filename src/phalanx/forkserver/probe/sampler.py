@@ -9,7 +9,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from .. import log
+from .. import log, thread_frames
 from . import movement, phases, stacks, status_slot
 from .collectives import current_call, group_progress, recorded_calls
 
@@ -67,12 +67,13 @@ class Sampler:
 
     def publish(self, now: int) -> None:
         """Take a sample of the main thread and write it to the status slot."""
-        frame = stacks.main()
-        if frame is None:
-            return
-        here = (id(frame), id(frame.f_code), frame.f_lasti)
-        phase, place, calls = self._stacks.classify(frame)
-        del frame  # it may return while we do not hold the GIL; this thread must not be the one to free its locals
+        with thread_frames.reading():
+            frame = stacks.main()
+            if frame is None:
+                return
+            here = (id(frame), id(frame.f_code), frame.f_lasti)
+            phase, place, calls = self._stacks.classify(frame)
+            del frame  # it may return while we do not hold the GIL; this thread must not be the one to free its locals
         stays, full = self._movement.stays(here), self._samples % _FULL_EVERY == 0
         # A thread that has just entered torch.distributed may be recording the first call of a group, and torch's list
         # has no lock.
@@ -95,7 +96,8 @@ class Sampler:
         if not stays and not full:
             return
         if phase == "data":
-            self._batches = _batches(stacks.main()) or self._batches
+            with thread_frames.reading():
+                self._batches = _batches(stacks.main()) or self._batches
         text = {
             "phase": phase,
             "place": place,
@@ -151,7 +153,8 @@ class Sampler:
 
     def _current_call(self, phase: str, moved: bool, now: int) -> dict[str, Any]:
         if not moved and not self._call and phase in ("collective", "join"):
-            self._call = current_call.find(stacks.main())
+            with thread_frames.reading():
+                self._call = current_call.find(stacks.main())
             if not self._call and not self._searched and now - self._movement.moved > _STILL * 1e9:
                 self._searched = True  # expensive, reads all records: do it once
                 self._call = recorded_calls.pending()

@@ -7,7 +7,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from .. import paths
+from .. import paths, thread_frames
 
 _MAX_THREADS = 64  # threads
 _MAX_FRAMES = 80  # frames per thread
@@ -17,15 +17,16 @@ _main = threading.main_thread().ident or 0
 
 
 def main() -> FrameType | None:
-    """Return the innermost frame of the main thread."""
+    """Return the innermost frame of the main thread; only inside `thread_frames.reading()`."""
     return sys._current_frames().get(_main)
 
 
 def threads() -> list[dict[str, Any]]:
     """Return the stacks of all threads except phalanx's, the main one first. Takes no lock: its holder may hang."""
     found = []
-    for ident, frame in sys._current_frames().items():
-        rows = frames(frame, _MAX_FRAMES)
+    with thread_frames.reading():
+        stacks = [(ident, frames(frame, _MAX_FRAMES)) for ident, frame in sys._current_frames().items()]
+    for ident, rows in stacks:
         if rows[-1][0].startswith(_OURS):
             continue
         known = threading._active.get(ident)  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from ... import log
+from ... import log, thread_frames
 from .. import stacks
 from . import group_progress
 from .recorders import WORLD
@@ -52,8 +52,10 @@ def find(frame: FrameType | None) -> dict[str, Any]:
 
 def add_unrecorded(calls: list[dict[str, Any]], still: float) -> None:
     """Add the current call if it is not recorded; otherwise add details from its variables that the record lacks."""
-    frame = stacks.main()
-    now = find(frame)
+    with thread_frames.reading():
+        frame = stacks.main()
+        now = find(frame)
+        site = stacks.frames(frame, MAX_FRAMES)
     if not now:
         return
     if now["op"] not in UNRECORDED or any(call["op"] == now["op"] and not call["done"] for call in calls):
@@ -67,7 +69,7 @@ def add_unrecorded(calls: list[dict[str, Any]], still: float) -> None:
             "outputs": [],
             "done": False,
             "age": round(still, 3),
-            "site": stacks.frames(frame, MAX_FRAMES),
+            "site": site,
             **now,
         }
     )
