@@ -82,7 +82,7 @@ class Node:
             self, self, self.rpc, console=console, folder=folder, trusted=trusted, attach_from=attach_from
         )
 
-    # the coordinator
+    # the links
 
     def members(self) -> dict[int, tuple[int, ...]]:
         return {number: (number,) for number in range(1, self.size)} if self.leads else {}
@@ -212,8 +212,8 @@ def test_what_another_node_writes_may_be_anything() -> None:
 
 
 def test_messages_that_never_end_or_are_too_long_cost_little_and_are_not_read() -> None:
-    carrier: Any = SimpleNamespace(leads=True)
-    post, read = NodeRpc(carrier), []
+    links: Any = SimpleNamespace(leads=True)
+    post, read = NodeRpc(links), []
     post.on("k", lambda who, number, content: read.append((who, number, content)))
     part = bytes(messages.RPC_FRAME_LIMIT)
     for number in range(300):

@@ -63,8 +63,8 @@ def _progress(members: dict[int, tuple[int, ...]], nodes: int = 3) -> ClusterPro
     group = SimpleNamespace(node_rank=0, node_count=nodes)
     plan = SimpleNamespace(group=group, hang=SimpleNamespace(stall_timeout=30.0))
     agent: Any = SimpleNamespace(plan=plan)
-    coordinator: Any = SimpleNamespace(members=lambda: members, leads=True)
-    return ClusterProgress(agent, coordinator, None)
+    links: Any = SimpleNamespace(members=lambda: members, leads=True)
+    return ClusterProgress(agent, links, None)
 
 
 def _reading(**changed: object) -> Any:

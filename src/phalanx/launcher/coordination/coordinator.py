@@ -4,8 +4,8 @@ The agent asks its coordinator when to start an attempt, reports how it ended, a
 
 SingleNodeCoordinator   one node: decides by itself (single_node.py)
 LeaderCoordinator       node 0 of several: decides for all nodes (leader/)
-FollowerCoordinator     every other node: asks the leader (follower.py)
-FailoverCoordinator     a follower that becomes the leader if node 0 is lost (failover.py)
+FollowerCoordinator     every other node: asks the leader (follower/)
+FailoverCoordinator     a follower that becomes the leader if node 0 is lost (follower/failover.py)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.contract import events
 from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
 from phalanx.launcher.actions import Action, StartAttempt
-from phalanx.launcher.ipc.node_rpc import RpcCarrier
+from phalanx.launcher.ipc.node_links import NodeLinks
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
@@ -109,12 +109,13 @@ class AgentProxy:
             self._agent.receive_rpc(sender, frame)
 
 
-class Coordinator(RpcCarrier, Protocol):
-    """Decides for a node when an attempt begins and what follows a failure.
+class Coordinator(Protocol):
+    """Decides for a node when an attempt begins and what follows a failure."""
 
-    One interface with two users: the agent reports to it, and services of the agent send to other nodes through it
-    (`RpcCarrier`). It is not divided, because both change together when a follower becomes the leader.
-    """
+    @property
+    def links(self) -> NodeLinks:
+        """Return the other nodes, through which services of the agent send messages. Always the same object."""
+        ...
 
     @property
     def log_forwarder(self) -> LogForwarder | None:
