@@ -99,7 +99,7 @@ def test_run_is_small_and_documented(run: phalanx.Run) -> None:
     assert Run.checkpoint is Run.save  # people try both
     for name in names(Run):
         assert f"run.{name}" in (inspect.getdoc(getattr(Run, name)) or "").partition("\n")[0], name
-    internal = {"join", "print_inside", "seed_generator", "resized", "close_with", "abandon"}
+    internal = {"join", "print_inside", "seed_generator", "abandon", "forget_groups"}
     for name in names(WorkerProcessGroup) - internal:
         assert f"group.{name}" in (inspect.getdoc(getattr(WorkerProcessGroup, name)) or ""), name
     signatures = [inspect.signature(getattr(Run, name)) for name in ("wrap", "backward", "checkpoints")]
@@ -158,7 +158,7 @@ def test_a_run_is_closed_with_its_group(tmp_path: Path) -> None:
         closed.append(failed)
         raise OSError("no space left")
 
-    group.close_with(refuses)
+    group.closing.first(refuses)
     with pytest.raises(OSError, match="no space left"):
         group.close()
     assert (closed, group.closed) == ([False], True)

@@ -117,7 +117,7 @@ class Run(DataRun):
         if self.world_size > 1:
             self._stepper.hooks.first_forward = self._misuse.first_forward
         group.print_inside(self._reporter.aside)
-        group.close_with(self._close)
+        group.closing.first(self._close)
 
     def _make_rank_log(self) -> RankLog:
         membership = self._group.membership
