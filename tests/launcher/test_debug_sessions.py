@@ -34,6 +34,10 @@ from phalanx.launcher.rendezvous_config import AttachFrom
 from phalanx.watch.source import SearchResult
 
 
+class Workers(dict[str, Any]):
+    debugged: frozenset[int] = frozenset()
+
+
 class Network:
     """RPC frames between node 0 and the others, delivered one after another."""
 
@@ -71,9 +75,7 @@ class Node:
         self.said: list[str] = []
         self.rpc = NodeRpc(self)
         worker = SimpleNamespace(seat=SimpleNamespace(rank=number), spare=False, code=None, probe=self)
-        self.attempt: Any = SimpleNamespace(
-            workers={"0": worker}, world_size=size, living=[("0", worker)], debugged=frozenset()
-        )
+        self.attempt: Any = SimpleNamespace(workers=Workers({"0": worker}), world_size=size, living=[("0", worker)])
         self.status = SimpleNamespace(looked=1.0)
         self.comes = True
         console: Any = SimpleNamespace(say=self.said.append, terminal=lambda _: False)
@@ -201,7 +203,7 @@ def test_what_another_node_writes_may_be_anything() -> None:
         for message in (DebuggedHere(ranks=[0, 1, 7]), AtBreakpoint(rank=0, place="x.py:1")):
             content = encoding.encode(message)
             lead.rpc.receive(1, RpcFrame(kind=debug_messages.KIND, number=0, content=content))
-        assert lead.attempt.debugged == {1}  # only ranks of this node
+        assert lead.attempt.workers.debugged == {1}  # only ranks of this node
         assert not lead.said
         with pytest.raises(LimitExceededError):  # it is dropped
             await flood(lead)

@@ -68,7 +68,8 @@ def _progress(members: dict[int, tuple[int, ...]], nodes: int = 3) -> ClusterPro
 
 
 def _reading(**changed: object) -> Any:
-    usual = {"held": "", "stopping": False, "ending": False, "over": asyncio.Event(), "debugged": frozenset()}
+    workers = SimpleNamespace(ending=False, debugged=frozenset())
+    usual = {"held": "", "stopping": False, "over": asyncio.Event(), "workers": workers}
     attempt = SimpleNamespace(**{**usual, "number": 0, "generation": 0, **changed})
     return SimpleNamespace(attempt=attempt, workers=())
 

@@ -29,6 +29,10 @@ from tests.kit.placements import seat
 from tests.launcher.telemetry.looks import WALL
 
 
+class Workers(dict[str, Any]):
+    debugged: frozenset[int] = frozenset()
+
+
 class FakeLinks:
     """The links of one of three nodes, which leads or follows."""
 
@@ -69,9 +73,7 @@ class SampledAgent:
         self.probe = ProbeClient(self.board, slot, lambda *_: None)
         self.page = status_slot.StatusSlot(self.board.memory, slot)
         self.worker = Worker(seat(), str(folder), pid=os.getpid(), probe=self.probe)
-        self.attempt = SimpleNamespace(
-            workers={"0": self.worker}, living=[], debugged=frozenset(), measured=None, generation=3
-        )
+        self.attempt = SimpleNamespace(workers=Workers({"0": self.worker}), living=[], measured=None, generation=3)
         plan = SimpleNamespace(
             seats=[self.worker.seat],
             group=SimpleNamespace(spare=False, node_rank=0, node_count=3),

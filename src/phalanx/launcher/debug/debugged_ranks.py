@@ -51,7 +51,7 @@ class DebuggedRanks:
     @property
     def _applied(self) -> bool:
         attempt = self._target.attempt
-        return attempt is not None and bool(attempt.debugged)
+        return attempt is not None and bool(attempt.workers.debugged)
 
     def worker(self, name: str) -> Worker | None:
         """Return a worker of this node."""
@@ -77,9 +77,9 @@ class DebuggedRanks:
     def apply(self, ranks: frozenset[int]) -> None:
         """Suspend the timeouts of this node's workers while any rank is in a debugger."""
         attempt = self._target.attempt
-        if attempt is None or attempt.debugged == ranks:
+        if attempt is None or attempt.workers.debugged == ranks:
             return
-        before, attempt.debugged = attempt.debugged, ranks
+        before, attempt.workers.debugged = attempt.workers.debugged, ranks
         if bool(before) != bool(ranks):
             self._order("suspend" if ranks else "resume")
 

@@ -63,7 +63,7 @@ class ClusterProgress:
         self.attempt = attempt = reading.attempt
         # Ranks of other nodes may still run, and stall, after those of this node have ended.
         alone = self._links.leads and not self._links.members()
-        if attempt.stopping or attempt.ending or attempt.held or (attempt.over.is_set() and alone):
+        if attempt.stopping or attempt.workers.ending or attempt.held or (attempt.over.is_set() and alone):
             self.tracker = None
             return None
         generation = (attempt.number, attempt.generation)
@@ -72,7 +72,7 @@ class ClusterProgress:
             # What is known of a rank may be as old as a period.
             self.tracker = ProgressTracker(generation, timeout and timeout + self._period - 1)
         ranks = tuple(
-            self.tracker.measure(each, debugged=each.worker.seat.rank in attempt.debugged)
+            self.tracker.measure(each, debugged=each.worker.seat.rank in attempt.workers.debugged)
             for each in reading.workers
             if each.worker.pid
         )
