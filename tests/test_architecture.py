@@ -5,37 +5,75 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-METHOD = re.compile(r"\b([A-Z][A-Za-z]+)\.(_?[a-z_]+)\b")
-FILE = re.compile(r"`([a-z_]+(?:/[a-z_]+)+)(?:\.py)?[.`]")
+PAGE = ROOT / "docs/concepts/architecture.md"
+PACKAGE = ROOT / "src/phalanx"
+FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+)(?:\.py)?(?:/|((?:\.[A-Za-z_]+)*))`")  # launcher/api.py, launcher/api.launch
+NAME = re.compile(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)*)((?:\.[a-z_]+)*)`")  # NodeAgent, NodeAgent.perform
 
 
-def methods() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for path in (ROOT / "src/phalanx").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+def definitions(tree: ast.AST, prefix: str = "") -> Iterator[str]:
+    """Return the names of functions, classes and methods: "NodeAgent", "NodeAgent.run"."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, set()).update(
-                    each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-                )
-    return found
+                yield from definitions(node, f"{prefix}{node.name}.")
 
 
-def test_what_the_walks_name_exists() -> None:
-    text, known = (ROOT / "docs/concepts/architecture.md").read_text(), methods()
-    named = METHOD.findall(text)
-    assert len(named) > 10
-    assert [f"{owner}.{name}" for owner, name in named if name not in known.get(owner, ())] == []
-    places = [place for place in FILE.findall(text) if place.split("/")[0] not in ("docs", "tests")]
-    assert len(places) > 10
-    there = ROOT / "src/phalanx"
-    assert [place for place in places if not (there / place).is_dir() and not (there / f"{place}.py").is_file()] == []
+def test_what_the_page_names_exists() -> None:
+    """Files, folders, classes, functions and methods."""
+    text = PAGE.read_text()
+    defined = {
+        str(path.relative_to(PACKAGE).with_suffix("")): set(definitions(ast.parse(path.read_text())))
+        for path in PACKAGE.rglob("*.py")
+    }
+    files = [found for found in FILE.findall(text) if not found[0].startswith(("docs/", "tests/"))]
+    assert len(files) > 90
+    missing = [
+        place + name
+        for place, name in files
+        if not ((PACKAGE / place).is_dir() or place in defined) or (name and name[1:] not in defined[place])
+    ]
+    names = NAME.findall(text)
+    assert len(names) > 25
+    everywhere = set().union(*defined.values())
+    missing += [name + rest for name, rest in names if name + rest not in everywhere]
+    assert missing == []
+
+
+def test_the_types_of_the_path_are_where_the_page_says() -> None:
+    rows = re.findall(r"^[a-zI ]+\?  +([A-Z]\w+) +([a-z_/]+)", PAGE.read_text(), re.M)
+    assert len(rows) == 13
+    for name, place in rows:
+        files = [*(PACKAGE / place).rglob("*.py")] or [PACKAGE / f"{place}.py"]
+        if place == "cli/launch_context" or place == "launcher/coordination":  # these make it
+            assert any(re.search(rf"\b{name}\(", file.read_text()) for file in files), name
+        else:
+            assert any(re.search(rf"^(class )?{name}\b", file.read_text(), re.M) for file in files), name
+
+
+def test_the_packages_of_the_page_are_all_there_is() -> None:
+    tree = PAGE.read_text().partition("\nsrc/phalanx/\n")[2].partition("\nbenchmarks/")[0]
+    shown, top = set(), ""
+    for indent, name in re.findall(r"^(  |    )([a-z_]+)/ ", tree, re.M):
+        top = name if indent == "  " else top
+        shown.add(name if indent == "  " else f"{top}/{name}")
+    folders = {path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")}
+    first = {str(folder) for folder in folders if len(folder.parts) == 1}
+    assert {name for name in shown if "/" not in name} == first
+    assert {name for name in shown if name.startswith("launcher/")} == {
+        str(folder) for folder in folders if folder.parts[:1] == ("launcher",) and len(folder.parts) == 2
+    }
+    assert [name for name in shown if not (PACKAGE / name).is_dir()] == []
 
 
 def test_the_layers_of_the_page_are_those_that_are_enforced() -> None:
-    page = (ROOT / "docs/concepts/architecture.md").read_text()
+    page = PAGE.read_text()
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     for name in ("imports point down", "packages of the launcher are layers"):
         (layers,) = [contract["layers"] for contract in contracts if contract["name"] == name]
@@ -72,3 +110,44 @@ def test_no_public_class_name_is_used_twice() -> None:
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert len(places) > 500
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_import_circle() -> None:
+    """Neither between modules, whenever they import, nor between C files."""
+    modules = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    imports: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found = {each.name for each in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                source = ".".join([*above, *([node.module] if node.module else [])])
+                names = [f"{source}.{each.name}" for each in node.names]
+                found = {each if each in modules else source for each in names}
+            else:
+                continue
+            imports.setdefault(name, set()).update((found & modules.keys()) - {name})
+    TopologicalSorter(imports).prepare()  # raises CycleError
+    native = PACKAGE / "collectives/native"
+    defined, called = {}, {}
+    for path in native.glob("*.c"):
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(), flags=re.S)
+        defined |= dict.fromkeys(re.findall(r"^(?!static)\w[\w *]*?\b(\w+)\([^;{]*\)\s*\{", text, re.M), path.name)
+        called[path.name] = set(re.findall(r"\b(\w+)\(", text))
+    assert len(defined) > 20
+    calls = {name: {defined[each] for each in words & defined.keys()} - {name} for name, words in called.items()}
+    TopologicalSorter(calls).prepare()
+
+
+def test_classes_are_small() -> None:
+    """At most 25 methods, except where torch defines the interface."""
+    large = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+                large |= {node.name: len(methods)} if len(methods) > 25 else {}
+    assert large.keys() == {"EngineProcessGroup", "Wrapped"}  # a ProcessGroup and a Module of torch

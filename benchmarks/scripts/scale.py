@@ -8,21 +8,20 @@ import threading
 
 from phalanx.contract.messages import worker_messages as messages
 from phalanx.contract.variables import LINE
-from phalanx.worker.agent_channel import AgentChannel
+from phalanx.worker.agent_channel import AgentChannel, ChannelCallbacks
 
 
 def main() -> None:
     """Follow the agent until it ends this process."""
     over = threading.Event()
     moved = threading.Event()
-    channel = AgentChannel(
-        os.environ[LINE],
+    callbacks = ChannelCallbacks(
         leave=lambda: None,
         moved=moved.set,
         heartbeat=lambda: messages.Heartbeat(1),
         received=lambda message: over.set() if isinstance(message, messages.EndWorker) else None,
-        hello=messages.Hello(),
     )
+    channel = AgentChannel(os.environ[LINE], callbacks, hello=messages.Hello())
     signal.signal(signal.SIGTERM, lambda *_: over.set())
     channel.listen()
     while not over.is_set():

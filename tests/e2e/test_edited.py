@@ -37,7 +37,7 @@ def train(run):
             run.backward(loss)
             run.step(opt, loss=loss)
             run.group.barrier()
-            if run.is_main and run.steps == 3 and not run.group.generation:
+            if run.group.is_main and run.steps == 3 and not run.group.generation:
                 change()
             run.group.barrier()
             if run.rank == 1 and run.steps == 5 and not run.group.generation:

@@ -44,7 +44,7 @@ def train(run):
             with open("commits." + str(run.rank), "a") as file:
                 file.write(str(run.steps) + "\\n")
             run.group.barrier()
-            if run.is_main and run.steps == at:
+            if run.group.is_main and run.steps == at:
                 fill(disk)
             run.group.barrier()
             if run.rank == 1 and run.group.generation == 0 and run.steps == die:

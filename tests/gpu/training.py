@@ -139,7 +139,7 @@ def train(run: phalanx.Run) -> None:
                 time.sleep(told["pause"])
     found = digest(model)
     peak = torch.cuda.mem_get_info()
-    if run.is_main:
+    if run.group.is_main:
         (folder / "end.json").write_text(json.dumps({"steps": run.steps, "digest": found, "memory": peak}))
 
 

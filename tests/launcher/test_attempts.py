@@ -54,10 +54,9 @@ class Group:
 class Node:
     """Everything that an attempt loop uses: `failures`: which attempts fail; `results`: what follows each."""
 
-    leads = True
-
     def __init__(self, failures: list[bool], results: list[StartAttempt | RunResult]) -> None:
         self.plan = PLAN
+        self.links = SimpleNamespace(leads=True)
         self.lost = ""
         self.keep_orphans = False
         self.end_request = EndRequest()
@@ -169,7 +168,7 @@ def test_the_last_attempt_fails() -> None:
 
 def test_success_here_after_which_node_0_wants_another_attempt() -> None:
     node = Node([False, False], [attempt(1), RunResult(0)])
-    node.leads = False
+    node.links.leads = False
     node.is_last_attempt = lambda *, failed: False  # type: ignore[method-assign]
     assert asyncio.run(node.run()) == RunResult(0)
     assert node.calls == ["release", "end processes", "succeeded", "end"]

@@ -34,6 +34,10 @@ from phalanx.launcher.rendezvous_config import AttachFrom
 from phalanx.watch.source import SearchResult
 
 
+class Workers(dict[str, Any]):
+    debugged: frozenset[int] = frozenset()
+
+
 class Network:
     """RPC frames between node 0 and the others, delivered one after another."""
 
@@ -71,9 +75,7 @@ class Node:
         self.said: list[str] = []
         self.rpc = NodeRpc(self)
         worker = SimpleNamespace(seat=SimpleNamespace(rank=number), spare=False, code=None, probe=self)
-        self.attempt: Any = SimpleNamespace(
-            workers={"0": worker}, world_size=size, living=[("0", worker)], debugged=frozenset()
-        )
+        self.attempt: Any = SimpleNamespace(workers=Workers({"0": worker}), world_size=size, living=[("0", worker)])
         self.status = SimpleNamespace(looked=1.0)
         self.comes = True
         console: Any = SimpleNamespace(say=self.said.append, terminal=lambda _: False)
@@ -82,7 +84,7 @@ class Node:
             self, self, self.rpc, console=console, folder=folder, trusted=trusted, attach_from=attach_from
         )
 
-    # the coordinator
+    # the links
 
     def members(self) -> dict[int, tuple[int, ...]]:
         return {number: (number,) for number in range(1, self.size)} if self.leads else {}
@@ -201,7 +203,7 @@ def test_what_another_node_writes_may_be_anything() -> None:
         for message in (DebuggedHere(ranks=[0, 1, 7]), AtBreakpoint(rank=0, place="x.py:1")):
             content = encoding.encode(message)
             lead.rpc.receive(1, RpcFrame(kind=debug_messages.KIND, number=0, content=content))
-        assert lead.attempt.debugged == {1}  # only ranks of this node
+        assert lead.attempt.workers.debugged == {1}  # only ranks of this node
         assert not lead.said
         with pytest.raises(LimitExceededError):  # it is dropped
             await flood(lead)
@@ -212,8 +214,8 @@ def test_what_another_node_writes_may_be_anything() -> None:
 
 
 def test_messages_that_never_end_or_are_too_long_cost_little_and_are_not_read() -> None:
-    carrier: Any = SimpleNamespace(leads=True)
-    post, read = NodeRpc(carrier), []
+    links: Any = SimpleNamespace(leads=True)
+    post, read = NodeRpc(links), []
     post.on("k", lambda who, number, content: read.append((who, number, content)))
     part = bytes(messages.RPC_FRAME_LIMIT)
     for number in range(300):

@@ -74,7 +74,8 @@ def test_what_it_waits_for(seen: Rank, text: dict[str, Any], expected: str) -> N
 
 
 def reading(*workers: WorkerReading, **more: Any) -> Any:
-    attempt = SimpleNamespace(stopping=more.get("stopping", False), debugged=more.get("debugged", frozenset()))
+    group = SimpleNamespace(debugged=more.get("debugged", frozenset()))
+    attempt = SimpleNamespace(stopping=more.get("stopping", False), workers=group)
     return SimpleNamespace(attempt=attempt, workers=workers, last=more.get("last", False))
 
 

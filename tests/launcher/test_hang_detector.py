@@ -63,12 +63,13 @@ def _progress(members: dict[int, tuple[int, ...]], nodes: int = 3) -> ClusterPro
     group = SimpleNamespace(node_rank=0, node_count=nodes)
     plan = SimpleNamespace(group=group, hang=SimpleNamespace(stall_timeout=30.0))
     agent: Any = SimpleNamespace(plan=plan)
-    coordinator: Any = SimpleNamespace(members=lambda: members, leads=True)
-    return ClusterProgress(agent, coordinator, None)
+    links: Any = SimpleNamespace(members=lambda: members, leads=True)
+    return ClusterProgress(agent, links, None)
 
 
 def _reading(**changed: object) -> Any:
-    usual = {"held": "", "stopping": False, "ending": False, "over": asyncio.Event(), "debugged": frozenset()}
+    workers = SimpleNamespace(ending=False, debugged=frozenset())
+    usual = {"held": "", "stopping": False, "over": asyncio.Event(), "workers": workers}
     attempt = SimpleNamespace(**{**usual, "number": 0, "generation": 0, **changed})
     return SimpleNamespace(attempt=attempt, workers=())
 

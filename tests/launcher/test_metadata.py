@@ -205,7 +205,7 @@ def test_a_node_that_takes_the_lead_describes_the_run(tmp_path: Path, monkeypatc
     monkeypatch.setattr(metadata_recorder, "_INTERVAL", 0.01)
     described, asked = asyncio.Event(), asyncio.Event()
 
-    class Coordinator:
+    class Links:
         changed = False
 
         @property
@@ -223,8 +223,8 @@ def test_a_node_that_takes_the_lead_describes_the_run(tmp_path: Path, monkeypatc
     folder.record(_record(tmp_path))
     folder.listeners.append(happened)
     plan = SimpleNamespace(command=Command("script", "t.py", (), sys.executable), hyperparameters={}, environ={})
-    coordinator = Coordinator()
-    context: Any = SimpleNamespace(agent=SimpleNamespace(plan=plan), folder=folder, coordinator=coordinator)
+    links = Links()
+    context: Any = SimpleNamespace(agent=SimpleNamespace(plan=plan), folder=folder, links=links)
 
     async def act() -> None:
         recorder = metadata_recorder.MetadataRecorder(context)
@@ -233,7 +233,7 @@ def test_a_node_that_takes_the_lead_describes_the_run(tmp_path: Path, monkeypatc
             async with asyncio.timeout(60):
                 await asked.wait()
                 assert not described.is_set()  # the leader's counts for all nodes
-                coordinator.changed = True
+                links.changed = True
                 await described.wait()
         finally:
             await recorder.end()

@@ -22,7 +22,7 @@ from tests.kit.placements import seat
 from tests.launcher.test_step_timings import reading
 
 
-class Carrier:
+class Links:
     leads = False
     skew = 0.0
 
@@ -79,7 +79,7 @@ class Broken(Recorder):
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Any:
-    found = SimpleNamespace(now=50.0, probe=Probe(), carrier=Carrier())
+    found = SimpleNamespace(now=50.0, probe=Probe(), links=Links())
     clock = SimpleNamespace(monotonic=lambda: found.now, time=lambda: found.now + 1000)
     monkeypatch.setattr(node_sampler, "time", clock)
     worker = Worker(seat(), "", pid=os.getpid(), probe=found.probe)
@@ -92,7 +92,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def sampler(node: Any, *consumers: Any) -> NodeSampler:
-    made = NodeSampler(node.agent, node.carrier, NodeRpc(node.carrier))
+    made = NodeSampler(node.agent, node.links, NodeRpc(node.links))
     made.start(*consumers)
     assert made._task is not None
     made._task.cancel()
@@ -113,8 +113,8 @@ def test_a_worker_is_read_once_per_tick_and_sent_once_per_second(node: Any) -> N
     assert one.readings == other.readings
     assert [len(each.workers) for each in one.readings] == [1] * 4
     assert [each.due for each in one.readings] == [True, False, True, False]
-    assert [frame.kind for frame in node.carrier.sent] == ["telemetry"] * 2
-    assert node.carrier.sent[1].content == b'{"one":{"count":3},"other":{"count":3}}'
+    assert [frame.kind for frame in node.links.sent] == ["telemetry"] * 2
+    assert node.links.sent[1].content == b'{"one":{"count":3},"other":{"count":3}}'
 
 
 @pytest.mark.parametrize(("nodes", "seconds"), [(1, 1), (1024, 1), (1025, 2), (4096, 4), (1 << 14, 5)])
@@ -138,10 +138,10 @@ def test_each_of_many_nodes_sends_in_its_turn_what_all_have_sampled_at_once(node
         for _ in range(9):
             made.sample()
             node.now += 0.5
-            assert node.carrier.sent == []  # its turn comes after the first sample
+            assert node.links.sent == []  # its turn comes after the first sample
             if node.now == 54.0:
-                await until(lambda: node.carrier.sent)
-                assert node.carrier.sent.pop().content == b'{"one":{"count":1}}'
+                await until(lambda: node.links.sent)
+                assert node.links.sent.pop().content == b'{"one":{"count":1}}'
         node.now -= 0.3
         made.concluded()
 
@@ -150,7 +150,7 @@ def test_each_of_many_nodes_sends_in_its_turn_what_all_have_sampled_at_once(node
     assert [each.now for each in due] == [52.0, 56.0, 56.2]
     assert [each.tick for each in due] == [10520, 10560, 10562]
     # The end of an attempt is sent at once, after what was waiting.
-    assert [frame.content for frame in node.carrier.sent] == [b'{"one":{"count":9}}', b'{"one":{"count":10}}']
+    assert [frame.content for frame in node.links.sent] == [b'{"one":{"count":9}}', b'{"one":{"count":10}}']
 
 
 def test_one_that_fails_costs_the_others_nothing(node: Any) -> None:
@@ -159,8 +159,8 @@ def test_one_that_fails_costs_the_others_nothing(node: Any) -> None:
     async def play() -> None:
         made = sampler(node, broken, sound)
         made.sample()
-        assert [frame.content for frame in node.carrier.sent] == [b'{"sound":{"count":1}}']
-        node.carrier.leads = True
+        assert [frame.content for frame in node.links.sent] == [b'{"sound":{"count":1}}']
+        node.links.leads = True
         for content in (b"[", b'{"broken":1,"sound":[2],"unknown":3}'):
             made._rpc.receive(1, messages.RpcFrame(kind="telemetry", number=0, content=content))
 
@@ -183,7 +183,7 @@ def test_the_last_reading_is_sent_and_slots_are_not_read_after_it(node: Any) -> 
     assert [each.last for each in one.readings] == [False, True, False]
     assert [each.tick for each in one.readings] == [10500, 10502, 10500]
     assert [each.workers[0].status is None for each in one.readings] == [False, False, True]
-    assert len(node.carrier.sent) == 2
+    assert len(node.links.sent) == 2
 
 
 def test_every_answer_of_the_driver_counts_once() -> None:

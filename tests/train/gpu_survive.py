@@ -43,7 +43,7 @@ def train_script(folder: Path, backend: str, dies: int) -> None:
                 run.backward(nn.functional.mse_loss(net(a), b))
                 run.step(opt)
         end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
-        if run.is_main:
+        if run.group.is_main:
             (folder / "end").write_text(json.dumps([run.steps, run.group.generation, end]))
 
     phalanx.main(train, backend=backend or None)

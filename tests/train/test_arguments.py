@@ -93,13 +93,13 @@ def names(owner: object) -> set[str]:
 
 
 def test_run_is_small_and_documented(run: phalanx.Run) -> None:
-    """20 names, beside another one for `save`; each has a docstring that begins with its use. So has the group's."""
+    """At most 20 names; each has a docstring that begins with its use. So has the group's."""
     assert dir(run) == sorted(names(Run))
-    assert len(names(Run) - {"checkpoint"}) <= 20
-    assert Run.checkpoint is Run.save
-    for name in names(Run) - {"checkpoint"}:
+    assert len(names(Run)) <= 20
+    assert Run.checkpoint is Run.save  # people try both
+    for name in names(Run):
         assert f"run.{name}" in (inspect.getdoc(getattr(Run, name)) or "").partition("\n")[0], name
-    internal = {"join", "print_inside", "seed_generator", "resized", "close_with", "abandon"}
+    internal = {"join", "print_inside", "seed_generator", "abandon", "forget_groups"}
     for name in names(WorkerProcessGroup) - internal:
         assert f"group.{name}" in (inspect.getdoc(getattr(WorkerProcessGroup, name)) or ""), name
     signatures = [inspect.signature(getattr(Run, name)) for name in ("wrap", "backward", "checkpoints")]
@@ -109,7 +109,7 @@ def test_run_is_small_and_documented(run: phalanx.Run) -> None:
 
 def test_a_name_of_another_object_says_where_it_is(run: phalanx.Run) -> None:
     moved = names(run.group) - names(run)
-    assert {"barrier", "mean", "local_rank", "store", "on_resize", "close", "folder"} <= moved
+    assert {"barrier", "mean", "is_main", "local_rank", "store", "on_resize", "close", "folder"} <= moved
     for name in moved:
         with pytest.raises(AttributeError, match=rf"^Run has no '{name}'\. .*: run\.group\.{name}(\(\))?$"):
             getattr(run, name)
@@ -158,7 +158,7 @@ def test_a_run_is_closed_with_its_group(tmp_path: Path) -> None:
         closed.append(failed)
         raise OSError("no space left")
 
-    group.close_with(refuses)
+    group.closing.first(refuses)
     with pytest.raises(OSError, match="no space left"):
         group.close()
     assert (closed, group.closed) == ([False], True)

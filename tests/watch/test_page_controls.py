@@ -261,7 +261,10 @@ def test_one_file_shows_a_run_that_has_ended(stage: Stage, tmp_path: Path) -> No
 
 def test_every_script_is_in_the_one_file_and_in_the_page() -> None:
     folder = Path(assets.__file__).parent / "assets"
-    assert {file.name for file in folder.iterdir()} == {assets.INDEX, *assets.names()}
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == {
+        assets.INDEX,
+        *assets.names(),
+    }
     index = assets.read(assets.INDEX).decode()
     for name in assets.SCRIPTS:
         assert f'"assets/{name}"' in index

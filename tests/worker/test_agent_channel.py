@@ -13,7 +13,7 @@ import msgspec
 from phalanx.contract import encoding
 from phalanx.contract.messages import worker_messages as messages
 from phalanx.contract.ranks.placement import RankPlacement
-from phalanx.worker.agent_channel import AgentChannel
+from phalanx.worker.agent_channel import AgentChannel, ChannelCallbacks
 
 PLACEMENT = RankPlacement(rank=0, world_size=2, local_rank=0, local_world_size=2, node_rank=0, node_count=1)
 FIRST = messages.Assignment(generation=0, placement=PLACEMENT, topology="", address="127.0.0.1", port=1)
@@ -36,14 +36,8 @@ def connected(leave: Callable[[], None] = lambda: None) -> Iterator[tuple[AgentC
 
         assigning = threading.Thread(target=assign)
         assigning.start()
-        channel = AgentChannel(
-            name,
-            leave,
-            lambda: None,
-            lambda: messages.Heartbeat(0),
-            lambda message: None,
-            hello=messages.Hello(),
-        )
+        callbacks = ChannelCallbacks(leave, lambda: None, lambda: messages.Heartbeat(0), lambda message: None)
+        channel = AgentChannel(name, callbacks, hello=messages.Hello())
         assigning.join()
     (agent,) = agents
     threads = set(threading.enumerate())

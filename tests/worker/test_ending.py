@@ -40,9 +40,9 @@ def test_one_process_ends_like_many() -> None:
 
 FAILURES = """
 import contextlib, sys
-from phalanx.worker.process_group import group as module
+from phalanx.worker.process_group import closing, group as module
 
-def watched(failed, destroy=module._destroy):
+def watched(failed, destroy=closing._destroy):
     seen.append(failed)
     destroy(failed)
 
@@ -50,7 +50,7 @@ def end(error):
     if error is not None:
         raise error
 
-module._destroy = watched
+closing._destroy = watched
 exits = (SystemExit(), SystemExit(0), SystemExit(1), SystemExit("no data"))
 for error in (None, *exits, ValueError(), KeyboardInterrupt()):
     seen = []

@@ -23,6 +23,7 @@ PHASES = (
     ("train/checkpoint/", "checkpoint"),
     ("train/snapshot/", "checkpoint"),
     ("worker/process_group/group.py", "collective"),
+    ("worker/process_group/closing.py", "collective"),
     ("worker/process_group/values.py", "collective"),
     ("worker/", "join"),
     ("collectives/process_group/group.py", "collective"),

@@ -141,6 +141,6 @@ def decline_to_join(rendezvous: RendezvousConfig, why: str) -> None:
         return
     import asyncio
 
-    from phalanx.launcher.coordination.follower.coordinator import decline
+    from phalanx.launcher.coordination.follower.leader_link import decline
 
     asyncio.run(decline(rendezvous, why))

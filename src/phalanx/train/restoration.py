@@ -78,7 +78,7 @@ class Restoration:
         """Make the other models equal on all ranks, call the hook if the number of ranks has changed, and report where
         checkpoints are saved."""
         self._recovery.models.make_equal(self._parts.kept, group.world_size)
-        group.resized(self._parts.stepper.ranks_before)
+        group.resizing.settle(self._parts.stepper.ranks_before)
         self._recovery.restored()
         folder, report = self._parts.checkpoints.folder, self._recovery.generation.hooks.checkpoint_folder
         if folder is not None and report is not None:

@@ -71,8 +71,6 @@ class Run(DataRun):
     Without `phalanx.main`, make a run of the group: `run = phalanx.Run(phalanx.init())`. Close it with
     `run.group.close()`, or use it in a `with` statement; without, it is closed when the process ends. `log_to` is that
     of `phalanx.main`, which also gives `recovery`: what it knows about the groups before this one.
-
-    There are 20 names, and `checkpoint`, which people look for first: it is `save`.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class Run(DataRun):
         if self.world_size > 1:
             self._stepper.hooks.first_forward = self._misuse.first_forward
         group.print_inside(self._reporter.aside)
-        group.close_with(self._close)
+        group.closing.first(self._close)
 
     def _make_rank_log(self) -> RankLog:
         membership = self._group.membership
@@ -314,7 +312,7 @@ class Run(DataRun):
 
     def _report_skipped(self, step: int, what: str, seconds: float) -> None:
         report = self._recovery.generation.hooks.batch_skipped
-        if self.is_main and report is not None:
+        if self._group.is_main and report is not None:
             report(step, what, seconds)
         elif report is None:
             self.print(f"phalanx: step {step}: {what}: its update was dropped and its batch skipped")
@@ -333,7 +331,7 @@ class Run(DataRun):
         self._stepper.torn = False
         if first:
             self._recovery.first_step_committed()
-        if self.is_main:
+        if self._group.is_main:
             if self._reporter.bar is None:
                 self._reporter.begin(self._reader.total_steps(), values, reported=reported)
             else:

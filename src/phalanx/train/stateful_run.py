@@ -66,11 +66,6 @@ class StatefulRun:
         return self._group.world_size
 
     @property
-    def is_main(self) -> bool:
-        """`run.is_main`: whether this is rank 0."""
-        return self._group.is_main
-
-    @property
     def device(self) -> torch.device:
         """`run.device`: where this rank computes: its GPU, or the CPU."""
         return self._group.device
@@ -160,7 +155,7 @@ class StatefulRun:
         self._checkpoints.options = options
 
     def save(self, **metrics: Any) -> bool:
-        """`run.save()`: save a checkpoint now, in the background. All ranks must call it.
+        """`run.save()` or `run.checkpoint()`: save a checkpoint now, in the background. All ranks must call it.
 
             run.save(accuracy=accuracy)     # compared with others by `run.checkpoints(keep_best=1, metric="accuracy")`
 

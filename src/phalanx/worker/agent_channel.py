@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -23,31 +24,29 @@ HEARTBEAT_INTERVAL = 0.5  # seconds
 _CONNECT_TIMEOUT = 30.0  # seconds for the first assignment: the agent is on this host, and waits for nothing
 
 
-class AgentChannel:
-    """Receives the messages of the agent in a thread.
+@dataclass(frozen=True)
+class ChannelCallbacks:
+    """What the thread of a channel calls.
 
-    leave      called when the agent sends a new assignment, before it is published: the old group is cut before
-               anything of the next one exists. `has_moved` is true from before this call on, so that results of
-               incomplete operations of the old group are not used
-    moved      called after the new assignment is published
-    heartbeat  called twice per second; its result is sent
-    received   called with any other message of the agent
+    leave      when the agent sends a new assignment, before it is published: the old group is cut before anything of
+               the next one exists. `has_moved` is true from before this call on, so that results of incomplete
+               operations of the old group are not used
+    moved      after the new assignment is published
+    heartbeat  twice per second; its result is sent
+    received   with any other message of the agent
     """
 
-    def __init__(
-        self,
-        name: str,
-        leave: Callable[[], None],
-        moved: Callable[[], None],
-        heartbeat: Callable[[], messages.Heartbeat],
-        received: Callable[[messages.Halt | messages.Rescue | messages.EndWorker], None],
-        *,
-        hello: messages.Hello,
-    ) -> None:
-        self._leave = leave
-        self._moved = moved
-        self._received = received
-        self._heartbeat = heartbeat
+    leave: Callable[[], None]
+    moved: Callable[[], None]
+    heartbeat: Callable[[], messages.Heartbeat]
+    received: Callable[[messages.Halt | messages.Rescue | messages.EndWorker], None]
+
+
+class AgentChannel:
+    """Receives the messages of the agent in a thread."""
+
+    def __init__(self, name: str, call: ChannelCallbacks, *, hello: messages.Hello) -> None:
+        self._call = call
         self._changed = threading.Condition()
         self._parent_death = ParentDeath()
         self._sock, first = _connect(name, hello, self._parent_death)
@@ -129,7 +128,7 @@ class AgentChannel:
                 break
             if not ready:
                 self._parent_death.check()
-                self.send(self._heartbeat())
+                self.send(self._call.heartbeat())
                 continue
             try:
                 packet = self._sock.recv(encoding.PACKET_LIMIT)
@@ -137,11 +136,11 @@ class AgentChannel:
                 packet = b""
             if not packet:
                 self._parent_death.agent_gone()
-                self._received(messages.EndWorker(signal.SIGTERM))  # the agent has ended
+                self._call.received(messages.EndWorker(signal.SIGTERM))  # the agent has ended
                 break
             message = messages.from_agent.decode(packet)
             if isinstance(message, messages.Halt | messages.Rescue | messages.EndWorker):
-                self._received(message)
+                self._call.received(message)
                 continue
             if isinstance(message, messages.NoRegroup):
                 with self._changed:
@@ -150,13 +149,13 @@ class AgentChannel:
                 continue
             with self._changed:
                 self._leaving = True
-            self._leave()
+            self._call.leave()
             with self._changed:
                 self._waiting = isinstance(message, messages.Wait)
                 self._assignment = self._assignment if isinstance(message, messages.Wait) else message
                 self._leaving = False
                 self._changed.notify_all()
-            self._moved()
+            self._call.moved()
         with self._changed:
             self._gone = True
             self._changed.notify_all()

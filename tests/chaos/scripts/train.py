@@ -273,7 +273,7 @@ def train(run: phalanx.Run) -> None:
     with Log(run) as log:
         for _ in run.epochs(EPOCHS or 1_000_000):
             epoch(log)
-            if EPOCHS and run.is_main:
+            if EPOCHS and run.group.is_main:
                 with open(FOLDER / "epochs", "a") as file:
                     file.write(json.dumps(parameters()) + "\n")
             if not EPOCHS and run.group.broadcast((FOLDER / "end").exists()):

@@ -61,7 +61,7 @@ def train(run: phalanx.Run) -> None:
         if EPOCHS is not None:
             (FOLDER / f"result.{epoch + 1}").write_text(json.dumps(end))
         elif run.group.broadcast((FOLDER / "end").exists()):
-            if run.is_main:
+            if run.group.is_main:
                 (FOLDER / "result").write_text(json.dumps([epoch + 1, run.steps, end]))
             break
 

@@ -29,8 +29,12 @@ from tests.kit.placements import seat
 from tests.launcher.telemetry.looks import WALL
 
 
-class FakeCoordinator:
-    """The coordinator of one of three nodes, which leads or follows."""
+class Workers(dict[str, Any]):
+    debugged: frozenset[int] = frozenset()
+
+
+class FakeLinks:
+    """The links of one of three nodes, which leads or follows."""
 
     leads = True
     skew = 0.0
@@ -69,23 +73,21 @@ class SampledAgent:
         self.probe = ProbeClient(self.board, slot, lambda *_: None)
         self.page = status_slot.StatusSlot(self.board.memory, slot)
         self.worker = Worker(seat(), str(folder), pid=os.getpid(), probe=self.probe)
-        self.attempt = SimpleNamespace(
-            workers={"0": self.worker}, living=[], debugged=frozenset(), measured=None, generation=3
-        )
+        self.attempt = SimpleNamespace(workers=Workers({"0": self.worker}), living=[], measured=None, generation=3)
         plan = SimpleNamespace(
             seats=[self.worker.seat],
             group=SimpleNamespace(spare=False, node_rank=0, node_count=3),
             environ={"PHALANX_HOME": str(folder)},
         )
-        self.coordinator = FakeCoordinator()
-        self.rpc = NodeRpc(self.coordinator)
+        self.links = FakeLinks()
+        self.rpc = NodeRpc(self.links)
         self.folder = RunFolder(str(folder))
         self.told: list[events.AnyEvent] = []
         self.folder.listeners.append(lambda line: self.told.append(events.decode(line)))
         self.plan = plan
         agent: Any = SimpleNamespace(attempt=self.attempt, plan=plan)
-        self.collector = Collector(agent, self.coordinator, self.rpc, self.folder)
-        self.sampler = NodeSampler(agent, self.coordinator, self.rpc)
+        self.collector = Collector(agent, self.links, self.rpc, self.folder)
+        self.sampler = NodeSampler(agent, self.links, self.rpc)
         self.sampler.start(self.collector)
         assert self.sampler._task is not None
         self.sampler._task.cancel()  # replaced by `second`
@@ -176,11 +178,11 @@ async def _together(scene: SampledAgent) -> None:
     assert (last.state, last.step, last.phases) == ("R", 7, "")
     assert last.silent >= 4.0
     # The node is lost, with its rank.
-    scene.coordinator.ranks = {1: (1,)}
+    scene.links.ranks = {1: (1,)}
     scene.second()
     scene.other(1, int(scene.now + WALL) * 10, phases="w" * 10)
     assert [len(event.ranks) for event in scene.of(events.RankInfos)] == [1, 3, 2]
-    scene.coordinator.ranks = {1: (5,)}  # another node now has another rank, and has not sent its sample yet
+    scene.links.ranks = {1: (5,)}  # another node now has another rank, and has not sent its sample yet
     scene.second()
     scene.second()
     assert [sample.rank for sample in scene.of(events.ClusterSample)[-1].ranks] == [0]
@@ -229,7 +231,7 @@ def test_samples_of_a_node_with_a_wrong_clock_are_used(play: Play) -> None:
 
 
 async def _wrong_clock(scene: SampledAgent) -> None:
-    scene.coordinator.ranks = {1: (1,)}
+    scene.links.ranks = {1: (1,)}
     scene.other(1, 99999, phases="w" * 10)
     scene.second()
     scene.other(1, 99999, phases="b" * 10)
@@ -241,7 +243,7 @@ def test_samples_of_the_previous_attempt_are_dropped(play: Play) -> None:
 
 
 async def _again(scene: SampledAgent) -> None:
-    scene.coordinator.ranks = {1: (1,)}
+    scene.links.ranks = {1: (1,)}
     scene.other(1, 10510, state="X", step=7)
     scene.second()
     assert [sample.state for sample in scene.of(events.ClusterSample)[-1].ranks][1:] == ["X"]
@@ -256,17 +258,17 @@ def test_a_follower_sends_its_samples_and_collects_after_a_failover(play: Play) 
 
 
 async def _follow(scene: SampledAgent) -> None:
-    scene.coordinator.leads, scene.coordinator.skew = False, 5.0
+    scene.links.leads, scene.links.skew = False, 5.0
     scene.second()
     assert scene.told == []
-    (frame,) = scene.coordinator.sent
+    (frame,) = scene.links.sent
     assert frame.kind == "telemetry"
     seen = collector._decoder.decode(node_sampler._sections.decode(frame.content)["samples"])
     assert seen.infos == (RankInfo(rank=0, host=os.uname().nodename, pid=os.getpid()),)
     assert len(seen.ranks[0].phases) == 10
     scene.collector.measured(worker_messages.MeasuredStep(step=3, values={"loss": 0.5}))
-    assert [sent.kind for sent in scene.coordinator.sent] == ["telemetry", "measured"]
-    scene.coordinator.leads, scene.coordinator.skew, scene.coordinator.ranks = True, 0.0, {}
+    assert [sent.kind for sent in scene.links.sent] == ["telemetry", "measured"]
+    scene.links.leads, scene.links.skew, scene.links.ranks = True, 0.0, {}
     scene.second()
     assert [event.time for event in scene.of(events.ClusterSample)] == [1052.0]
     assert len(scene.of(events.RankInfos)) == 1
@@ -277,7 +279,7 @@ def test_a_dead_rank_is_shown_until_it_is_replaced(play: Play) -> None:
 
 
 async def _dead(scene: SampledAgent) -> None:
-    scene.coordinator.ranks = {}
+    scene.links.ranks = {}
     for code, state in ((None, "R"), (-9, "X"), (0, "E")):
         scene.worker.code = code
         scene.second()
@@ -304,7 +306,7 @@ async def _read(scene: SampledAgent) -> None:
 
 
 async def _printed(scene: SampledAgent) -> None:
-    scene.coordinator.ranks = {}
+    scene.links.ranks = {}
     log = Path(scene.worker.folder, "stdout.log")
     log.write_text("nothing\n" * 100_000 + "step 5/9 loss 0.25\n")
     await _read(scene)
@@ -348,7 +350,7 @@ def test_a_log_that_cannot_be_opened_does_not_block_sampling(play: Play, tmp_pat
     os.mkfifo(log)  # opening it blocks until there is a writer
 
     async def act(scene: SampledAgent) -> None:
-        scene.coordinator.ranks = {}
+        scene.links.ranks = {}
         for _ in range(3):
             scene.second()
             await asyncio.sleep(0.01)

@@ -148,7 +148,7 @@ BAD: dict[str, dict[str, str]] = {
 
             run = phalanx.Run(phalanx.init())
             ranks = run.group
-            if run.is_main:
+            if run.group.is_main:
                 ranks.sum(1)  # !
         """,
         "of a model of phalanx": """
@@ -156,7 +156,7 @@ BAD: dict[str, dict[str, str]] = {
 
             def train(run: phalanx.Run):
                 net = run.wrap(Net())
-                if run.is_main:
+                if run.group.is_main:
                     net.export("model.pt")  # !
 
             phalanx.main(train)
@@ -279,7 +279,7 @@ GOOD: dict[str, dict[str, str]] = {
                 with run.group.first() as first:
                     if first:
                         load()
-                if run.is_main:
+                if run.group.is_main:
                     print(run.steps)
 
             phalanx.main(train)

@@ -63,7 +63,7 @@ class NodeAgent:
         self._hook = hook if hook is not None else NoHook()
         self._joining: asyncio.Task[None] | None = None
         self._memory_kills = MemoryKillWatch()
-        self._rpc = NodeRpc(coordinator)
+        self._rpc = NodeRpc(coordinator.links)
         self._notices = Notices(folder, console, quiet=plan.output.quiet)
         self._end_request = EndRequest()
         self._fork_server = ForkServerSupervisor(
@@ -81,7 +81,7 @@ class NodeAgent:
         self._controller = GroupController(
             plan, self._fork_server, signals, self._end_request, note=self.note, fail=self.fail
         )
-        self._services = NodeServices(self, coordinator, self._rpc, folder=folder, console=console)
+        self._services = NodeServices(self, coordinator.links, self._rpc, folder=folder, console=console)
         self._watchers = Watchers(self._services.watch_context)
         self._shutdown = Shutdown(
             plan.shutdown,
@@ -104,7 +104,7 @@ class NodeAgent:
         code, text, began = 1, "", time.monotonic()
         with self._shutdown.handlers():
             try:
-                self._services.dashboard.start(leads=self._coordinator.leads)
+                self._services.dashboard.start(leads=self._coordinator.links.leads)
                 await self._services.dashboard.screen(self.note)
                 self.all_joined = await self._wait_until_ready()
                 if self.all_joined:
@@ -218,7 +218,7 @@ class NodeAgent:
     def _print_stop(self, code: int) -> None:
         """Print who stopped the run, on the node whose terminal shows it."""
         self._console.waiting(None)
-        if self._end_request.signal is not None and self._coordinator.leads:
+        if self._end_request.signal is not None and self._coordinator.links.leads:
             self.say(f"stopped by {stopped_by(code) or self._end_request.signal.name}")
 
     # -- failures, and decisions of the coordinator

@@ -94,7 +94,7 @@ class AttemptLoop:
         if self._end_request.made or self._fork_server.lost or group.workers.failed:
             return False
         last = self._coordinator.is_last_attempt(failed=False)
-        return last if self._coordinator.leads else not last  # a follower returns True only if node 0 is lost
+        return last if self._coordinator.links.leads else not last  # a follower returns True only if node 0 is lost
 
     async def _finish_successful(self, group: WorkerGroup, left: LingeringProcesses) -> StartAttempt | RunResult:
         """Report success. Processes that ranks left running continue until all nodes have ended, then for

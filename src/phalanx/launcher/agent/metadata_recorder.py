@@ -107,7 +107,7 @@ class MetadataRecorder:
         while True:
             ending = self._stop.is_set()
             now_given = metadata.given_by_script(folder.path)
-            leads, led = self._context.coordinator.leads, self._led
+            leads, led = self._context.links.leads, self._led
             if now_given != given or not self._collected.is_set() or leads != led:
                 given, self._led = now_given, leads
                 whole = metadata.with_given(found, given or {})
@@ -122,7 +122,7 @@ class MetadataRecorder:
         """Send the metadata to viewers, from the event loop. The leader's metadata counts for all nodes."""
 
         def publish() -> None:
-            if self._context.coordinator.leads:
+            if self._context.links.leads:
                 self._context.folder.event(events.RunDescribed(time=time.time(), metadata=found))
 
         if self._loop is not None:

@@ -7,7 +7,8 @@ from phalanx.launcher.agent.snapshot_memory import SnapshotMemory
 from phalanx.launcher.debug.sessions import DebugSessions
 from phalanx.launcher.ipc.control_messages import AttachQuery
 from phalanx.launcher.ipc.control_socket import ControlSocket
-from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+from phalanx.launcher.ipc.node_links import NodeLinks
+from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.runs.run_folder import RunFolder
@@ -22,17 +23,17 @@ class NodeServices:
     """Opens the services of a node together, and closes them in order. Needs a running event loop."""
 
     def __init__(
-        self, agent: WatchedAgent, coordinator: RpcCarrier, rpc: NodeRpc, *, folder: RunFolder, console: Console
+        self, agent: WatchedAgent, links: NodeLinks, rpc: NodeRpc, *, folder: RunFolder, console: Console
     ) -> None:
         plan = agent.plan
         rendezvous = plan.rendezvous
         self._snapshot_memory = _snapshot_memory(agent)
-        self.store_peers = StorePeers(coordinator, rpc)
+        self.store_peers = StorePeers(links, rpc)
         self.board = StatusBoard(checks=plan.hang.check_collectives)
         self.control_socket = ControlSocket(folder)
         self.debugging = DebugSessions(
             agent,
-            coordinator,
+            links,
             rpc,
             console=console,
             folder=folder,
@@ -40,7 +41,7 @@ class NodeServices:
             attach_from="leader" if rendezvous is None else rendezvous.attach_from,
         )
         self.control_socket.on(AttachQuery, self.debugging.attach)
-        self.watch_context = WatchContext(agent, coordinator, rpc, self.control_socket, folder)
+        self.watch_context = WatchContext(agent, links, rpc, self.control_socket, folder)
         self._event_server = EventServer(self.watch_context)
         self.dashboard = Dashboard(plan, folder, console)
 

@@ -63,7 +63,7 @@ class Watchers:
         await asyncio.sleep(_DELAY)
         exits, detector, timings, collector, sampler = await asyncio.to_thread(_import_watchers)
         context = self._context
-        nodes = (context.agent, context.coordinator, context.rpc)
+        nodes = (context.agent, context.links, context.rpc)
         sampling = sampler(*nodes, attempt=attempt)
         started = self._started = _Started(
             sampler=sampling,

@@ -4,8 +4,8 @@ The agent asks its coordinator when to start an attempt, reports how it ended, a
 
 SingleNodeCoordinator   one node: decides by itself (single_node.py)
 LeaderCoordinator       node 0 of several: decides for all nodes (leader/)
-FollowerCoordinator     every other node: asks the leader (follower.py)
-FailoverCoordinator     a follower that becomes the leader if node 0 is lost (failover.py)
+FollowerCoordinator     every other node: asks the leader (follower/)
+FailoverCoordinator     a follower that becomes the leader if node 0 is lost (follower/failover.py)
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx.contract import events
-from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
 from phalanx.launcher.actions import Action, StartAttempt
-from phalanx.launcher.ipc.node_rpc import RpcCarrier
+from phalanx.launcher.ipc.node_links import NodeLinks
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.runs.run_folder import RunFolder
+from phalanx.launcher.workers.context import RegroupObserver
 from phalanx.launcher.workers.worker import WorkerFailure
 
 
@@ -109,12 +109,13 @@ class AgentProxy:
             self._agent.receive_rpc(sender, frame)
 
 
-class Coordinator(RpcCarrier, Protocol):
-    """Decides for a node when an attempt begins and what follows a failure.
+class Coordinator(RegroupObserver, Protocol):
+    """Decides for a node when an attempt begins and what follows a failure. Workers report to it how they regroup."""
 
-    One interface with two users: the agent reports to it, and services of the agent send to other nodes through it
-    (`RpcCarrier`). It is not divided, because both change together when a follower becomes the leader.
-    """
+    @property
+    def links(self) -> NodeLinks:
+        """Return the other nodes, through which services of the agent send messages. Always the same object."""
+        ...
 
     @property
     def log_forwarder(self) -> LogForwarder | None:
@@ -142,27 +143,6 @@ class Coordinator(RpcCarrier, Protocol):
 
     def worker_failed(self, failure: WorkerFailure) -> Action | None:
         """Decide about a worker of this node that failed. None: nothing to do until another node has decided."""
-
-    def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:
-        """Report whether the workers of this node can regroup, each time that this changes.
-
-        `connected`: a worker has connected, so the script can regroup. `finished`: a worker has finished, so no new
-        group can form.
-        """
-
-    def rank_left(self) -> None:
-        """Report that a rank of this node has exited without an error in the middle of the training."""
-
-    def first_step(self, message: worker_messages.FirstStep) -> None:
-        """Report that a group that formed after a failure has committed its first step."""
-
-    def batch_skipped(self, message: worker_messages.SkippedBatch) -> None:
-        """Report that all ranks have dropped an update that was not finite, and skipped its batch."""
-
-    def halt_message(
-        self, rank: int, message: worker_messages.Keeping | worker_messages.HaltAck | worker_messages.HaltedAt
-    ) -> None:
-        """Handle the report of a rank of this node about a halt."""
 
     def preempt(self, number: signal.Signals) -> bool:
         """Begin to halt the run with a checkpoint. False: there can be no checkpoint, and the signal ends the run."""

@@ -21,21 +21,11 @@ from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
 
 
-class SingleNodeCoordinator:
-    """A run on one node."""
+class SingleNodeLinks:
+    """The links of a run on one node: none."""
 
-    log_forwarder: LogForwarder | None = None
     leads = True
     skew = 0.0
-
-    def __init__(self, plan: Plan, folder: RunFolder, listener: socket.socket) -> None:
-        self._plan = plan
-        self._folder = folder
-        self._listener = listener
-        self._agent = AgentProxy()
-        self._recoveries = Recoveries(plan.recovery.policy, folder)
-        self._can_regroup = False
-        self._preemption = Preemption(plan, folder, perform=self._perform_preemption, note=self._agent.note)
 
     def members(self) -> dict[int, tuple[int, ...]]:
         """Return nothing: there are no followers."""
@@ -55,6 +45,22 @@ class SingleNodeCoordinator:
     def address(self, member: int) -> str:  # noqa: ARG002
         """Return an empty address: there is no other node."""
         return ""
+
+
+class SingleNodeCoordinator:
+    """A run on one node."""
+
+    log_forwarder: LogForwarder | None = None
+
+    def __init__(self, plan: Plan, folder: RunFolder, listener: socket.socket) -> None:
+        self.links = SingleNodeLinks()
+        self._plan = plan
+        self._folder = folder
+        self._listener = listener
+        self._agent = AgentProxy()
+        self._recoveries = Recoveries(plan.recovery.policy, folder)
+        self._can_regroup = False
+        self._preemption = Preemption(plan, folder, perform=self._perform_preemption, note=self._agent.note)
 
     def attach(self, agent: AgentView) -> None:
         """Set the agent."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx.launcher.debug.messages import DebuggedAnywhere, DebuggedHere, DebugMessage
-from phalanx.launcher.ipc.node_rpc import RpcCarrier
+from phalanx.launcher.ipc.node_links import NodeLinks
 from phalanx.launcher.workers.worker import Worker
 from phalanx.launcher.workers.worker_group import WorkerGroup
 
@@ -35,10 +35,10 @@ class DebuggedWorker:
 class DebuggedRanks:
     """The workers of this node that are in a debugger, by name; on the leader, also the ranks of other nodes."""
 
-    def __init__(self, target: DebugTarget, coordinator: RpcCarrier, send: Send) -> None:
+    def __init__(self, target: DebugTarget, links: NodeLinks, send: Send) -> None:
         self.workers: dict[str, DebuggedWorker] = {}
         self._target = target
-        self._coordinator = coordinator
+        self._links = links
         self._send = send
         self._remote: dict[int, frozenset[int]] = {}  # by member, on the leader
         # What was published last: whether this node led, the ranks, the members.
@@ -51,7 +51,7 @@ class DebuggedRanks:
     @property
     def _applied(self) -> bool:
         attempt = self._target.attempt
-        return attempt is not None and bool(attempt.debugged)
+        return attempt is not None and bool(attempt.workers.debugged)
 
     def worker(self, name: str) -> Worker | None:
         """Return a worker of this node."""
@@ -61,7 +61,7 @@ class DebuggedRanks:
     def publish(self) -> None:
         """Tell all nodes which ranks are in a debugger."""
         own = frozenset(worker.seat.rank for name in self.workers if (worker := self.worker(name)) is not None)
-        leads, members = self._coordinator.leads, self._coordinator.members()
+        leads, members = self._links.leads, self._links.members()
         ranks = own.union(*(self._remote.get(member, ()) for member in members))
         before, self._published = self._published, (leads, ranks, frozenset(members))
         if leads:
@@ -77,15 +77,15 @@ class DebuggedRanks:
     def apply(self, ranks: frozenset[int]) -> None:
         """Suspend the timeouts of this node's workers while any rank is in a debugger."""
         attempt = self._target.attempt
-        if attempt is None or attempt.debugged == ranks:
+        if attempt is None or attempt.workers.debugged == ranks:
             return
-        before, attempt.debugged = attempt.debugged, ranks
+        before, attempt.workers.debugged = attempt.workers.debugged, ranks
         if bool(before) != bool(ranks):
             self._order("suspend" if ranks else "resume")
 
     def receive(self, member: int, ranks: Iterable[int]) -> None:
         """Handle the ranks of a follower, on the leader."""
-        theirs = self._coordinator.members().get(member, ())
+        theirs = self._links.members().get(member, ())
         self._remote[member] = frozenset(ranks).intersection(theirs)
         self.publish()
 

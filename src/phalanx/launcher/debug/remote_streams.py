@@ -19,7 +19,8 @@ import msgspec
 from phalanx.contract import encoding
 from phalanx.contract.encoding import Decoder
 from phalanx.launcher.debug.attachment import Attachment, AttachRefused
-from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+from phalanx.launcher.ipc.node_links import NodeLinks
+from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.ipc.stream_proxy import StreamProxy
 
 KIND = "debug"
@@ -78,9 +79,9 @@ class StreamEvents(Protocol):
 class RemoteStreams:
     """The open streams of this node to other nodes."""
 
-    def __init__(self, rpc: NodeRpc, coordinator: RpcCarrier, events: StreamEvents) -> None:
+    def __init__(self, rpc: NodeRpc, links: NodeLinks, events: StreamEvents) -> None:
         self._rpc = rpc
-        self._coordinator = coordinator
+        self._links = links
         self._events = events
         self._proxies: dict[StreamKey, StreamProxy] = {}
         self._on_close: dict[StreamKey, Callable[[], None]] = {}  # called when a stream ends
@@ -93,7 +94,7 @@ class RemoteStreams:
 
     async def open(self, to: int | None, rank: int, *, by: str, port: int | None, waits: bool) -> Attachment:
         """Attach a debugger to a rank of another node. Raises AttachRefused."""
-        key = (to, 2 * next(self._numbers) + (0 if self._coordinator.leads else 1))
+        key = (to, 2 * next(self._numbers) + (0 if self._links.leads else 1))
         proxy = self._start(key, rank)
         request = AttachRequest(stream=key[1], rank=rank, by=by, port=port, waits=waits)
         try:
@@ -155,7 +156,7 @@ class RemoteStreams:
 
     def _is_ours(self, key: StreamKey) -> bool:
         """Return whether this node attached the stream."""
-        return key[1] % 2 == (0 if self._coordinator.leads else 1)
+        return key[1] % 2 == (0 if self._links.leads else 1)
 
     def _start(self, key: StreamKey, rank: int) -> StreamProxy:
         def send(message: bytes) -> None:

@@ -24,7 +24,8 @@ from phalanx.launcher.debug.remote_streams import KIND, NODE_TIMEOUT, AttachRequ
 from phalanx.launcher.debug.terminal_queue import TerminalQueue
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.ipc.control_messages import AttachedReply, AttachQuery, QueryRefused
-from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+from phalanx.launcher.ipc.node_links import NodeLinks
+from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import Worker
@@ -70,7 +71,7 @@ class DebugSessions:
     def __init__(
         self,
         target: DebugTarget,
-        coordinator: RpcCarrier,
+        links: NodeLinks,
         rpc: NodeRpc,
         console: Console,
         folder: RunFolder,
@@ -81,10 +82,10 @@ class DebugSessions:
         self._target = target
         self._trusted = trusted  # other nodes have proved that they have the token
         self._attach_from = attach_from
-        self._coordinator = coordinator
+        self._links = links
         self._rpc = rpc
-        self._ranks = DebuggedRanks(target, coordinator, self._send)
-        self._streams = RemoteStreams(rpc, coordinator, self)
+        self._ranks = DebuggedRanks(target, links, self._send)
+        self._streams = RemoteStreams(rpc, links, self)
         self._terminal = TerminalQueue(target, console, folder, self._attach_terminal)
         self._tasks: set[asyncio.Task[None]] = set()
         self._check_task: asyncio.Task[None] | None = None
@@ -124,14 +125,14 @@ class DebugSessions:
         """
         while self._streams or self._ranks:
             await asyncio.sleep(_CHECK_INTERVAL)
-            connected = set(self._coordinator.members()) if self._coordinator.leads else {None}
+            connected = set(self._links.members()) if self._links.leads else {None}
             self._streams.close_lost(connected)
             self._ranks.check(connected)
 
     # -- the terminal of `phalanx run`
 
     def _offer(self, rank: int, place: str) -> None:
-        if not self._coordinator.leads:
+        if not self._links.leads:
             self._send(None, AtBreakpoint(rank=rank, place=place[:1000]))
             return
         self._terminal.offer(rank, place, reachable=self._reaches_others or self._is_here(rank))
@@ -200,8 +201,8 @@ class DebugSessions:
         if not self._trusted:
             raise AttachRefused(*_NO_TOKEN)
         to = None
-        if self._coordinator.leads:
-            to = next((member for member, ranks in self._coordinator.members().items() if rank in ranks), None)
+        if self._links.leads:
+            to = next((member for member, ranks in self._links.members().items() if rank in ranks), None)
             if to is None:
                 raise AttachRefused(f"the node of rank {rank} is not connected")
         return await self._streams.open(to, rank, by=by, port=port, waits=waits)
@@ -297,7 +298,7 @@ class DebugSessions:
             case DebuggedHere() if who is not None:
                 self._keep_checking()
                 self._ranks.receive(who, message.ranks)
-            case AtBreakpoint() if who is not None and message.rank in self._coordinator.members().get(who, ()):
+            case AtBreakpoint() if who is not None and message.rank in self._links.members().get(who, ()):
                 self._offer(message.rank, message.place)
 
     # -- the end

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from phalanx.contract.encoding import Decoder
 from phalanx.diagnose.progress import Alarm
 from phalanx.launcher.hangs.progress_tracker import ProgressTracker, RankProgress
-from phalanx.launcher.ipc.node_rpc import RpcCarrier
+from phalanx.launcher.ipc.node_links import NodeLinks
 from phalanx.launcher.telemetry.node_sampler import NodeReading, period
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ _heartbeats: Decoder[NodeHeartbeat] = Decoder(NodeHeartbeat)
 class ClusterProgress:
     """Measures the progress of this node's ranks. On the leader, follows the ranks of all nodes."""
 
-    def __init__(self, agent: WatchedAgent, coordinator: RpcCarrier, attempt: WorkerGroup | None) -> None:
+    def __init__(self, agent: WatchedAgent, links: NodeLinks, attempt: WorkerGroup | None) -> None:
         self.attempt = attempt  # the latest: it may already be over
         self.tracker: ProgressTracker | None = None  # None: no progress is expected
         self._agent = agent
-        self._coordinator = coordinator
+        self._links = links
         self._received: dict[int, tuple[float, NodeHeartbeat]] = {}  # by member: time, and heartbeat
 
     @property
@@ -62,8 +62,8 @@ class ClusterProgress:
         """Return the progress of all started workers of this node, dead ones included. None: none is expected."""
         self.attempt = attempt = reading.attempt
         # Ranks of other nodes may still run, and stall, after those of this node have ended.
-        alone = self._coordinator.leads and not self._coordinator.members()
-        if attempt.stopping or attempt.ending or attempt.held or (attempt.over.is_set() and alone):
+        alone = self._links.leads and not self._links.members()
+        if attempt.stopping or attempt.workers.ending or attempt.held or (attempt.over.is_set() and alone):
             self.tracker = None
             return None
         generation = (attempt.number, attempt.generation)
@@ -72,7 +72,7 @@ class ClusterProgress:
             # What is known of a rank may be as old as a period.
             self.tracker = ProgressTracker(generation, timeout and timeout + self._period - 1)
         ranks = tuple(
-            self.tracker.measure(each, debugged=each.worker.seat.rank in attempt.debugged)
+            self.tracker.measure(each, debugged=each.worker.seat.rank in attempt.workers.debugged)
             for each in reading.workers
             if each.worker.pid
         )
@@ -86,7 +86,7 @@ class ClusterProgress:
         """Combine the progress of all nodes. Return an alarm if the ranks stalled or resumed."""
         if self.tracker is None:
             return None
-        members, now, quiet = self._coordinator.members(), time.monotonic(), self.quiet
+        members, now, quiet = self._links.members(), time.monotonic(), self.quiet
         self._received = {member: each for member, each in self._received.items() if member in members}
         ranks = list(own.ranks)
         for member, theirs in members.items():

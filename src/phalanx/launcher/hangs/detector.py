@@ -76,10 +76,10 @@ class HangDetector:
 
     def __init__(self, context: WatchContext, *, stats: ProcessStatsReader, attempt: WorkerGroup | None = None) -> None:
         self._agent = context.agent
-        self._coordinator = context.coordinator
+        self._links = context.links
         self._rpc = context.rpc
         self._folder = context.folder
-        self._progress = ClusterProgress(context.agent, context.coordinator, attempt)
+        self._progress = ClusterProgress(context.agent, context.links, attempt)
         self._evidence = EvidenceGatherer(context, self._progress, stats)
         self._backoff = ErrorBackoff()
         self._stalls = itertools.count(1)
@@ -138,9 +138,9 @@ class HangDetector:
             return None
         if self._progress.generation != before:
             self._stalled = self._recheck = None
-        if not self._coordinator.leads:
+        if not self._links.leads:
             return heartbeat
-        if not reading.due and self._coordinator.members():
+        if not reading.due and self._links.members():
             return heartbeat  # other nodes report once per period
         alarm, stall_timeout = self._progress.update(heartbeat), self._agent.plan.hang.stall_timeout
         if stall_timeout is None:
@@ -196,7 +196,7 @@ class HangDetector:
     def _say(self, text: str) -> None:
         """Print on all nodes."""
         self._agent.say(text)
-        for member in self._coordinator.members():
+        for member in self._links.members():
             self._rpc.send("verdict", 0, text.encode(), to=member)
 
     def _resumed(self) -> None:
@@ -211,7 +211,7 @@ class HangDetector:
         """Perform the action of --on-hang."""
         on_hang = self._agent.plan.hang.action
         parted = hang_action.cut_off(on_hang, verdicts)
-        if parted is not None and self._coordinator.dismiss(parted.ranks, parted.text):
+        if parted is not None and self._links.dismiss(parted.ranks, parted.text):
             return
         match hang_action.choose(on_hang, evidence, verdicts):
             case WaitLonger(seconds):
@@ -223,7 +223,7 @@ class HangDetector:
                 if not ranks:
                     self._agent.note("no living rank is to blame: none is killed (--on-hang kill)")
                 self._kill(tuple(ranks))
-                for member, theirs in self._coordinator.members().items():
+                for member, theirs in self._links.members().items():
                     killed = tuple(rank for rank in theirs if rank in ranks)
                     if killed:
                         self._agent.note(f"{words.who(killed)} stalled: SIGKILL by its node (--on-hang kill)")
@@ -271,7 +271,7 @@ class HangDetector:
 
     async def _reason(self) -> WhyReply | None:
         """Diagnose on the leader; elsewhere, ask the leader. None: it does not answer."""
-        if self._coordinator.leads:
+        if self._links.leads:
             evidence, verdicts = await self.explain()
             text = await asyncio.to_thread(report.text, evidence, verdicts)
             if self._held:

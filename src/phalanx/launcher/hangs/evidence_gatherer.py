@@ -56,7 +56,7 @@ class EvidenceGatherer:
 
     def __init__(self, context: WatchContext, progress: ClusterProgress, stats: ProcessStatsReader) -> None:
         self._agent = context.agent
-        self._coordinator = context.coordinator
+        self._links = context.links
         self._rpc = context.rpc
         self._progress = progress
         self._stats = stats
@@ -67,9 +67,9 @@ class EvidenceGatherer:
     async def gather(self) -> Evidence:
         """Return the evidence of all nodes."""
         plan = self._agent.plan
-        members = {member: ranks for member, ranks in self._coordinator.members().items() if ranks}
+        members = {member: ranks for member, ranks in self._links.members().items() if ranks}
         loop = asyncio.get_running_loop()
-        peers = [ReachableNode(ranks[0], self._coordinator.address(member)) for member, ranks in members.items()]
+        peers = [ReachableNode(ranks[0], self._links.address(member)) for member, ranks in members.items()]
         replies = {
             member: loop.create_task(
                 self._rpc.request("evidence", encoding.encode(asked), to=member, timeout=node_evidence.LONGEST)
@@ -124,14 +124,14 @@ class EvidenceGatherer:
             node=heartbeat.node if heartbeat is not None else member,
             host=heartbeat.host if heartbeat is not None else "",
             silent=silent,
-            lost=member not in self._coordinator.members(),
+            lost=member not in self._links.members(),
             finding=await self._route(member),
         )
         return node_evidence.of_silent_node(node, ranks, f"its node has not answered for {silent:.0f} s")
 
     async def _route(self, member: int) -> str:
         """Return the problem with the route to a member, if any."""
-        address = self._coordinator.address(member)
+        address = self._links.address(member)
         return await join_problems.way(address, timeout=_REACH_TIMEOUT) if address else ""
 
     async def _answer(self, _: int | None, content: bytes) -> bytes:

@@ -110,7 +110,9 @@ async def _rank(
     attempt: WorkerGroup, name: str, worker: Worker, stats: ProcessStatsReader, families: dict[int, list[int]]
 ) -> Rank:
     number = worker.seat.rank
-    bare = Rank(rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.debugged)
+    bare = Rank(
+        rank=number, node=0, device=str(worker.seat.slot.device or ""), debugged=number in attempt.workers.debugged
+    )
     if (ended := _ended(bare, attempt, worker)) is not None:
         return ended
     if not worker.pid:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from phalanx.control import messages
 from phalanx.control.outbox import LimitExceededError
+from phalanx.launcher.ipc.node_links import NodeLinks
 from phalanx.launcher.ipc.pending_replies import PendingReplies
 
 logger = logging.getLogger(__name__)
@@ -31,44 +31,11 @@ Handler = Callable[[int | None, int, bytes], None]  # sender (None: this node or
 RequestHandler = Callable[[int | None, bytes], Awaitable[bytes | None]]  # sender, content -> reply; None: no reply
 
 
-class RpcCarrier(Protocol):
-    """The coordinator, as far as messages between nodes need it."""
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this node is the leader."""
-        ...
-
-    def members(self) -> dict[int, tuple[int, ...]]:
-        """Return the ranks of each follower. Empty on a node that does not lead."""
-        ...
-
-    @property
-    def skew(self) -> float:
-        """Return the clock of this node minus the leader's, in seconds."""
-        ...
-
-    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
-        """Send a frame to a member or, if `to` is None, to the leader."""
-
-    def backlog(self, to: int | None) -> int:
-        """Return the bytes that a member or, if `to` is None, the leader has not received yet."""
-        ...
-
-    def address(self, member: int) -> str:
-        """Return the address of a member as seen from here. Empty if unknown."""
-        ...
-
-    def dismiss(self, ranks: Sequence[int], why: str) -> bool:
-        """Continue without the node that has these ranks. Return False if that is not possible."""
-        ...
-
-
 class NodeRpc:
     """Sends messages and requests to other nodes, in frames of limited size, and dispatches those that arrive."""
 
-    def __init__(self, carrier: RpcCarrier) -> None:
-        self._carrier = carrier
+    def __init__(self, links: NodeLinks) -> None:
+        self._links = links
         self._handlers: dict[str, Handler] = {_REPLY: self._reply_received}
         self._replies: PendingReplies[bytes] = PendingReplies()
         self._questions: dict[int | None, _OpenQuestions] = defaultdict(_OpenQuestions)  # by sender
@@ -86,7 +53,7 @@ class NodeRpc:
         def start(sender: int | None, number: int, content: bytes) -> None:
             if not self._closed:
                 questions = self._questions[sender]
-                if sender is not None or not self._carrier.leads:  # otherwise this node asks itself
+                if sender is not None or not self._links.leads:  # otherwise this node asks itself
                     questions.check(content)
                 questions.add(self._answer(handler, kind, sender, number, content), len(content))
 
@@ -100,14 +67,14 @@ class NodeRpc:
 
     def send(self, kind: str, number: int, content: bytes, to: int | None = None) -> None:
         """Send a message to a member or, if `to` is None, to the leader, which may be this node."""
-        if to is None and self._carrier.leads:
+        if to is None and self._links.leads:
             self._dispatch(None, kind, number, content)
             return
         size = messages.RPC_FRAME_LIMIT
         parts = [content[at : at + size] for at in range(0, len(content), size)] or [b""]
         for index, part in enumerate(parts):
             frame = messages.RpcFrame(kind=kind, number=number, content=part, more=index + 1 < len(parts))
-            self._carrier.send_rpc(frame, to)
+            self._links.send_rpc(frame, to)
 
     async def request(self, kind: str, content: bytes = b"", *, timeout: float, to: int | None = None) -> bytes:
         """Send a request to a member or, if `to` is None, to the leader; return the reply. Raises TimeoutError."""
@@ -141,7 +108,7 @@ class NodeRpc:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT), self._questions[sender].answering:
                 reply = await handler(sender, content)
-                while reply is not None and self._carrier.backlog(sender) > _BACKLOG:
+                while reply is not None and self._links.backlog(sender) > _BACKLOG:
                     await asyncio.sleep(_BACKLOG_CHECK)
         except Exception:  # the other node gets no reply, and reports that
             logger.warning("cannot answer the request %r of %s", kind, _name(sender), exc_info=True)

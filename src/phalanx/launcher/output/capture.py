@@ -10,38 +10,16 @@ import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
-from phalanx.launcher.output.captured_stream import NAMES, TAIL_SIZE, CapturedStream, make_raw, open_log, resize
+from phalanx.launcher.output.captured_stream import NAMES, CapturedStream, make_raw, open_log, resize
 from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.output.console.log_tail import LogTail
 from phalanx.launcher.output.console.noise import Noise
 from phalanx.launcher.output.filtered_logs import FilteredLogs
 from phalanx.launcher.output.filters import Std
 from phalanx.launcher.output.log_forwarder import LogForwarder
+from phalanx.launcher.output.stream_copier import PIPE_SIZE, LostOutput, StreamCopier
 
-PIPE_SIZE = 1 << 20
-_READS = 512  # two reads empty a pipe, but a pseudo-terminal returns one page at a time
 _FORWARD_TIMEOUT = 5.0  # seconds for output to reach the leader after a signal
-
-
-class LostOutput:
-    """Output that could not be written to a log. Reports it once, and the amount at the end."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._path = ""  # of the first log that could not be written
-        self.count = 0  # bytes
-
-    def failed(self, path: str, error: OSError) -> None:
-        """Report that a log cannot be written, if it is the first."""
-        if not self._path:
-            self._path = path
-            self._say(f"{path} cannot be written: {error.strerror}. The run continues; output is shown but not kept.")
-
-    def report(self) -> None:
-        """Report the number of bytes lost since the last report."""
-        if self.count:
-            self._say(f"{self.count} bytes of output could not be written to logs (first: {self._path})")
-            self.count = 0
 
 
 class OutputCapture:
@@ -63,9 +41,7 @@ class OutputCapture:
         self._forwarder = forwarder
         self._echo = echo  # output is shown on this node
         self._streams: dict[tuple[int, Std], CapturedStream] = {}
-        self._buffer = memoryview(bytearray(PIPE_SIZE))
-        self._lost = LostOutput(console.say)
-        self._filtered: FilteredLogs | None = None
+        self._copier = StreamCopier(loop, LostOutput(console.say))
         self._places_shown: set[str] = set()  # places of single-rank failures whose tracebacks were shown
 
     def duplicate(
@@ -83,7 +59,7 @@ class OutputCapture:
         """
         needles = {std: chosen for std, chosen in ((Std.OUT, stdout), (Std.ERR, stderr)) if chosen}
         if needles:
-            self._filtered = FilteredLogs(folder, needles, teed=teed, headers=headers or {})
+            self._copier.filtered = FilteredLogs(folder, needles, teed=teed, headers=headers or {})
 
     def open(
         self,
@@ -103,8 +79,8 @@ class OutputCapture:
         """
         for std, _ in NAMES:
             if (rank, std) in self._streams:  # the worker is replaced; another process may still have its end open
-                self._close(self._streams[rank, std])
-        if show == Std.ALL and self._echo and self._console.together and not apart and self._filtered is None:
+                self._copier.close(self._streams[rank, std])
+        if show == Std.ALL and self._echo and self._console.together and not apart and self._copier.filtered is None:
             both = self._open(rank, folder, Std.OUT, show=show, terminal=terminal, traceback=traceback)
             self._streams[rank, Std.ERR] = both
             with contextlib.suppress(OSError):
@@ -131,7 +107,7 @@ class OutputCapture:
         try:
             log = open_log(path)
         except OSError as error:
-            self._lost.failed(path, error)
+            self._copier.lost.failed(path, error)
         size = os.fstat(log).st_size if log is not None else 0
         source, target = os.openpty() if live else os.pipe()
         os.set_blocking(source, False)
@@ -148,10 +124,10 @@ class OutputCapture:
             )
         if shown and self._forwarder is not None:
             stream.followers.append(self._forwarder.follow(rank, std, log, size, traceback=traceback))
-        if self._filtered is not None:
-            stream.duplicate = self._filtered.of(rank, std)
+        if self._copier.filtered is not None:
+            stream.duplicate = self._copier.filtered.of(rank, std)
         self._streams[rank, std] = stream
-        self._loop.add_reader(source, self._readable, stream)
+        self._copier.start(stream)
         return stream
 
     def handed_over(self, rank: int) -> None:
@@ -220,7 +196,7 @@ class OutputCapture:
         for (old, std), stream in moved.items():
             replaced = self._streams.get((ranks[old], std))  # of a dead worker
             if replaced is not None:
-                self._close(replaced)
+                self._copier.close(replaced)
             stream.rank = ranks[old]
             self._streams[stream.rank, std] = stream
             for follower in stream.followers:
@@ -240,15 +216,13 @@ class OutputCapture:
             await asyncio.wait(pending, timeout=timeout)
         held = [stream for stream in streams if not stream.ended.done()]
         for stream in held:
-            self._close(stream)
+            self._copier.close(stream)
         return sorted({stream.rank for stream in held})
 
     def catch_up(self, rank: int) -> None:
         """Copy the output of a rank so far."""
         for stream in self._of([rank]):
-            for _ in range(_READS):  # bounded: it may write endlessly
-                if stream.ended.done() or not self._pump(stream):
-                    break
+            self._copier.catch_up(stream)
 
     def catch_up_all(self) -> None:
         """Copy the output of all ranks so far."""
@@ -263,7 +237,7 @@ class OutputCapture:
                 subprocess.Popen(
                     ["cat"], stdin=stream.source, stdout=stream.log, stderr=subprocess.DEVNULL, start_new_session=True
                 )
-                self._end(stream)
+                self._copier.end(stream)
 
     def tail(self, rank: int, stream: Literal["stdout", "stderr"], lines: int) -> list[str]:
         """Return the last lines as plain text, progress bars in their last state."""
@@ -288,82 +262,12 @@ class OutputCapture:
     def close(self) -> None:
         """Copy the remaining output, and close all streams."""
         for stream in self._streams.values():
-            self._close(stream)
-        if self._filtered is not None:
-            self._filtered.close()
-        self._lost.report()
+            self._copier.close(stream)
+        if self._copier.filtered is not None:
+            self._copier.filtered.close()
+        self._copier.lost.report()
 
     def _of(self, ranks: Iterable[int] | None) -> list[CapturedStream]:
         chosen = None if ranks is None else set(ranks)
         streams = dict.fromkeys(self._streams.values())  # a stream for both is listed twice
         return [stream for stream in streams if chosen is None or stream.rank in chosen]
-
-    def _readable(self, stream: CapturedStream) -> None:
-        if self._pump(stream) == 0:
-            self._end(stream)
-
-    def _pump(self, stream: CapturedStream) -> int | None:
-        """Read once. Return 0 at the end of the stream, None if there is nothing to read."""
-        try:
-            count = os.readv(stream.source, [self._buffer])
-        except BlockingIOError:
-            return None
-        except OSError:  # EIO: the last process with the pseudo-terminal has closed it
-            return 0
-        if count and stream.repeated:
-            self._keep(stream, memoryview(stream.not_repeated(bytes(self._buffer[:count]))))
-        elif count:
-            self._keep(stream, self._buffer[:count])
-        return count
-
-    def _keep(self, stream: CapturedStream, data: memoryview) -> None:
-        written = 0
-        try:
-            if stream.log is not None:
-                while written < len(data):
-                    written += os.write(stream.log, data[written:])
-        except OSError as error:
-            self._lost.failed(stream.path, error)
-        stream.size += written
-        if written:
-            for follower in stream.followers:
-                follower.grew(stream.size)
-        if written < len(data):
-            self._unkept(stream, bytes(data[written:]))
-        elif stream.unkept:
-            stream.unkept = b""  # the disk has room again
-        if self._filtered is not None and stream.duplicate is not None:
-            self._filtered.write(stream.std, stream.duplicate.feed(bytes(data)))
-
-    def _unkept(self, stream: CapturedStream, data: bytes) -> None:
-        self._lost.count += len(data)
-        stream.unkept = (stream.unkept + data)[-TAIL_SIZE:]  # the last lines contain the reason of a failure
-        for follower in stream.followers:
-            follower.unkept(data)
-
-    def _close(self, stream: CapturedStream) -> None:
-        """Copy the available output, then close the stream, even if another process has the other end open."""
-        if stream.ended.done():
-            return
-        for _ in range(_READS):
-            if not self._pump(stream):
-                break
-        if not stream.ended.done():
-            self._end(stream)
-
-    def _end(self, stream: CapturedStream) -> None:
-        if stream.held:
-            self._keep(stream, memoryview(stream.held))
-        self._loop.remove_reader(stream.source)
-        os.close(stream.source)
-        if stream.target is not None:
-            os.close(stream.target)
-            stream.target = None
-        if stream.log is not None:
-            os.close(stream.log)
-            stream.log = None
-        if self._filtered is not None and stream.duplicate is not None:
-            self._filtered.write(stream.std, stream.duplicate.end())
-        for follower in stream.followers:
-            follower.end()
-        stream.ended.set_result(None)

@@ -15,7 +15,8 @@ from phalanx.cluster import links
 from phalanx.contract import encoding, events
 from phalanx.contract.events import RankInfo, RankSample
 from phalanx.contract.messages import worker_messages as words
-from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+from phalanx.launcher.ipc.node_links import NodeLinks
+from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.runs import run_folder
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.telemetry.metrics import Downsampler, RunMetrics
@@ -53,9 +54,9 @@ class Collector:
 
     section = "samples"
 
-    def __init__(self, agent: WatchedAgent, coordinator: RpcCarrier, rpc: NodeRpc, folder: RunFolder) -> None:
+    def __init__(self, agent: WatchedAgent, links: NodeLinks, rpc: NodeRpc, folder: RunFolder) -> None:
         self._agent = agent
-        self._coordinator = coordinator
+        self._links = links
         self._folder = folder
         self._builder: RankSampleBuilder | None = None
         self._concluded: object = None  # the attempt of which the last sample was taken
@@ -92,7 +93,7 @@ class Collector:
         if reading.last:
             self._concluded = attempt
         own = self._sample(reading)
-        if self._coordinator.leads:
+        if self._links.leads:
             self._own, self._missing = own, self._expected(own.tick)
             if reading.last or not self._missing:
                 self._publish(last=reading.last)
@@ -117,7 +118,7 @@ class Collector:
     def receive(self, member: int, content: bytes) -> None:
         """Handle the samples of another node. Publish if they were the last ones missing."""
         samples = _decoder.decode(content)
-        now = int((time.time() - self._coordinator.skew) * TENTHS)
+        now = int((time.time() - self._links.skew) * TENTHS)
         ticks = self._period * TENTHS
         if not -_CLOCK_ERROR <= now - samples.tick <= _CLOCK_ERROR + ticks - TENTHS:  # it is sent within the period
             samples = replace(samples, tick=now // ticks * ticks)
@@ -134,7 +135,7 @@ class Collector:
 
     def _expected(self, tick: int) -> set[int]:
         """Return the members that sent something recently, but not yet for this period."""
-        members, now = self._coordinator.members(), time.monotonic()
+        members, now = self._links.members(), time.monotonic()
         self._received = {member: each for member, each in self._received.items() if member in members}
         oldest = now - _QUIET * self._period
         return {member for member, each in self._received.items() if each.samples.tick < tick and each.when > oldest}
@@ -142,11 +143,11 @@ class Collector:
     def _publish(self, *, last: bool = False) -> None:
         """Write the samples that have arrived for this period."""
         own, now = self._own, time.monotonic()
-        if own is None or not self._coordinator.leads:
+        if own is None or not self._links.leads:
             return
         self._own = None
         infos, ranks = list(own.infos), list(own.ranks)
-        members, quiet = self._coordinator.members(), _QUIET * self._period
+        members, quiet = self._links.members(), _QUIET * self._period
         for member, received in self._received.items():
             theirs = members.get(member, ())  # ranks may have moved to another node meanwhile
             infos += [info for info in received.samples.infos if info.rank in theirs]

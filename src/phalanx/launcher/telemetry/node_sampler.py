@@ -18,7 +18,8 @@ import msgspec
 
 from phalanx.contract import encoding
 from phalanx.forkserver.probe.status_slot import StatusReading
-from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+from phalanx.launcher.ipc.node_links import NodeLinks
+from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.telemetry import gpus
 from phalanx.launcher.telemetry.process_stats import ProcessStats, ProcessStatsReader
 
@@ -102,13 +103,13 @@ class NodeSampler:
     def __init__(
         self,
         agent: WatchedAgent,
-        coordinator: RpcCarrier,
+        links: NodeLinks,
         rpc: NodeRpc,
         *,
         attempt: WorkerGroup | None = None,
     ) -> None:
         self._agent = agent
-        self._coordinator = coordinator
+        self._links = links
         self._rpc = rpc
         self.stats = ProcessStatsReader()
         self._consumers: tuple[Consumer, ...] = ()
@@ -148,7 +149,7 @@ class NodeSampler:
             await asyncio.sleep(INTERVAL - self._wall() % INTERVAL + _AFTER)
 
     def _wall(self) -> float:
-        return time.time() - self._coordinator.skew
+        return time.time() - self._links.skew
 
     def sample(self, *, last: bool = False) -> None:
         """Read all workers once and feed the consumers. Errors are logged: watching must not disturb the run."""
@@ -173,7 +174,7 @@ class NodeSampler:
                 continue
             if section is not None:
                 sections[consumer.section] = section
-        if sections and reading.due and not self._coordinator.leads:
+        if sections and reading.due and not self._links.leads:
             self._send_unsent()
             self._unsent = encoding.encode(sections)
             group = self._agent.plan.group

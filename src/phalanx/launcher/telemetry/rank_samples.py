@@ -179,7 +179,7 @@ class RankSampleBuilder:
             samples=history.rate(worker),
             state=stats.state,
             silent=round(silent, 1) if silent >= _SILENT else 0.0,
-            debugged=rank in self.attempt.debugged,
+            debugged=rank in self.attempt.workers.debugged,
             place=place(text),
         )
 

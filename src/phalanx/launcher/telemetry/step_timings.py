@@ -120,7 +120,7 @@ class StepTimings:
 
     def __init__(self, context: WatchContext) -> None:
         self._agent = context.agent
-        self._coordinator = context.coordinator
+        self._links = context.links
         self._rpc = context.rpc
         self._folder = context.folder
         self._attempt: WorkerGroup | None = None
@@ -139,8 +139,8 @@ class StepTimings:
         if reading.attempt is not self._attempt:
             self._attempt, self._timings = reading.attempt, {}
             self._received.clear()
-        if self._coordinator.leads and not reading.attempt.over.is_set():  # a lost node has no ranks any more
-            members = self._coordinator.members()
+        if self._links.leads and not reading.attempt.over.is_set():  # a lost node has no ranks any more
+            members = self._links.members()
             self._received = {member: totals for member, totals in self._received.items() if member in members}
         for each in reading.workers:
             if each.status is not None:
@@ -170,7 +170,7 @@ class StepTimings:
 
     def final_report(self, *, succeeded: bool) -> str:
         """Return the text for the end of a run: the stragglers, or with --timings the table of all ranks."""
-        if not self._coordinator.leads:
+        if not self._links.leads:
             return ""
         totals = self.totals()
         found = late([total for total in totals if total.steps >= _MIN_STEPS])
@@ -202,7 +202,7 @@ class StepTimings:
         )
 
     async def _all(self) -> list[Total] | None:
-        if self._coordinator.leads:
+        if self._links.leads:
             return self.totals()
         try:
             return list(_totals.decode(await self._rpc.request("timings", timeout=_REPLY_TIMEOUT)))

@@ -55,7 +55,7 @@ class EventServer:
 
     def __init__(self, context: WatchContext) -> None:
         self._agent = context.agent
-        self._coordinator = context.coordinator
+        self._links = context.links
         self._rpc = context.rpc
         self._folder = context.folder
         self._loop = asyncio.get_running_loop()
@@ -108,7 +108,7 @@ class EventServer:
     @property
     def _source(self) -> str:
         """Return the source of events for viewers: this node while it leads or has not joined, otherwise the leader."""
-        return "own" if self._coordinator.leads else "leader" if self._agent.all_joined else "early"
+        return "own" if self._links.leads else "leader" if self._agent.all_joined else "early"
 
     def _publish(self, line: bytes) -> None:
         """Send an event of this node to all viewers and subscribed nodes."""
@@ -129,11 +129,11 @@ class EventServer:
     def _forward(self, line: bytes) -> None:
         now = time.monotonic()
         self._members = {member: until for member, until in self._members.items() if until > now}
-        for member in self._members if self._coordinator.leads else ():
+        for member in self._members if self._links.leads else ():
             self._rpc.send("events", 0, self._id + line, to=member)
 
     def _subscribe(self, who: int | None, _: int, __: bytes) -> None:
-        if who is not None and self._coordinator.leads:
+        if who is not None and self._links.leads:
             now = time.monotonic()
             renewed = self._members.get(who, 0.0) > now
             self._members[who] = now + _EXPIRES
@@ -146,7 +146,7 @@ class EventServer:
 
     def _receive(self, who: int | None, missed: int, content: bytes) -> None:
         """Handle events from the leader."""
-        if who is not None or self._coordinator.leads:
+        if who is not None or self._links.leads:
             return
         leader, lines = content[:_ID], content[_ID:]
         if self._leader and (missed or leader != self._leader):
@@ -191,7 +191,7 @@ class EventServer:
         except OSError:
             self._viewers.discard(viewer)
             return
-        if not self._coordinator.leads and (self._subscription is None or self._subscription.done()):
+        if not self._links.leads and (self._subscription is None or self._subscription.done()):
             self._followed, self._leader = self._source, b""
             self._subscription = self._loop.create_task(self._keep_subscribed())
         if self._ended:
@@ -212,7 +212,7 @@ class EventServer:
             yield lines
 
     async def _answer_past(self, who: int | None, content: bytes) -> bytes | None:
-        if who is None or not self._coordinator.leads:
+        if who is None or not self._links.leads:
             return None
         # Other nodes are not trusted: a malformed request gets no answer.
         with contextlib.suppress(msgspec.MsgspecError, OSError, ValueError, OverflowError):

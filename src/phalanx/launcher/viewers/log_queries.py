@@ -35,7 +35,7 @@ class LogQueries:
 
     def __init__(self, context: WatchContext, *, reading: asyncio.Semaphore) -> None:
         self._agent = context.agent
-        self._coordinator = context.coordinator
+        self._links = context.links
         self._rpc = context.rpc
         self._folder = context.folder
         self._reading = reading
@@ -47,7 +47,7 @@ class LogQueries:
         """Answer another node: the leader about ranks of this node, a follower about all ranks."""
         reply: LogReply | SearchReply | QueryRefused = QueryRefused(why="invalid request")
         with contextlib.suppress(msgspec.DecodeError, OverflowError):
-            query, here = _queries.decode(content), not self._coordinator.leads
+            query, here = _queries.decode(content), not self._links.leads
             if isinstance(query, SearchQuery):
                 reply = await self._search(query, here=here)
             else:
@@ -58,7 +58,7 @@ class LogQueries:
         own = await self._own_folders()
         if query.rank not in own and not here:
             to = self._node_of(query.rank)
-            if to is not None or not self._coordinator.leads:
+            if to is not None or not self._links.leads:
                 reply = await self._ask_node(to, query)
                 return reply if not isinstance(reply, SearchReply) else QueryRefused(why=_UNREADABLE)
         start = None if query.start is None else max(0, query.start)
@@ -70,11 +70,11 @@ class LogQueries:
         text, most = query.text[:1000], max(1, min(query.most, 1000))
         chosen = None if query.ranks is None else set(query.ranks)
         own = await self._own_folders()
-        if not here and not self._coordinator.leads:
+        if not here and not self._links.leads:
             reply = await self._ask_node(None, query)
             return reply if not isinstance(reply, LogReply) else QueryRefused(why=_UNREADABLE)
         asked, elsewhere = [], []
-        for member, theirs in self._coordinator.members().items() if not here else ():
+        for member, theirs in self._links.members().items() if not here else ():
             wanted = [rank for rank in theirs if chosen is None or rank in chosen]
             if wanted:
                 asked.append(wanted)
@@ -99,7 +99,7 @@ class LogQueries:
         return {worker.seat.rank: worker.folder for worker in workers}
 
     def _node_of(self, rank: int) -> int | None:
-        return next((member for member, ranks in self._coordinator.members().items() if rank in ranks), None)
+        return next((member for member, ranks in self._links.members().items() if rank in ranks), None)
 
     async def _ask_node(self, to: int | None, query: LogQuery | SearchQuery) -> LogReply | SearchReply | QueryRefused:
         try:

@@ -22,7 +22,11 @@ class RegroupObserver(Protocol):
     """Follows how workers regroup and halt: the coordinator."""
 
     def regroup_ready(self, connected: bool, finished: bool, all_connected: bool) -> None:
-        """Handle a change of the readiness: a worker has connected; one has finished; all have connected."""
+        """Handle a change of the readiness of this node's workers.
+
+        `connected`: a worker has connected, so the script can regroup. `finished`: a worker has finished, so no new
+        group can form.
+        """
 
     def rank_left(self) -> None:
         """Handle a rank that exited without an error in the middle of the training."""

@@ -20,7 +20,8 @@ from phalanx.contract import encoding
 from phalanx.contract.encoding import Decoder
 from phalanx.forkserver.store import peers
 from phalanx.forkserver.store.peers import Address, PeerLookup
-from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+from phalanx.launcher.ipc.node_links import NodeLinks
+from phalanx.launcher.ipc.node_rpc import NodeRpc
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ _queries: Decoder[PeerQuery] = Decoder(PeerQuery)
 class StorePeers:
     """Asks other nodes about connections to the store of this node, and answers the leader about those of this node."""
 
-    def __init__(self, coordinator: RpcCarrier, rpc: NodeRpc) -> None:
-        self._coordinator = coordinator
+    def __init__(self, links: NodeLinks, rpc: NodeRpc) -> None:
+        self._links = links
         self._rpc = rpc
         self._lookup: PeerLookup | None = None
         self._checks = True  # the kernel reports the owner of a socket
@@ -53,8 +54,8 @@ class StorePeers:
 
     async def admits(self, near: Address, far: Address) -> bool:
         """Return whether a node of this run vouches for the process that has connected from `near` to `far`."""
-        coordinator = self._coordinator
-        asked = [node for node in coordinator.members() if peers.plain(coordinator.address(node)) == near[0]]
+        links = self._links
+        asked = [node for node in links.members() if peers.plain(links.address(node)) == near[0]]
         query = encoding.encode(PeerQuery(near, far))
         replies = await asyncio.gather(
             *(self._rpc.request(_KIND, query, timeout=_TIMEOUT, to=node) for node in asked), return_exceptions=True

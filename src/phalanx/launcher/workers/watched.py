@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from phalanx.errors import PhalanxError
     from phalanx.launcher.ipc.control_socket import ControlSocket
-    from phalanx.launcher.ipc.node_rpc import NodeRpc, RpcCarrier
+    from phalanx.launcher.ipc.node_links import NodeLinks
+    from phalanx.launcher.ipc.node_rpc import NodeRpc
     from phalanx.launcher.plan import Plan
     from phalanx.launcher.runs.run_folder import RunFolder
     from phalanx.launcher.workers.worker_group import WorkerGroup
@@ -44,7 +45,7 @@ class WatchContext:
     """What the watchers of the workers use: the agent, other nodes, callers on this node, the run folder."""
 
     agent: WatchedAgent
-    coordinator: RpcCarrier
+    links: NodeLinks
     rpc: NodeRpc
     control: ControlSocket
     folder: RunFolder

@@ -137,22 +137,6 @@ class WorkerGroup:
         """Return whether the workers are being stopped."""
         return self._stopper.stopping
 
-    @property
-    def ending(self) -> bool:
-        """Return whether a rank is about to exit after an exception about others: the remaining ranks make no
-        progress.
-        """
-        return any(worker.exit.expected for worker in self.workers.values())
-
-    @property
-    def debugged(self) -> frozenset[int]:
-        """Return the ranks that are in a debugger, on any node."""
-        return self.workers.debugged
-
-    @debugged.setter
-    def debugged(self, ranks: frozenset[int]) -> None:
-        self.workers.debugged = ranks
-
     # -- actions
 
     def start_worker(self, seat: Seat, *, spare: bool = False) -> None:

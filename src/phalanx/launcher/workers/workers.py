@@ -44,6 +44,13 @@ class Workers(Mapping[str, Worker]):
         return [(name, worker) for name, worker in self._workers.items() if worker.code is None]
 
     @property
+    def ending(self) -> bool:
+        """Return whether a rank is about to exit after an exception about others: the remaining ranks make no
+        progress.
+        """
+        return any(worker.exit.expected for worker in self._workers.values())
+
+    @property
     def failed(self) -> list[Worker]:
         """Return the workers that exited with an error."""
         return [worker for worker in self._workers.values() if worker.code and not worker.spare]

@@ -25,7 +25,7 @@ from phalanx.train.elastic.recovery_state import AgentHooks, Generation, Recover
 from phalanx.train.elastic.state_offer import StateOffer
 from phalanx.train.model import shard_placement
 from phalanx.train.run import Run
-from phalanx.worker.agent_channel import AgentChannel
+from phalanx.worker.agent_channel import AgentChannel, ChannelCallbacks
 from phalanx.worker.ignored_signals import IgnoredSignals
 from phalanx.worker.process_group.aborter import GroupAborter
 from phalanx.worker.process_group.group import WorkerProcessGroup
@@ -58,7 +58,7 @@ class ElasticLoop:
         self._log_to = log_to
         self._training = next(trainings)
         self._aborter = GroupAborter()
-        self._unwatch = self._aborter.watch_groups()
+        self._aborter.watch_groups()
         self._run: Run | None = None
         self._recovery: RecoveryState | None = None  # of the run; other threads read it
         self._last = LastGroup()
@@ -69,9 +69,8 @@ class ElasticLoop:
         self._assignment: messages.Assignment | None = None  # of the group that is being formed, or was formed
         self._rescuing = threading.Lock()
         hello = messages.Hello(cuda_device(options.get("device")), for_cuda(environment()))
-        self._channel = AgentChannel(
-            channel, self._aborter.cut, self._halting.stir, self._heartbeat, self._received, hello=hello
-        )
+        callbacks = ChannelCallbacks(self._aborter.cut, self._halting.stir, self._heartbeat, self._received)
+        self._channel = AgentChannel(channel, callbacks, hello=hello)
         self._ignored = IgnoredSignals(self._channel.preempt)
         self._channel.listen()
 
@@ -312,7 +311,7 @@ class ElasticLoop:
 
     def close(self) -> None:
         """Close the channel to the agent."""
-        self._unwatch()
+        self._aborter.end_watching()
         self._channel.close()
         self._ignored.end()
 

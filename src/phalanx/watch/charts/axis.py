@@ -74,7 +74,7 @@ def spanning(values: Iterable[float], kind: Kind = "number") -> Axis:
 def number(value: float, step: float = 0.0, *, most: float = 0.0) -> str:
     """Return a short text such as `1.5k`, `0.0002`, `3e-5`, exact enough for numbers that are `step` apart.
 
-    The page formats numbers in the same way (page/assets/format.js).
+    The page formats numbers in the same way (page/assets/common/format.js).
     """
     if value == 0:
         return "0"

@@ -1,7 +1,7 @@
 """The files of the page, as the server sends them and as one file for a report.
 
-The scripts are modules that a browser loads unchanged. In one file each becomes a function that returns its exports, in
-the order of `SCRIPTS`: imported modules come first.
+The scripts are modules that a browser loads unchanged: common/ formats and draws, views/ has one per part of the page.
+In one file each becomes a function that returns its exports, in the order of `SCRIPTS`: imported modules come first.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import re
 from importlib import resources
 
 INDEX = "index.html"
-RUNS = ("compare.js", "runs.js")  # of `phalanx ui`, not in a report
+RUNS = ("views/compare.js", "runs.js")  # of `phalanx ui`, not in a report
 SCRIPTS = (
-    "dom.js",
-    "format.js",
+    "common/dom.js",
+    "common/format.js",
     "phases.js",
-    "theme.js",
-    "canvas.js",
+    "common/theme.js",
+    "common/canvas.js",
     "model.js",
     "live.js",
-    "about.js",
-    "head.js",
-    "grid.js",
-    "timeline.js",
-    "plot.js",
-    "save.js",
-    "charts.js",
-    "topology.js",
-    "events.js",
-    "stacks.js",
-    "logs.js",
-    "keys.js",
+    "views/about.js",
+    "views/head.js",
+    "views/grid.js",
+    "views/timeline.js",
+    "common/plot.js",
+    "common/save.js",
+    "views/charts.js",
+    "views/topology.js",
+    "views/events.js",
+    "views/stacks.js",
+    "views/logs.js",
+    "views/keys.js",
     "main.js",
 )
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-_IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
+_IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\.{1,2}/(?:\w+/)?(\w+)\.js\";$", re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) ([\w$]+))", re.MULTILINE)
 
 
@@ -74,7 +74,8 @@ def _scoped(name: str) -> str:
     text = _IMPORT.sub(r"const \1 = module_\2;", _text(name))
     exported = ", ".join(found[2] for found in _EXPORT.finditer(text))
     body = _EXPORT.sub(r"\1", text)
-    return f"const module_{name.removesuffix('.js')} = (() => {{\n{body}return {{ {exported} }};\n}})();"
+    module = name.rpartition("/")[2].removesuffix(".js")
+    return f"const module_{module} = (() => {{\n{body}return {{ {exported} }};\n}})();"
 
 
 def _text(name: str) -> str:

@@ -129,13 +129,16 @@ def json(content: Any) -> web.StreamResponse:
 
 
 def _assets() -> dict[str, tuple[bytes, str, str]]:
-    """Return name -> content, type, ETag."""
+    """Return name -> content, type, ETag. A name may have a folder: views/grid.js."""
     found = {}
     with contextlib.suppress(OSError):
-        for entry in os.scandir(_ASSETS):
-            kind = _TYPES.get(os.path.splitext(entry.name)[1])
-            if entry.is_file() and kind is not None:
-                with open(entry.path, "rb") as file:
-                    content = file.read()
-                found[entry.name] = (content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
+        for folder, _, names in os.walk(_ASSETS):
+            for name in names:
+                path = os.path.join(folder, name)
+                kind = _TYPES.get(os.path.splitext(name)[1])
+                if kind is not None:
+                    with open(path, "rb") as file:
+                        content = file.read()
+                    tag = hashlib.sha256(content).hexdigest()[:16]
+                    found[os.path.relpath(path, _ASSETS)] = (content, kind, f'"{tag}"')
     return found

@@ -30,6 +30,7 @@ class GroupAborter:
         self._found: dict[str, int] = {}  # name of a socket -> descriptor
         self._before: list[dict[str, int]] = []  # while groups are being formed
         self._pid = os.getpid()
+        self._unwatch: Callable[[], None] = lambda: None
         nccl.prepare()
 
     @contextlib.contextmanager
@@ -43,8 +44,8 @@ class GroupAborter:
             self._found = self._all()
             self._before.remove(before)
 
-    def watch_groups(self) -> Callable[[], None]:
-        """Also watch groups that the script creates: dist.new_group, device meshes. Returns a function that ends it."""
+    def watch_groups(self) -> None:
+        """Also watch groups that the script creates, until `end_watching`: dist.new_group, device meshes."""
         from torch.distributed import distributed_c10d as c10d
 
         theirs = c10d._new_process_group_helper
@@ -57,7 +58,11 @@ class GroupAborter:
             c10d._new_process_group_helper = theirs
 
         c10d._new_process_group_helper = ours
-        return end
+        self._unwatch = end
+
+    def end_watching(self) -> None:
+        """Do not watch groups that the script creates any more."""
+        self._unwatch()
 
     def cut(self) -> None:
         """Abort all groups of this process: shared memory, gloo and NCCL."""

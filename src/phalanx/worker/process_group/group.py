@@ -9,12 +9,9 @@ group.close()                     # optional: it closes with the process
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import cached_property
@@ -22,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from phalanx.errors import JoinError, UsageError
 from phalanx.forkserver.signed_store import SignedStore
-from phalanx.worker.process_group import ending, nccl, seeds
+from phalanx.worker.process_group import ending, seeds
+from phalanx.worker.process_group.closing import GroupClosing
 from phalanx.worker.process_group.member import GroupMember
+from phalanx.worker.process_group.resize_hook import ResizeHook
 from phalanx.worker.process_group.values import Number, ValueExchange
 from phalanx.worker.rendezvous import roll_call, tcp_store
 from phalanx.worker.rendezvous.membership import Membership, form
@@ -32,9 +31,7 @@ from phalanx.worker.rendezvous.store import Store
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
-FAREWELL = 5.0  # seconds for the other ranks to leave, before the store that this process hosts ends with it
 
 
 class WorkerProcessGroup(GroupMember):
@@ -60,11 +57,9 @@ class WorkerProcessGroup(GroupMember):
         self._values = ValueExchange(membership)
         self._firsts = 0
         self._generator = seeds.RankGenerator(seed, self.rank)
-        self._resize_hook: Callable[[int, int], object] | None = None
-        self._size_settled = False  # the hook was called, if necessary
+        self.resizing = ResizeHook(self.world_size)
+        self.closing = GroupClosing(membership)
         self._printing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        self._closers: list[Callable[[bool], object]] = []
-        self._hooks: list[Callable[[], Callable[[], object] | None]] = []
         ending.watch(self)
 
     @classmethod
@@ -240,23 +235,7 @@ class WorkerProcessGroup(GroupMember):
         `run.keep`. With `run.loader(global_batch=...)` the global batch stays the same and there is nothing to do; with
         `batch_size=...` the batch of each rank does.
         """
-        if self._size_settled:
-            raise UsageError(
-                "on_resize() was called after keep(), which calls the hook",
-                fix="run.group.on_resize(…) before run.keep(…)",
-            )
-        if not callable(hook):
-            raise UsageError(
-                f"on_resize() was given a {type(hook).__name__}, expected a function of two numbers of ranks",
-                fix="run.group.on_resize(lambda before, now: …)",
-            )
-        self._resize_hook = hook
-
-    def resized(self, before: int | None) -> None:
-        """Call the hook of `on_resize` if there were `before` ranks, and now there are more or fewer."""
-        self._size_settled = True
-        if self._resize_hook is not None and before is not None and before != self.world_size:
-            self._resize_hook(before, self.world_size)
+        self.resizing.set(hook)
 
     # -- the end
 
@@ -265,14 +244,7 @@ class WorkerProcessGroup(GroupMember):
 
         A bound method does not keep its object alive; any other callback is kept.
         """
-        if hasattr(callback, "__self__") and hasattr(callback, "__func__"):
-            self._hooks.append(weakref.WeakMethod(callback))
-        else:
-            self._hooks.append(lambda: callback)
-
-    def close_with(self, close: Callable[[bool], object]) -> None:
-        """Make `group.close()` call `close(failed)` first, and raise its exception at the end."""
-        self._closers.append(close)
+        self.closing.before(callback)
 
     def close(self, *, failed: bool = False) -> None:
         """`group.close()`: end the process group. Calling it again does nothing.
@@ -283,44 +255,17 @@ class WorkerProcessGroup(GroupMember):
         if self.closed or os.getpid() != self.pid:  # a fork is not part of its parent's group
             return
         failed = failed or ending.is_failure(sys.exc_info()[1])  # as in `finally: group.close()`
-        with contextlib.ExitStack() as stack:  # close each of them, even if another one raises
-            stack.callback(self._end, failed)
-            for close in self._closers:
-                stack.callback(close, failed)
-
-    def _end(self, failed: bool) -> None:
-        self._let_go()
-        if self.membership.owned:
-            _destroy(failed)
-            _say_farewell(self.membership, failed)
+        self.closing.close(self, failed=failed)
 
     def abandon(self) -> None:
         """Leave a group whose connections are cut, without waiting, so that the next one can form."""
-        if self.closed:
-            return
-        self._let_go()
-        import torch.distributed as dist
+        if not self.closed:
+            self.closing.abandon(self)
 
-        if dist.is_initialized():
-            _destroy_without_waiting()
-
-    def _let_go(self) -> None:
-        """Release everything that holds the group."""
-        self.closed = True
-        ending.forget(self)
-        self._closers.clear()
-        hooks, self._hooks = self._hooks, []
-        for hook in reversed(hooks):
-            if (callback := hook()) is not None:
-                try:
-                    callback()
-                except Exception:
-                    logger.debug("callback before the group closes", exc_info=True)
+    def forget_groups(self) -> None:
+        """Release `local_group` and `leader_group`: this group ends."""
         for name in ("local_group", "leader_group"):
             self.__dict__.pop(name, None)
-        if hooks and self.membership.owned:
-            # The last holder of a gloo group joins its threads with the GIL held: that must not be a model.
-            gc.collect()
 
     if not TYPE_CHECKING:  # a type checker must not assume that every name exists
 
@@ -362,42 +307,3 @@ def _when_set(store: SignedStore, key: str) -> str:
         time.sleep(pause)
         pause = min(pause * 1.3, 0.1)
     return store.get(key).decode(errors="replace")
-
-
-def _destroy(failed: bool) -> None:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return  # the script has done it itself
-    if not failed:
-        dist.destroy_process_group()
-        return
-    ending.keep_groups()
-    _destroy_without_waiting()
-
-
-def _destroy_without_waiting() -> None:
-    """Destroy the groups of this process after a failure. Errors are only logged: another one is the cause."""
-    import torch.distributed as dist
-
-    try:
-        if "nccl" in str(dist.get_backend_config()):
-            nccl.abort()
-            nccl.forget_groups()
-        else:
-            dist.destroy_process_group()
-    except Exception:
-        logger.debug("destroying the process group after a failure", exc_info=True)
-
-
-def _say_farewell(membership: Membership, failed: bool) -> None:
-    """Keep the store for ranks that are slightly behind, before this process ends and the store with it."""
-    if not membership.store_on_a_rank or not (membership.hosts_store or tcp_store.answers(membership.place)):
-        return
-    store = membership.store.at("farewell")
-    with contextlib.suppress(RuntimeError):  # raised by torch when the store has ended
-        gone = store.add("gone", 1)
-        end = time.monotonic() + (FAREWELL if membership.hosts_store and not failed else 0)
-        while gone < membership.placement.world_size and time.monotonic() < end:
-            time.sleep(0.005)
-            gone = store.add("gone", 0)

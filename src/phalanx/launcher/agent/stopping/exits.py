@@ -74,7 +74,7 @@ class Exits:
             if each.worker.code is None
             and each.status is not None
             and "over" in each.status.text
-            and each.worker.seat.rank not in attempt.debugged
+            and each.worker.seat.rank not in attempt.workers.debugged
         ]
         if over:
             self._task = asyncio.get_running_loop().create_task(self._check(attempt, over))

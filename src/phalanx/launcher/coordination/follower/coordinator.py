@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Sequence
-
-import msgspec
+from collections.abc import Callable
 
 from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
-from phalanx.control.endpoint import Endpoint
-from phalanx.control.member.member import Member
 from phalanx.errors import LaunchError
 from phalanx.launcher.actions import Action, StartAttempt
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult
+from phalanx.launcher.coordination.follower.leader_link import LeaderLink
 from phalanx.launcher.coordination.follower.orders import FollowerState, LeaderOrders
-from phalanx.launcher.coordination.rank_assignment import assigned_plan, node_info
+from phalanx.launcher.coordination.rank_assignment import assigned_plan
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.plan import Plan
-from phalanx.launcher.rendezvous_config import RendezvousConfig
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
@@ -30,42 +26,6 @@ _MOST_EXITS = 1 << 12  # maximum number of ranks without an error that are repor
 _DRAIN = 10.0  # seconds to forward the rest of the output
 
 
-def leader_endpoints(rendezvous: RendezvousConfig) -> Callable[[], Sequence[Endpoint]]:
-    """Return a function that lists the possible addresses of the leader, most likely first. Call it before each
-    attempt.
-    """
-
-    def where() -> list[Endpoint]:
-        location = rendezvous.location
-        found = [Endpoint(address, location.port) for address in location.addresses]
-        if location.host is not None and location.port:
-            found.append(Endpoint(location.host, location.port))
-        published = location.file.read() if location.file is not None else None
-        if published is not None:
-            found += [Endpoint(address, published.port) for address in published.addresses]
-        return list(dict.fromkeys(found))
-
-    return where
-
-
-async def decline(rendezvous: RendezvousConfig, why: str) -> None:
-    """Tell the leader, if there is one, why this node cannot take part."""
-    member = Member(
-        rendezvous.token,
-        node_info(None, rendezvous, why[: 1 << 14]),
-        leader_endpoints(rendezvous),
-        events=_IgnoredEvents(),
-    )
-    await member.decline()
-
-
-class _IgnoredEvents:
-    def message_received(self, message: messages.FromLeader) -> None: ...
-    def leader_lost(self, why: str, *, silent: bool) -> None: ...
-    def note(self, text: str) -> None: ...
-    def waiting(self, text: str) -> None: ...
-
-
 class FollowerCoordinator:
     """Joins the leader, executes its orders, and reports to it.
 
@@ -73,18 +33,14 @@ class FollowerCoordinator:
     leader ends the run.
     """
 
-    leads = False
-
     def __init__(self, context: NodeContext, *, leader_lost: Callable[[str, bool], None] | None = None) -> None:
         self.state = FollowerState()
         self._first_step = (-1, -1)  # attempt and generation of the latest report
         self._context = context
         self._agent = AgentProxy()
         self.orders = LeaderOrders(context, self._agent, self.state, assign=self._assign, leader_lost=leader_lost)
-        self._info = node_info(context.plan, context.rendezvous, failover_port=context.port)
-        endpoints = leader_endpoints(context.rendezvous)
-        self.member = Member(context.rendezvous.token, self._info, endpoints, events=self.orders)
-        self.log_forwarder: LogForwarder | None = LogForwarder(self._send, lambda: self.member.queued)
+        self.links = LeaderLink(context, self.orders)
+        self.log_forwarder: LogForwarder | None = LogForwarder(self._send, lambda: self.links.member.queued)
 
     def attach(self, agent: AgentView) -> None:
         """Set the agent."""
@@ -95,7 +51,7 @@ class FollowerCoordinator:
     async def join(self) -> None:
         """Join the leader, and name the run folder accordingly. Raises JoinError."""
         folder, rendezvous = self._context.folder, self._context.rendezvous
-        welcome = await self.member.join(rendezvous.timeouts.join)
+        welcome = await self.links.member.join(rendezvous.timeouts.join)
         try:
             folder.join(welcome.run, welcome.member)
         except OSError as error:
@@ -107,55 +63,18 @@ class FollowerCoordinator:
         for text in self._context.plan.remarks.warnings:
             self._send(messages.NoteMessage(text=text))
         self.state.member = welcome.member
-        at = f"{welcome.leader} at {self.member.connection.leader_address}"
+        at = f"{welcome.leader} at {self.links.member.connection.leader_address}"
         self._agent.note(f"joined {at} as {rendezvous.noun} {welcome.member}, output in {folder.path}")
-
-    async def follow(self, endpoint: Endpoint, timeout: float) -> None:
-        """Join another leader instead of the lost one. Raises JoinError."""
-        info = msgspec.structs.replace(self._info, member=self.state.member, resumes=self.state.resumes())
-        token = self._context.rendezvous.token
-        before, member = self.member, Member(token, info, lambda: [endpoint], events=self.orders)
-        self.member = member  # its messages may arrive before join returns
-        await before.drop()
-        await member.join(timeout)
 
     def _send(self, message: messages.Message) -> None:
         """Send a message to the current leader."""
-        self.member.send(message)
+        self.links.send(message)
 
     def _assign(self, place: messages.StartRanks) -> Plan:
-        leader = self.member.connection
+        leader = self.links.member.connection
         return assigned_plan(
             self._context.plan, place, leader_address=leader.leader_address, own_address=leader.own_address
         )
-
-    # -- messages between nodes
-
-    def members(self) -> dict[int, tuple[int, ...]]:
-        """Return nothing: a follower has no members."""
-        return {}
-
-    @property
-    def skew(self) -> float:
-        """Return the clock of this node minus the leader's, in seconds."""
-        return self.member.skew
-
-    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
-        """Send a frame to the leader. One to another member is dropped."""
-        if to is None:
-            self._send(frame)
-
-    def backlog(self, to: int | None) -> int:
-        """Return the bytes that the leader has not received yet."""
-        return self.member.backlog if to is None else 0
-
-    def dismiss(self, ranks: Sequence[int], why: str) -> bool:  # noqa: ARG002
-        """Return False: the leader decides."""
-        return False
-
-    def address(self, member: int) -> str:  # noqa: ARG002
-        """Return an empty address: a follower knows only its leader."""
-        return ""
 
     # -- attempts
 
@@ -281,7 +200,7 @@ class FollowerCoordinator:
         if self.log_forwarder is not None:
             self.log_forwarder.close()
         with contextlib.suppress(ConnectionError):
-            await self.member.leave(min(code, 255), text[:_LONGEST])
+            await self.links.member.leave(min(code, 255), text[:_LONGEST])
 
 
 def _first(report: AttemptReport) -> messages.FailureReport | None:

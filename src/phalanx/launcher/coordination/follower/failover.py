@@ -26,6 +26,7 @@ from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, Att
 from phalanx.launcher.coordination.follower.coordinator import FollowerCoordinator
 from phalanx.launcher.coordination.leader.coordinator import LeaderCoordinator, TakeoverState
 from phalanx.launcher.coordination.quorum import Electorate
+from phalanx.launcher.ipc.node_links import NodeLinks
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.workers.worker import WorkerFailure
 
@@ -68,7 +69,7 @@ async def _has_ended(
     follower: FollowerCoordinator, peers: PeerList, *, silent: bool, note: Callable[[str], None]
 ) -> bool:
     """Return whether the lost leader is known to have ended."""
-    endpoint = follower.member.leader_endpoint
+    endpoint = follower.links.member.leader_endpoint
     if silent or endpoint is None:
         return False
     found = await probe(endpoint, steadily=STEADILY)
@@ -91,7 +92,7 @@ async def _join_next(
         found = await probe(endpoint)
         if found == "listens":
             try:
-                await follower.follow(endpoint, timeout)
+                await follower.links.follow(endpoint, follower.state, timeout)
             except JoinError:  # it has ended, or still has its leader: then this node is disconnected
                 found = await probe(endpoint)
             else:
@@ -118,6 +119,43 @@ def _takeover_state(follower: FollowerCoordinator, peers: PeerList, why: str, en
     )
 
 
+class RoleLinks:
+    """The links of the current role of a node, which may change: see `NodeLinks`."""
+
+    def __init__(self, current: Callable[[], NodeLinks]) -> None:
+        self._current = current
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this node leads now."""
+        return self._current().leads
+
+    @property
+    def skew(self) -> float:
+        """Return the clock of this node minus the leader's, in seconds."""
+        return self._current().skew
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """Return the ranks of each follower. Empty until this node leads."""
+        return self._current().members()
+
+    def send_rpc(self, frame: RpcFrame, to: int | None) -> None:
+        """Send a frame in the current role."""
+        self._current().send_rpc(frame, to)
+
+    def backlog(self, to: int | None) -> int:
+        """Return the bytes that another node has not received yet."""
+        return self._current().backlog(to)
+
+    def address(self, member: int) -> str:
+        """Return the address of a member. Empty until this node leads."""
+        return self._current().address(member)
+
+    def dismiss(self, ranks: Sequence[int], why: str) -> bool:
+        """Continue without a node, if this node leads."""
+        return self._current().dismiss(ranks, why)
+
+
 class FailoverCoordinator:
     """A coordinator that follows at first, and may lead later. It delegates to its current role."""
 
@@ -127,6 +165,7 @@ class FailoverCoordinator:
         self._follower = FollowerCoordinator(context, leader_lost=self._leader_lost)
         self._role: FollowerCoordinator | LeaderCoordinator = self._follower
         self._takeover: asyncio.Task[None] | None = None
+        self.links = RoleLinks(lambda: self._role.links)
 
     # -- replacing the leader
 
@@ -156,7 +195,7 @@ class FailoverCoordinator:
         follower.log_forwarder = None
         self._role = leader
         # In the background: a silent leader does not answer.
-        dropping = asyncio.get_running_loop().create_task(follower.member.drop())
+        dropping = asyncio.get_running_loop().create_task(follower.links.member.drop())
         try:
             await leader.take_over(state, timeout)
         except (OSError, PhalanxError) as error:
@@ -169,36 +208,6 @@ class FailoverCoordinator:
     def log_forwarder(self) -> LogForwarder | None:
         """Return the log forwarder of the current role."""
         return self._role.log_forwarder
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this node leads now."""
-        return self._role.leads
-
-    @property
-    def skew(self) -> float:
-        """Return the clock of this node minus the leader's, in seconds."""
-        return self._role.skew
-
-    def members(self) -> dict[int, tuple[int, ...]]:
-        """Return the ranks of each follower. Empty until this node leads."""
-        return self._role.members()
-
-    def send_rpc(self, frame: RpcFrame, to: int | None) -> None:
-        """Send a frame in the current role."""
-        self._role.send_rpc(frame, to)
-
-    def backlog(self, to: int | None) -> int:
-        """Return the bytes that another node has not received yet."""
-        return self._role.backlog(to)
-
-    def dismiss(self, ranks: Sequence[int], why: str) -> bool:
-        """Continue without a node, if this node leads."""
-        return self._role.dismiss(ranks, why)
-
-    def address(self, member: int) -> str:
-        """Return the address of a member. Empty until this node leads."""
-        return self._role.address(member)
 
     def attach(self, agent: AgentView) -> None:
         """Set the agent of this coordinator and its role."""

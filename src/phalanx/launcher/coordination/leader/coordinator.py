@@ -16,7 +16,7 @@ import contextlib
 import gc
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from phalanx.contract.messages import worker_messages
@@ -30,6 +30,7 @@ from phalanx.launcher.actions import Action, StartAttempt
 from phalanx.launcher.coordination.context import NodeContext
 from phalanx.launcher.coordination.coordinator import AgentProxy, AgentView, AttemptReport, RunResult
 from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
+from phalanx.launcher.coordination.leader.member_links import MemberLinks
 from phalanx.launcher.coordination.leader.member_messages import MemberMessages
 from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.node_changes import NodeChanges
@@ -68,8 +69,6 @@ class LeaderCoordinator:
     """Waits for the members, and decides for all nodes."""
 
     log_forwarder: LogForwarder | None = None
-    leads = True
-    skew = 0.0
 
     def __init__(self, context: NodeContext) -> None:
         rendezvous = context.rendezvous
@@ -103,6 +102,7 @@ class LeaderCoordinator:
             results=results,
             elastic=rendezvous.elastic,
         )
+        self.links = MemberLinks(members, member_states, self._changes)
         self._events = MemberMessages(
             context,
             agent,
@@ -179,32 +179,6 @@ class LeaderCoordinator:
     def fail(self, text: str) -> None:
         """End the run, because this node cannot lead."""
         self._group.give_up(RunResult(1, text))
-
-    # -- messages between nodes
-
-    def members(self) -> dict[int, tuple[int, ...]]:
-        """Return the ranks of each connected follower."""
-        connected, ranks = self._members.connected, self._member_states.ranks
-        return {member: table.ranks for member, table in ranks.items() if member in connected}
-
-    def send_rpc(self, frame: messages.RpcFrame, to: int | None) -> None:
-        """Send a frame to a member."""
-        if to is not None:
-            self._members.send(to, frame)
-
-    def backlog(self, to: int | None) -> int:
-        """Return the bytes that a member has not received yet."""
-        connected = self._members.connected.get(to) if to is not None else None
-        return connected.outbox.size if connected is not None else 0
-
-    def address(self, member: int) -> str:
-        """Return the address of a member as seen from here. Empty if it is not connected."""
-        connected = self._members.connected.get(member)
-        return connected.address if connected is not None else ""
-
-    def dismiss(self, ranks: Sequence[int], why: str) -> bool:
-        """Continue without the member that has these ranks. False: the run is not elastic, or too few would remain."""
-        return self._changes.dismiss_ranks(ranks, why)
 
     # -- attempts
 

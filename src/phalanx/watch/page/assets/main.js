@@ -1,20 +1,20 @@
 // Puts the page together: updates are folded into the model, and once per frame the views draw what has changed.
 
-import { About } from "./about.js";
-import { Charts } from "./charts.js";
-import { $, into } from "./dom.js";
-import { Events } from "./events.js";
-import { Grid } from "./grid.js";
-import { Head } from "./head.js";
-import { startKeys } from "./keys.js";
+import { About } from "./views/about.js";
+import { Charts } from "./views/charts.js";
+import { $, into } from "./common/dom.js";
+import { Events } from "./views/events.js";
+import { Grid } from "./views/grid.js";
+import { Head } from "./views/head.js";
+import { startKeys } from "./views/keys.js";
 import { embedded, Remote } from "./live.js";
-import { Logs } from "./logs.js";
+import { Logs } from "./views/logs.js";
 import { Changes, SHOWN_DEAD, Model } from "./model.js";
-import { Stacks } from "./stacks.js";
+import { Stacks } from "./views/stacks.js";
 
-import { startTheme, toggleTheme } from "./theme.js";
-import { Timeline } from "./timeline.js";
-import { Topology } from "./topology.js";
+import { startTheme, toggleTheme } from "./common/theme.js";
+import { Timeline } from "./views/timeline.js";
+import { Topology } from "./views/topology.js";
 
 // For tests and benchmarks: milliseconds from an event to the frame that shows it, and to the first frame.
 const phalanx = { latency: [], firstPaint: null, status: "" };

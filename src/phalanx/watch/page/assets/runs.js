@@ -1,11 +1,11 @@
 // The list of runs of this machine: live and ended, to filter, open, compare and delete.
 
-import { commitOf, parameters } from "./about.js";
-import { Comparison } from "./compare.js";
-import { $, el, press, say } from "./dom.js";
-import { count, measure, span } from "./format.js";
+import { commitOf, parameters } from "./views/about.js";
+import { Comparison } from "./views/compare.js";
+import { $, el, press, say } from "./common/dom.js";
+import { count, measure, span } from "./common/format.js";
 import { Server } from "./live.js";
-import { startTheme } from "./theme.js";
+import { startTheme } from "./common/theme.js";
 
 const EVERY = 2000; // milliseconds between two requests
 const SIGNS = { running: "●", done: "✓", stopped: "□", failed: "✕", killed: "✕", elsewhere: "◌" };

@@ -1,6 +1,6 @@
 // Keyboard shortcuts.
 
-import { $, el } from "./dom.js";
+import { $, el } from "../common/dom.js";
 
 export function startKeys(actions) {
   const table = [

@@ -1,7 +1,7 @@
 // Where ranks run, and the speed of the links between nodes, as `phalanx doctor` measured it.
 
-import { $, drawn, el, say } from "./dom.js";
-import { bandwidth, clock, HEALTH } from "./format.js";
+import { $, drawn, el, say } from "../common/dom.js";
+import { bandwidth, clock, HEALTH } from "../common/format.js";
 
 const RING = 16; // with more hosts: only the list
 const SLOW = 0.5; // of the median

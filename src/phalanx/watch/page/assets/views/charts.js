@@ -1,10 +1,10 @@
 // All curves of a run, or of several that are compared: over time or steps, smoothed, on a logarithmic scale.
 
-import { $, el, press, say, observeVisible } from "./dom.js";
-import { count, measure, offset } from "./format.js";
-import { LEFT, plot, RIGHT } from "./plot.js";
-import { saveCsv, savePng } from "./save.js";
-import { onTheme } from "./theme.js";
+import { $, el, press, say, observeVisible } from "../common/dom.js";
+import { count, measure, offset } from "../common/format.js";
+import { LEFT, plot, RIGHT } from "../common/plot.js";
+import { saveCsv, savePng } from "../common/save.js";
+import { onTheme } from "../common/theme.js";
 
 export const RATES = ["steps/s", "samples/s"]; // after the metrics of the training
 const USE = /^(CPU cores, all ranks|memory GiB, all ranks|GPU %, mean|GPU memory GiB, largest rank)$/; // last: watch/model/resources.py

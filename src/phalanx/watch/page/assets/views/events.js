@@ -1,7 +1,7 @@
 // The list of events, newest first, and the current verdicts.
 
-import { $, el } from "./dom.js";
-import { clock, KIND, offset, ranges } from "./format.js";
+import { $, el } from "../common/dom.js";
+import { clock, KIND, offset, ranges } from "../common/format.js";
 
 const MOST = 200; // lines
 

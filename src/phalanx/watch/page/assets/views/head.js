@@ -1,7 +1,7 @@
 // The top of the page: the run, its state and progress, and missing nodes.
 
-import { $, el, say } from "./dom.js";
-import { count, percent, rate, span, STATE } from "./format.js";
+import { $, el, say } from "../common/dom.js";
+import { count, percent, rate, span, STATE } from "../common/format.js";
 
 const FIGURES = [
   // name, value, note below it

@@ -1,8 +1,8 @@
 // Stacks side by side: ranks with the same stack share a column; ranks named by a verdict come first.
 
-import { $, el, into, say } from "./dom.js";
-import { ranges } from "./format.js";
-import { explained } from "./live.js";
+import { $, el, into, say } from "../common/dom.js";
+import { ranges } from "../common/format.js";
+import { explained } from "../live.js";
 
 export class Stacks {
   #model;

@@ -1,8 +1,8 @@
 // The output of a rank, followed while it is visible, and the search in the output of all ranks.
 
-import { $, el, into, press, say, observeVisible } from "./dom.js";
-import { ranksOf } from "./format.js";
-import { explained } from "./live.js";
+import { $, el, into, press, say, observeVisible } from "../common/dom.js";
+import { ranksOf } from "../common/format.js";
+import { explained } from "../live.js";
 
 const EVERY = 1000; // milliseconds between two requests
 const KEPT = 300_000; // characters

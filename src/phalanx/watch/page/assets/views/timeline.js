@@ -1,11 +1,11 @@
 // The phases of every rank on one time axis: who waits, and for whom. Only the visible part is drawn.
 
-import { FONT, fit, timeStep } from "./canvas.js";
-import { $, el, press, say, observeVisible } from "./dom.js";
-import { TICK } from "./model.js";
-import { PHASES, SLEEPING, UNSEEN, WAITING } from "./phases.js";
-import { colour, onTheme } from "./theme.js";
-import { clock, offset, percent, ranges } from "./format.js";
+import { FONT, fit, timeStep } from "../common/canvas.js";
+import { $, el, press, say, observeVisible } from "../common/dom.js";
+import { TICK } from "../model.js";
+import { PHASES, SLEEPING, UNSEEN, WAITING } from "../phases.js";
+import { colour, onTheme } from "../common/theme.js";
+import { clock, offset, percent, ranges } from "../common/format.js";
 
 const TOP = 34; // height of the axis with its symbols
 const STRAGGLERS = 18; // height of the lane of ranks that others wait for

@@ -2,7 +2,7 @@
 
 import { commitOf, parameters } from "./about.js";
 import { Charts } from "./charts.js";
-import { $, el, into } from "./dom.js";
+import { $, el, into } from "../common/dom.js";
 
 const EVERY = 4000; // milliseconds, while one of them runs
 

@@ -1,7 +1,7 @@
 // What ran: hyperparameters, commit, versions, machine.
 
-import { $, el, say } from "./dom.js";
-import { bytes } from "./format.js";
+import { $, el, say } from "../common/dom.js";
+import { bytes } from "../common/format.js";
 
 export class About {
   #model;

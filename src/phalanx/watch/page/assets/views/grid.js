@@ -1,7 +1,7 @@
 // One row per rank. Only visible rows exist as elements: 512 ranks scroll as smoothly as four.
 
-import { $, el, press, say } from "./dom.js";
-import { bytes, count, HEALTH, percent, rate } from "./format.js";
+import { $, el, press, say } from "../common/dom.js";
+import { bytes, count, HEALTH, percent, rate } from "../common/format.js";
 
 const GONE = new Set(["done", "stopped", "dead"]); // what they were at last says little
 const COLUMNS = [
