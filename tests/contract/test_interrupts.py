@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from phalanx.contract.interrupts import deferred
+from phalanx.contract.interrupts import RecordedInterrupt, deferred, recorded
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +64,38 @@ def test_ignored_signals_stay_ignored_and_other_threads_change_nothing() -> None
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+def test_it_is_recorded_for_the_handler_that_follows() -> None:
+    with recorded() as interrupt:
+        assert not interrupt.pressed
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.pressed
+        assert signal.getsignal(signal.SIGINT) is interrupt
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_part_of_the_start_can_be_ended() -> None:
+    def check(interrupt: RecordedInterrupt, *, press: bool) -> None:
+        with interrupt.raised():
+            if press:
+                signal.raise_signal(signal.SIGINT)
+            raise AssertionError("not interrupted")
+
+    with recorded() as interrupt:
+        for press in (True, False):  # pressed during it, and before
+            with pytest.raises(KeyboardInterrupt):
+                check(interrupt, press=press)
+        signal.raise_signal(signal.SIGINT)  # outside of it, it is recorded again
+
+
+def test_a_handler_that_has_replaced_it_stays() -> None:
+    try:
+        with recorded():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with recorded() as interrupt:  # ignored, as below nohup
+            signal.raise_signal(signal.SIGINT)
+        assert not interrupt.pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,7 +15,7 @@ import pytest
 from phalanx.contract import events
 from tests.e2e.places import READY, pids, script
 from tests.kit.cgroup import cgroup
-from tests.kit.cli import phalanx, run, start
+from tests.kit.cli import phalanx, run, start, until
 from tests.kit.handle import Handle
 
 pytestmark = [pytest.mark.smoke, pytest.mark.xdist_group("failures")]  # they share a warm fork server
@@ -287,4 +287,15 @@ def test_ctrl_c_is_one_line_and_one_state(tmp_path: Path) -> None:
     job.signal(signal.SIGINT)
     assert job.wait() == 130
     assert job.err.splitlines()[1:] == ["phalanx: stopped by Ctrl-C"]
+    assert "stopped by Ctrl-C" in phalanx("ps", "--all").out
+
+
+def test_ctrl_c_as_soon_as_there_is_a_run(tmp_path: Path) -> None:
+    """The agent is not imported yet, and handles no signals."""
+    runs = Path(os.environ["PHALANX_HOME"], "runs")
+    job = start("run", "-g", "2", "--cpu", write(tmp_path / "sleeps.py", "import time\ntime.sleep(1000)\n"))
+    until(lambda: any(runs.glob("*/run.json")), 60, "the run")
+    job.signal(signal.SIGINT)
+    assert job.wait() == 130, job.both
+    assert job.err.splitlines()[-1] == "phalanx: stopped by Ctrl-C"
     assert "stopped by Ctrl-C" in phalanx("ps", "--all").out

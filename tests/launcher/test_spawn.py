@@ -25,6 +25,7 @@ import phalanx
 from phalanx.contract.messages import function_call
 from phalanx.errors import LaunchError, RankError, UsageError
 from phalanx.launcher.spawn import spawn as module
+from phalanx.launcher.spawn import stacks
 from phalanx.launcher.spawn.output import RankOutput
 from tests.kit.cli import alive
 
@@ -249,15 +250,13 @@ def test_output_comes_with_the_rank_before_it(capsys: pytest.CaptureFixture[str]
     assert sorted(shown.err.splitlines()) == ["[0] aside", "[1] aside"]
 
 
-class Cell(io.StringIO):
-    """The output of a notebook cell: not a terminal, but it can redraw a line."""
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-Cell.__module__ = "ipykernel.iostream"
-
-
-def test_the_progress_bar_of_rank_0_is_live_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, err = Cell(), Cell()
+def test_the_progress_bar_of_rank_0_is_live_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = Screen(), Screen()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     shown = RankOutput(2)
@@ -301,6 +300,16 @@ def test_a_timeout_names_who_was_late_and_where() -> None:
     first = late.__code__.co_firstlineno
     assert f"rank 1 is at test_spawn.py:{first + 2} in late: time.sleep(1000)" in places
     assert f"ranks 0, 2 are at test_spawn.py:{first + 3} in late: torch.distributed.barrier()" in places
+
+
+def test_a_deep_import_hides_the_line_of_the_script() -> None:
+    """faulthandler writes the innermost 100 frames only."""
+    depth = [
+        '  File "/v/lib/python3.11/site-packages/torch/_order.py", line 12 in <module>',
+        *['  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed'] * 99,
+    ]
+    stack = stacks.parse("\n".join(["Current thread 0x00007f (most recent call first):", *depth, "  ...", ""]))
+    assert stacks.verdict({1: stack}, 2, 5.0) == ["rank 1 is importing modules"]
 
 
 def test_a_rank_may_spawn() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -104,6 +105,52 @@ def test_rank_0_of_the_next_generation_takes_what_dead_ranks_have_posted(tmp_pat
         ],
         key=str,
     )
+
+
+def test_what_all_ranks_had_logged_before_the_group_formed_again_is_there_once(tmp_path: Path) -> None:
+    """Rank 0 has died, or has not read yet what another rank has posted."""
+    store = Store()
+    other = RankLog(store, 1, 2)
+    other.add(row(1, accuracy=0.5, lost=float("nan")))
+    other.add(row(2, accuracy=0.6))
+    logged = [{"step": 1, "accuracy": 0.5, "lost": "nan"}, {"step": 2, "loss": 0.1}, {"step": 2, "accuracy": 0.7}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in logged))
+
+    counter = TrainingProgress(steps=3, start=2)
+    later = RankLog(store, 0, 2, generation=1, group_store=Store())
+    reporter = RunReporter(counter, None, folder=lambda: str(tmp_path), rank_log=later)
+    reporter.begin(None, {"loss": 0.2})
+    reporter.close()
+    assert lines(tmp_path) == [*logged, {"step": 3, "loss": 0.2}, {"step": 2, "rank": 1, "accuracy": 0.6}]
+
+
+def test_what_all_ranks_log_before_the_state_is_restored_is_there_once(tmp_path: Path) -> None:
+    """The step is not known at that time."""
+    store, counters = Store(), [TrainingProgress(), TrainingProgress()]
+    reporters = [
+        RunReporter(counter, None, folder=lambda: str(tmp_path), rank_log=RankLog(store, rank, 2), rank=rank)
+        for rank, counter in enumerate(counters)
+    ]
+    for reporter, counter in zip(reporters, counters, strict=True):
+        reporter.log({"accuracy": 0.5})
+        counter.steps, counter.start = 7, 7  # restored
+        reporter.log({"lr": 0.1})
+        counter.steps = 8
+    first, second = reporters
+    second.post()
+    second.log({"heat": 71.0})
+    second.finish()
+    first.begin(None, {"loss": 0.2})
+    counters[0].steps = 9
+    first.finish()
+    for reporter in reporters:
+        reporter.close()
+    assert lines(tmp_path) == [
+        {"step": 7, "accuracy": 0.5},
+        {"step": 7, "lr": 0.1},
+        {"step": 8, "loss": 0.2},
+        {"step": 8, "rank": 1, "heat": 71.0},
+    ]
 
 
 def test_a_late_or_invalid_message_delays_no_rank() -> None:
@@ -299,8 +346,12 @@ class FakeMlflow(types.ModuleType):
         self.calls.append([*params, *metrics])
 
     def end_run(self, status: str = "FINISHED") -> None:
+        assert threading.current_thread() is threading.main_thread()  # in others there is no active run
         self.calls.append(("end", status))
         self.active = None
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.calls.append(("terminated", run_id, status))
 
 
 def send(
@@ -328,6 +379,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeWandb, FakeMlflow]:
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.setattr(trackers, "_started", set())
+    monkeypatch.setattr(trackers, "_used", {})
     monkeypatch.setattr(given_hyperparameters, "_given", {})
     return wandb, mlflow
 
@@ -377,10 +429,40 @@ def test_a_run_of_a_tracker_stays_open_while_the_group_forms_again(
     assert [call[0] for call in wandb.calls if isinstance(call[0], int)] == [1, 2, 2, 3, 3]
 
 
-def test_a_run_that_failed_is_one_in_the_tracker(fakes: tuple[FakeWandb, FakeMlflow], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ending", "code", "state"), [("failed", 1, "FAILED"), ("stopped", 255, "KILLED")])
+def test_a_run_that_failed_or_was_stopped_is_one_in_the_tracker(
+    fakes: tuple[FakeWandb, FakeMlflow], tmp_path: Path, ending: Ending, code: int, state: str
+) -> None:
     wandb, mlflow = fakes
-    send(tmp_path, ["wandb", "mlflow"], (1,), ending="failed")
-    assert (wandb.calls[-1], mlflow.calls[-1]) == (("finish", 1), ("end", "FAILED"))
+    send(tmp_path, ["wandb", "mlflow"], (1,), ending=ending)
+    assert (wandb.calls[-1], mlflow.calls[-1]) == (("finish", code), ("end", state))
+    trackers.close_all("failed")  # there is nothing left
+    assert (wandb.calls[-1], mlflow.calls[-1]) == (("finish", code), ("end", state))
+
+
+def test_trackers_of_a_process_that_is_about_to_be_killed(
+    fakes: tuple[FakeWandb, FakeMlflow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of the script is ended, too: the script cannot do it. What the main thread sends meanwhile may fail."""
+    monkeypatch.setattr(trackers, "_ended", threading.Event())
+    wandb, mlflow = fakes
+    wandb.init(id="own")
+    said: list[str] = []
+    file = Metrics(str(tmp_path), trackers=trackers.trackers(["wandb", "mlflow"]), say=said.append)
+    file.write(1, 0, {"loss": 0.5})
+    trackers.end_all("stopped", 5.0)
+    assert wandb.calls[-1] == ("finish", 255)
+    assert mlflow.calls[-2:] == [[(1, "loss", 0.5)], ("terminated", "def456", "KILLED")]
+    file.write(2, 0, {"loss": 0.5})
+    file.close()
+    assert said == []
+
+
+def test_a_run_that_is_left_is_ended_without_a_group(fakes: tuple[FakeWandb, FakeMlflow], tmp_path: Path) -> None:
+    wandb, mlflow = fakes
+    send(tmp_path, ["wandb", "mlflow"], (1,), ending="left")
+    trackers.close_all("stopped")
+    assert (wandb.calls[-1], mlflow.calls[-1]) == (("finish", 255), ("end", "KILLED"))
 
 
 def test_a_name_that_mlflow_refuses(fakes: tuple[FakeWandb, FakeMlflow], tmp_path: Path) -> None:

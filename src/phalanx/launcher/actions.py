@@ -42,6 +42,7 @@ class StopWorkers:
     signal: signal.Signals
     reason: str
     grace: float
+    failed: bool = True  # the reason is a failure
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from phalanx.contract.home import is_temporary
-from phalanx.contract.interrupts import deferred
+from phalanx.contract.interrupts import RecordedInterrupt, recorded
 from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
 from phalanx.launcher.forking import fork_servers, preload_hints, warm_pool
@@ -54,14 +54,26 @@ def run_node(
             open_.enter_context(sock)
         if hook is not None:
             hook.opened(sockets)
-        with deferred():
-            folder = _create_folder(plan, base)
+        interrupt = open_.enter_context(recorded())  # a run with a folder ends as "stopped by Ctrl-C", by its agent
+        folder = _create_folder(plan, base)
         try:
-            with deferred():
-                started = _start(plan, base, folder)
-            return _supervise(plan, folder, started, sockets, hook=hook, findings=findings)
+            started = _start(plan, base, folder)
+            return _supervise(plan, folder, started, sockets, hook=hook, findings=_stoppable(findings, interrupt))
         finally:
             folder.close()
+
+
+def _stoppable(findings: Findings, interrupt: RecordedInterrupt) -> Findings:
+    """Return `findings` that Ctrl-C ends: a broken driver may not answer."""
+
+    def found(plan: Plan, folder: RunFolder) -> Sequence[str]:
+        try:
+            with interrupt.raised():
+                return findings(plan, folder)
+        except KeyboardInterrupt:
+            return ()
+
+    return found
 
 
 def _keep_standard_input() -> None:
@@ -167,9 +179,8 @@ def _supervise(
     hook: RunHook | None,
     findings: Findings,
 ) -> int:
-    with deferred():
-        from phalanx.contract import events
-        from phalanx.launcher.output.console.console import Console
+    from phalanx.contract import events
+    from phalanx.launcher.output.console.console import Console
 
     now = time.time()
     command = plan.command.line(0)

@@ -11,7 +11,7 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import LINE
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.train.elastic.halting import Halted
-from phalanx.train.reporting.trackers import LogTo, trackers
+from phalanx.train.reporting.trackers import LogTo, close_all, trackers
 from phalanx.train.run import Run
 from phalanx.worker import error_file, given_hyperparameters
 from phalanx.worker.process_group.ending import is_failure
@@ -130,6 +130,7 @@ def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any],
     except BaseException as error:
         if loop.run is not None:
             _close_after(error, loop.run)
+        close_all("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
     finally:
         loop.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from phalanx.errors import UsageError
 from phalanx.train.arguments import check_group, check_loss, check_model, check_step
 from phalanx.train.batch_reader import BatchReader
 from phalanx.train.data_run import DataRun
+from phalanx.train.elastic.halting import Halted
 from phalanx.train.elastic.recovery_state import RecoveryState, RunParts
 from phalanx.train.kept.agreement import Agreement
 from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
@@ -35,6 +37,7 @@ from phalanx.train.schedule.checkpoint_schedule import CheckpointSchedule
 from phalanx.train.schedule.snapshot_schedule import SnapshotSchedule
 from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.train.stepping.stepper import OptimizerUpdate, Stepper
+from phalanx.worker.process_group import ending
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.rendezvous.store import Store
 
@@ -375,7 +378,8 @@ class Run(DataRun):
             stack.callback(self._checkpoints.close, broken=failed)
             stack.callback(self._misuse.unhook if failed else self._misuse.close)
             stack.callback(self._snapshots.close)
-            stack.callback(self._reporter.close, "failed" if failed else "done")
+            stopped = ending.is_interrupted() or isinstance(sys.exc_info()[1], Halted)
+            stack.callback(self._reporter.close, "stopped" if stopped else "failed" if failed else "done")
 
     def _abandon(self, left: Callable[[], None] | None = None, *, has_state: bool = False) -> None:
         """Leave a group that was lost, without waiting for other ranks. Called by `phalanx.main`.

@@ -136,7 +136,7 @@ class AgentChannel:
                 packet = b""
             if not packet:
                 self._parent_death.agent_gone()
-                self._call.received(messages.EndWorker(signal.SIGTERM))  # the agent has ended
+                self._call.received(messages.EndWorker(signal.SIGTERM, failed=True))  # the agent has ended
                 break
             message = messages.from_agent.decode(packet)
             if isinstance(message, messages.Halt | messages.Rescue | messages.EndWorker):

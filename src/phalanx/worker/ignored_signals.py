@@ -36,9 +36,13 @@ class IgnoredSignals:
         if self._children is None and callable(signal.getsignal(signal.SIGCHLD)):
             self._children = signal.signal(signal.SIGCHLD, lambda *_: None)
 
+    def ignores(self, number: int) -> bool:
+        """Return whether the signal is ignored here, so that `die` exits by it."""
+        return number in self._taken and signal.getsignal(number) == self._ignore and os.getpid() == self._pid
+
     def die(self, number: int) -> None:
         """Exit by the signal, as without a handler. Any thread may call it, also while the main thread waits in C++."""
-        if number in self._taken and signal.getsignal(number) == self._ignore and os.getpid() == self._pid:
+        if self.ignores(number):
             ctypes.CDLL(None).signal(number, None)
             os.kill(self._pid, number)
 

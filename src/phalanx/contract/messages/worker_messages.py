@@ -142,6 +142,7 @@ class EndWorker(msgspec.Struct, frozen=True, tag="end"):
     """Exit by this signal."""
 
     signal: int
+    failed: bool = False  # the run has failed; otherwise it is stopped on request
 
 
 FromAgent = Assignment | Wait | NoRegroup | Halt | Rescue | EndWorker

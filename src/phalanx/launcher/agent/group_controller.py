@@ -177,7 +177,7 @@ class GroupController:
         elif not self.group.living:
             self._end_empty(self.group)
         elif not self.group.stopping:
-            self.group.stop(stop.signal, stop.reason, stop.grace)
+            self.group.stop(stop.signal, stop.reason, stop.grace, failed=stop.failed)
 
     def stop_by_signal(self, number: signal.Signals) -> None:
         """Stop the workers because of a signal, even if they are already being stopped."""

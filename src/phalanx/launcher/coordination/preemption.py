@@ -137,7 +137,8 @@ class Preemption:
 
     def _timed_out(self) -> None:
         if self.halted:
-            self._perform(StopWorkers(signal.SIGTERM, "the checkpoint is made", self._shutdown.failure_timeout))
+            grace = self._shutdown.failure_timeout
+            self._perform(StopWorkers(signal.SIGTERM, "the checkpoint is made", grace, failed=False))
             return
         grace = self._shutdown.checkpoint_timeout
         number = self._signal if self._signal in self._shutdown.signals else signal.SIGTERM

@@ -87,8 +87,15 @@ def _afterwards(first: SpawnFailure, others: Sequence[SpawnFailure]) -> list[str
 
 def timeout_error(late: Sequence[int], world: int, timeout: float, details: Sequence[str] = ()) -> LaunchError:
     """Return the exception that `spawn` raises if ranks have not ended in time. `details`: where they were, and why."""
+    were = words.verb(late, "was", "were")
     return LaunchError(
-        f"{words.who(late)} of {world} had not ended after {timeout:g} s, and were stopped",
+        f"{words.who(late)} of {world} had not ended after {timeout:g} s, and {were} stopped",
         details=[*map(cells.named, details)],
         fix="a longer timeout=… if they were only slow",
     )
+
+
+def interruption(running: Sequence[int], world: int, details: Sequence[str] = ()) -> KeyboardInterrupt:
+    """Return the exception that `spawn` raises after Ctrl-C. `details`: where the ranks were."""
+    text = f"{words.who(running)} of {world} {words.verb(running, 'was', 'were')} stopped"
+    return KeyboardInterrupt("\n  ".join([text, *map(cells.named, details)]))

@@ -86,11 +86,22 @@ class SpawnGroup:
     # -- while they run
 
     def results(self) -> list[Any]:
-        """Wait for all ranks; return their results, or raise the first cause."""
+        """Wait for all ranks; return their results, or raise the first cause.
+
+        Raises KeyboardInterrupt with the places at which the ranks were, after it has ended them.
+        """
+        started = time.monotonic()
+        interrupted: KeyboardInterrupt | None = None
         try:
-            self._follow()
+            try:
+                self._follow()
+            except KeyboardInterrupt:
+                details = self._where(time.monotonic() - started)
+                interrupted = spawn_failure.interruption(self._running(), len(self._pipes.ranks), details)
         finally:
-            self._end()  # also on Ctrl-C
+            self._end()
+        if interrupted is not None:
+            raise interrupted
         return self._judge()
 
     def _follow(self) -> None:
@@ -232,20 +243,28 @@ class SpawnGroup:
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         if now >= self._deadline and self._stop_at == self._kill_at == _NEVER:
-            ranks = self._pipes.ranks
-            late = {rank: (state.pid, state.stack) for rank, state in enumerate(ranks) if state.code is None}
-            stacks = spawn_stacks.collect({rank: where for rank, where in late.items() if where[0]})
-            details = spawn_stacks.verdict(stacks, len(ranks), self._timeout or 0.0)
-            self._broken = spawn_failure.timeout_error(list(late), len(ranks), self._timeout or 0.0, details)
+            timeout = self._timeout or 0.0
+            details = self._where(timeout)
+            self._broken = spawn_failure.timeout_error(self._running(), len(self._pipes.ranks), timeout, details)
         if now >= min(self._deadline, self._stop_at):
             self._deadline = self._stop_at = _NEVER
             self._stop()
+
+    def _running(self) -> list[int]:
+        return [rank for rank, state in enumerate(self._pipes.ranks) if state.code is None]
+
+    def _where(self, waited: float) -> list[str]:
+        """Return lines about where the ranks are that run, and which of them the others wait for."""
+        ranks = self._pipes.ranks
+        started = {rank: (ranks[rank].pid, ranks[rank].stack) for rank in self._running() if ranks[rank].pid}
+        return spawn_stacks.verdict(spawn_stacks.collect(started), len(ranks), waited)
 
     # -- their end
 
     def _stop(self, patience: float = 0.0) -> None:
         """Make the fork server end everything below it, and itself."""
         if self._kill_at == _NEVER:
+            self._pipes.drop_noise()
             self._kill_at = time.monotonic() + _STOP_TIMEOUT
             self._send({"do": "end", "patience": patience, "grace": _GRACE})
 

@@ -109,6 +109,10 @@ class RankPipes:
             while data := os.read(fd, 1 << 16):
                 self.take(data, rank, stream)
 
+    def drop_noise(self) -> None:
+        """Do not show what torch prints from now on about ranks and a store that it has lost: we end them."""
+        self._output.drop_noise()
+
     def finish(self) -> None:
         """Read the remaining data in the pipes, and show incomplete lines."""
         for fd, (rank, stream) in self.sources():

@@ -49,7 +49,8 @@ def spawn(
     - `backend`: of the process group. Default: shm; with GPUs gloo, and nccl too if there is a GPU per rank
     - `join`: False: make no process group, for a function that calls `init_process_group` itself
 
-    If a rank fails, the others are ended and RankError is raised with its traceback.
+    If a rank fails, the others are ended and RankError is raised with its traceback. After a timeout (LaunchError) and
+    Ctrl-C (KeyboardInterrupt), all are ended, and the exception says where each rank was.
     """
     function_call.check_caller("spawn")
     _check(fn, ranks)
@@ -66,7 +67,7 @@ def spawn(
         with SpawnGroup(ours, pid, ranks, backend or ("" if join else None), timeout) as group:
             try:
                 values: list[Result] = group.results()
-            except LaunchError as error:
+            except (LaunchError, KeyboardInterrupt) as error:
                 failure = error
             else:
                 return values

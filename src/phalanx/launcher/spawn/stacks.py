@@ -11,7 +11,7 @@ import linecache
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from phalanx.contract.messages.function_call import STACK_SIGNAL
 from phalanx.diagnose import frames, source, words
@@ -21,6 +21,9 @@ from phalanx.diagnose.evidence import Evidence, Frame, Rank, ThreadStack
 _TIMEOUT = 2.0  # seconds for the ranks to write their stacks
 _INTERVAL = 0.02
 _END = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_OUTERMOST = re.compile(r'^  File ".*/multiprocessing/process\.py", line \d+ in _bootstrap$', re.MULTILINE)
+_CUT = "\n  ...\n"  # faulthandler writes at most 100 frames, the innermost ones
+_IMPORTS = "<frozen importlib"
 _LARGEST = 1 << 16  # bytes of a stack
 
 
@@ -41,7 +44,7 @@ def _read(fd: int) -> str:
 
 def _is_whole(text: str) -> bool:
     """Return whether a stack is complete: its outermost frames are those of multiprocessing, in which ranks run."""
-    return "_bootstrap" in text and text.endswith("\n")
+    return text.endswith(_CUT) or (text.endswith("\n") and _OUTERMOST.search(text) is not None)
 
 
 def parse(text: str) -> tuple[Frame, ...]:
@@ -63,11 +66,16 @@ def verdict(stacks: Mapping[int, tuple[Frame, ...]], world: int, waited: float) 
     )
     found = diagnose(Evidence(time=time.time(), waited=waited, ranks=ranks, world_size=world)) if ranks else []
     lines = [f"{'' if first.certain else 'probably: '}{first.text}" for first in found[:1]]
-    places: dict[Frame, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
-        own = frames.own(stack) or stack[0]
-        places.setdefault(own, []).append(rank)
-    for frame, at in places.items():
-        code = f": {frame.source.strip()}" if frame.source else ""
-        lines.append(f"{words.who(at)} {words.verb(at, 'is', 'are')} at {words.place(frame)}{code}")
-    return lines
+        places.setdefault(_where(stack), []).append(rank)
+    return [*lines, *(f"{words.who(at)} {words.verb(at, 'is', 'are')} {where}" for where, at in places.items())]
+
+
+def _where(stack: Sequence[Frame]) -> str:
+    """Return where a rank is: a line of the script, if the stack shows one."""
+    own = frames.own(stack)
+    if own is None and any(frame.file.startswith(_IMPORTS) for frame in stack):
+        return "importing modules"
+    frame = own or stack[0]
+    return f"at {words.place(frame)}" + (f": {frame.source.strip()}" if frame.source else "")

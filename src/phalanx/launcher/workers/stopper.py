@@ -40,10 +40,12 @@ class Stopper:
         """Return whether the workers are being stopped."""
         return self._escalation is not None
 
-    def stop(self, number: signal.Signals, reason: str, grace: float, *, already_sent: bool = False) -> None:
+    def stop(
+        self, number: signal.Signals, reason: str, grace: float, *, already_sent: bool = False, failed: bool = False
+    ) -> None:
         """Stop all workers, and kill those that do not stop within `grace` seconds.
 
-        `already_sent`: they have received the signal.
+        `already_sent`: they have received the signal. `failed`: the reason is a failure, not a request.
         """
         self._last = number
         self._folder.event(events.Stopping(time=time.time(), reason=reason, signal=number.name))
@@ -54,11 +56,11 @@ class Stopper:
                 self._workers.send_signal(name, signal.SIGTERM)
             elif not already_sent:
                 self._workers.send_signal(name, number)
-            self._channels.send(worker.pid, worker_messages.EndWorker(number))
+            self._channels.send(worker.pid, worker_messages.EndWorker(number, failed))
         if self._escalation is None:
-            self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace))
+            self._escalation = asyncio.get_running_loop().create_task(self._escalate(number, grace, failed))
 
-    async def _escalate(self, number: signal.Signals, grace: float) -> None:
+    async def _escalate(self, number: signal.Signals, grace: float, failed: bool) -> None:
         """Send stronger signals. A worker in native code does not handle SIGINT, and one may ignore SIGTERM."""
         for next_signal, wait in escalation(number, grace):
             await asyncio.sleep(wait)
@@ -66,7 +68,7 @@ class Stopper:
             for name, worker in self._workers.living:
                 self._note(f"rank {worker.seat.rank} has not stopped after {wait:.0f} s: {next_signal.name}")
                 self._workers.send_signal(name, next_signal)
-                self._channels.send(worker.pid, worker_messages.EndWorker(next_signal))
+                self._channels.send(worker.pid, worker_messages.EndWorker(next_signal, failed))
 
     def repeat(self) -> None:
         """Send the last signal again: the fork server was lost, possibly before it had forwarded the signal."""

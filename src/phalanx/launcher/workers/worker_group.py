@@ -161,13 +161,15 @@ class WorkerGroup:
         """Make the ranks report their committed step (None), or halt at `step`."""
         self._regrouper.halt(step)
 
-    def stop(self, number: signal.Signals, reason: str, grace: float, *, already_sent: bool = False) -> None:
+    def stop(
+        self, number: signal.Signals, reason: str, grace: float, *, already_sent: bool = False, failed: bool = False
+    ) -> None:
         """Stop all workers, and kill those that do not stop within `grace` seconds.
 
-        `already_sent`: they have received the signal.
+        `already_sent`: they have received the signal. `failed`: the reason is a failure, not a request.
         """
         self.store.kill_if_stopped()  # a worker that waits for it would handle no signal
-        self._stopper.stop(number, reason, grace, already_sent=already_sent)
+        self._stopper.stop(number, reason, grace, already_sent=already_sent, failed=failed)
 
     def use_fork_server(self, fork_server: ForkServerClient) -> None:
         """Use another fork server, instead of a lost one."""

@@ -24,6 +24,7 @@ from phalanx.train.elastic.made_once import Once
 from phalanx.train.elastic.recovery_state import AgentHooks, Generation, RecoveryState, trainings
 from phalanx.train.elastic.state_offer import StateOffer
 from phalanx.train.model import shard_placement
+from phalanx.train.reporting import trackers
 from phalanx.train.run import Run
 from phalanx.worker.agent_channel import AgentChannel, ChannelCallbacks
 from phalanx.worker.ignored_signals import IgnoredSignals
@@ -37,6 +38,7 @@ Result = TypeVar("Result")
 _PEER_WORDS = ("gloo", "nccl", "peer", "connect", "socket", "store", "timeout", "timed out", "process group", "pipe")
 _ABOUT_FILES = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _OTHER_PATIENCE = 1.0  # seconds, for errors that do not mention peers
+_TRACKER_TIMEOUT = 5.0  # seconds to end the runs of trackers before the process ends
 _WARM_UP = 60.0  # seconds until the CUDA context is complete, at most
 
 
@@ -234,7 +236,9 @@ class ElasticLoop:
 
     def _received(self, message: messages.Halt | messages.Rescue | messages.EndWorker) -> None:
         if isinstance(message, messages.EndWorker):
-            self._ignored.die(message.signal)
+            if self._ignored.ignores(message.signal):
+                trackers.end_all("failed" if message.failed else "stopped", _TRACKER_TIMEOUT)
+                self._ignored.die(message.signal)
         elif isinstance(message, messages.Rescue):  # may take long, and more messages may arrive
             threading.Thread(target=self._rescue, name="phalanx-rescue", daemon=True).start()
         elif message.step is not None:

@@ -27,16 +27,17 @@ import torch
 from phalanx.errors import UsageError
 from phalanx.train.reporting.non_finite import NonFiniteWatch
 from phalanx.train.reporting.tensorboard import TensorBoardWriter
-from phalanx.train.reporting.trackers import Tracker, TrackerGroup
+from phalanx.train.reporting.trackers import Outcome, Tracker, TrackerGroup
 
 NAME = "metrics.jsonl"
 PREVIOUS = "metrics.{}.jsonl"  # of earlier trainings in this folder
 FLUSH_EVERY = 1.0  # seconds that a step's values on a GPU, TensorBoard's files and trackers may wait
 LOG_FLUSH_EVERY = 0.1  # the same for values of `run.log` while values on a GPU wait
 MOST = 1000  # lines that wait to be written
-Ending = Literal["done", "failed", "left"]  # left: the group has lost a rank, and the training continues in a new one
+Ending = Outcome | Literal["left"]  # left: the group has lost a rank, and the training continues in a new one
 OURS = frozenset(("step", "epoch", "time", "rank"))
 _BLOCK = 1 << 16
+_TAIL = 1 << 20  # bytes of the file that are compared with values of other ranks, which arrive some seconds later
 
 
 class WriteBudget:
@@ -86,6 +87,7 @@ class Metrics:
         self._resumed_at = resumed_at
         # names in the lines of the step from which the run resumes
         self._repeated: Counter[tuple[str, ...]] = Counter()
+        self._logged_before: set[tuple[int, str]] | None = None  # of rank 0: steps and values, once they are read
         self._non_finite = NonFiniteWatch()
         self._reported: set[int] = set()  # steps whose non-finite loss was already reported to the user
         self._clock = clock
@@ -128,6 +130,12 @@ class Metrics:
             self._add((step, epoch, when, rank, values))
             if self._on_gpu and self._clock() - self._read_at >= LOG_FLUSH_EVERY:
                 self._write_lines()
+
+    def has_logged(self, step: int, values: Mapping[str, float]) -> bool:
+        """Return whether rank 0 had logged these values before this training resumed, not long ago."""
+        if self._logged_before is None:
+            self._logged_before = _logged(self.path, self._resumed_at)
+        return (step, repr(dict(values))) in self._logged_before
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any], *, reported: bool = False) -> bool:
         """Add the values of a committed step, as returned by `held`; return whether a GPU was just synchronised.
@@ -192,7 +200,7 @@ class Metrics:
         finally:
             self._end()
             if self._trackers is not None and ending != "left":
-                self._trackers.close(failed=ending == "failed")
+                self._trackers.close(ending)
 
     def __enter__(self) -> Metrics:
         return self
@@ -308,6 +316,18 @@ def _last_names(file: BinaryIO, end: int, step: int) -> Counter[tuple[str, ...]]
         if _step(line) != step:
             continue
         found[tuple(name for name in json.loads(line) if name not in OURS - {"rank"})] += 1
+    return found
+
+
+def _logged(path: str, until: int) -> set[tuple[int, str]]:
+    """Return the steps and values of rank 0's lines up to a step, at the end of the file."""
+    found: set[tuple[int, str]] = set()
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        for line in file:
+            if _own_step(line) <= until:
+                row = json.loads(line)
+                found.add((row["step"], repr({name: float(row[name]) for name in row if name not in OURS})))
     return found
 
 

@@ -48,7 +48,7 @@ class RunReporter:
         self._trackers = trackers
         self._metrics: Metrics | None = None
         self._measuring: Measuring | None = None
-        self._early: list[tuple[int, float, dict[str, Any]]] = []  # logged before the first step
+        self._early: list[tuple[int, float, dict[str, Any]]] = []  # logged before the first step, which has the number
         self._logged: dict[tuple[int, tuple[str, ...]], Mapping[str, Any]] = {}  # the latest of rank 0
         self._held: list[LoggedRow] = []  # of other ranks, for a step that rank 0 has not left yet
         self._due = 0.0
@@ -101,15 +101,23 @@ class RunReporter:
     def log(self, values: dict[str, Any]) -> None:
         """Report values, as returned by `held`, that belong to no step or to more than one."""
         counter, now = self._counter, time.time()
-        if self._rank:
-            if self._rank_log is not None:
-                (numbers,) = read([values])
-                generation = self._rank_log.generation
-                self._rank_log.add(LoggedRow(counter.steps, counter.epoch, now, numbers, self._rank, generation))
-        elif self.bar is None:
+        if self.bar is None and counter.steps == counter.start:
             self._early.append((counter.epoch, now, values))
+        elif self._rank:
+            self._send(counter.steps, counter.epoch, now, values)
         else:
             self._log(counter.steps, counter.epoch, now, values)
+
+    def _send(self, step: int, epoch: int, when: float, values: Mapping[str, Any]) -> None:
+        """Send values to rank 0."""
+        if self._rank_log is not None:
+            (numbers,) = read([values])
+            self._rank_log.add(LoggedRow(step, epoch, when, numbers, self._rank, self._rank_log.generation))
+
+    def _send_early(self) -> None:
+        early, self._early = self._early, []
+        for epoch, when, values in early:
+            self._send(self._counter.start, epoch, when, values)
 
     def _log(self, step: int, epoch: int, when: float, values: Mapping[str, Any]) -> None:
         self._logged[step, tuple(values)] = values
@@ -122,14 +130,15 @@ class RunReporter:
             self._measuring.log(step, counted, values, epochs=epochs)
 
     def post(self) -> None:
-        """Send the values that this rank has logged to rank 0, if any are waiting."""
+        """Send the values that this rank has logged to rank 0, if any are waiting. Called after every step."""
+        self._send_early()
         if self._rank_log is not None:
             self._rank_log.post()
 
     def _take(self, rows: list[LoggedRow], *, last: bool = False) -> None:
         """Write the values that other ranks have logged. A value that is equal to rank 0's is omitted: a script may
         call `run.log` on all ranks. Values that were logged before the group formed again, for a step that the training
-        repeats, are omitted, too.
+        repeats, are omitted, too. What rank 0 had logged by then is in the file.
         """
         rows, self._held = [*self._held, *rows], []
         for row in rows:
@@ -140,7 +149,9 @@ class RunReporter:
                 self._held.append(row)
                 continue
             (own,) = read([self._logged.get((row.step, tuple(row.values)), {})])
-            if repr(own) != repr(row.values) and self._metrics is not None:  # repr: NaN is not equal to itself
+            if self._metrics is None or repr(own) == repr(row.values):  # repr: NaN is not equal to itself
+                continue
+            if not (earlier and self._metrics.has_logged(row.step, row.values)):
                 self._metrics.log(row.step, row.epoch, row.time, row.values, rank=row.rank, earlier=earlier)
                 if self._measuring is not None:
                     named = {f"{name}/rank {row.rank}": value for name, value in row.values.items()}
@@ -169,6 +180,7 @@ class RunReporter:
     def finish(self) -> None:
         """Report the last logged values of all ranks, and send the agent the values of the last step."""
         if self._rank_log is not None and self._rank:
+            self._send_early()
             self._rank_log.end()
         elif self._rank_log is not None:
             rows = self._rank_log.take_last()
@@ -181,7 +193,7 @@ class RunReporter:
     def close(self, ending: Ending = "done") -> None:
         """Close the bar and the metrics files."""
         with contextlib.ExitStack() as stack:
-            if self._early:
+            if self._early and not self._rank:
                 self._open(self._counter.steps)
             if self._metrics is not None:
                 stack.callback(self._metrics.close, ending)

@@ -6,19 +6,22 @@
 Rank 0 sends them, about once a second. A tracker is imported when the first metric is sent. A run that `train` has
 started is used (`wandb.init(project=...)`, `mlflow.start_run()`); otherwise one is started here, with the name and the
 hyperparameters of the run, and ended at the end. It stays open while the group forms again after the loss of another
-rank. Its ID is written beside the metrics, so that a training that is resumed continues the same run.
+rank. Its ID is written beside the metrics, so that a training that is resumed continues the same run. A run that is
+stopped is "killed" in Weights & Biases and KILLED in MLflow.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.hyperparameters import Hyperparameter
@@ -26,10 +29,17 @@ from phalanx.contract.variables import RUN
 from phalanx.errors import UsageError
 from phalanx.worker import given_hyperparameters
 
+logger = logging.getLogger(__name__)
+
 _MLFLOW_MOST = 1000  # metrics of one request
 _MLFLOW_MOST_PARAMS = 100  # hyperparameters of one request
 NAME = "trackers.json"  # the IDs, by the name of the tracker
+Outcome = Literal["done", "failed", "stopped"]  # stopped: by Ctrl-C, `phalanx stop` or a scheduler
+_WANDB_CODES: dict[Outcome, int] = {"done": 0, "failed": 1, "stopped": 255}  # 255: as its own hook does after Ctrl-C
+_MLFLOW_STATES: dict[Outcome, str] = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _started: set[str] = set()  # IDs of runs that this process has started and not ended, also in an earlier generation
+_used: dict[str, Tracker] = {}  # trackers whose run is open, by name
+_ended = threading.Event()  # `end_all` was called
 LogTo = str | Callable[[int, Mapping[str, float]], object]
 
 
@@ -58,8 +68,12 @@ class Tracker(Protocol):
         """Send the added values, if they were not sent at once."""
         ...
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, outcome: Outcome) -> None:
         """End the run, if it was started here."""
+        ...
+
+    def end(self, outcome: Outcome) -> None:
+        """End the run, also if the script has started it. Any thread may call it."""
         ...
 
 
@@ -92,11 +106,15 @@ class WandbTracker:
     def flush(self) -> None:
         """Do nothing: a process of Weights & Biases sends the values."""
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, outcome: Outcome) -> None:
         """End the run, if it was started here."""
         if self._run_id in _started:
-            _started.discard(self._run_id)
-            self._wandb.finish(exit_code=int(failed))
+            self.end(outcome)
+
+    def end(self, outcome: Outcome) -> None:
+        """End the run."""
+        _started.discard(self._run_id)
+        self._wandb.finish(exit_code=_WANDB_CODES[outcome])
 
 
 class MlflowTracker:
@@ -109,6 +127,7 @@ class MlflowTracker:
         self._client: Any = None
         self._run_id = ""
         self._taken: list[Any] = []  # not sent yet
+        self._thread = threading.get_ident()
 
     def begin(self, run_id: str | None, described: TrackedRun) -> str | None:
         """Use the run that the script has started, or start one."""
@@ -141,11 +160,18 @@ class MlflowTracker:
         for first in range(0, len(taken), _MLFLOW_MOST):
             self._client.log_batch(self._run_id, metrics=taken[first : first + _MLFLOW_MOST])
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, outcome: Outcome) -> None:
         """End the run, if it was started here."""
         if self._run_id in _started:
-            _started.discard(self._run_id)
-            self._mlflow.end_run("FAILED" if failed else "FINISHED")
+            self.end(outcome)
+
+    def end(self, outcome: Outcome) -> None:
+        """End the run. MLflow knows an active run only in the thread that has started it."""
+        _started.discard(self._run_id)
+        if threading.get_ident() == self._thread:
+            self._mlflow.end_run(_MLFLOW_STATES[outcome])
+        else:
+            self._client.set_terminated(self._run_id, _MLFLOW_STATES[outcome])
 
 
 def _mlflow_name(name: str) -> str:
@@ -170,7 +196,10 @@ class FunctionTracker:
     def flush(self) -> None:
         """Do nothing."""
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, outcome: Outcome) -> None:
+        """Do nothing."""
+
+    def end(self, outcome: Outcome) -> None:
         """Do nothing."""
 
 
@@ -210,6 +239,7 @@ class TrackerGroup:
             known = before.get(member.name)
             if self._ran(member, lambda member=member, known=known: ids.update(_id(member, known, described))):  # type: ignore[misc]
                 self._members.append(member)
+                _used[member.name] = member
         if ids:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 json.dump({**before, **ids}, file)
@@ -222,20 +252,48 @@ class TrackerGroup:
         """Make all trackers send the values they have."""
         self._members = [one for one in self._members if self._ran(one, one.flush)]
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, outcome: Outcome) -> None:
         """End all of them."""
         for member in self._members:
-            self._ran(member, lambda member=member: member.close(failed=failed))  # type: ignore[misc]
+            _used.pop(member.name, None)
+            self._ran(member, lambda member=member: member.close(outcome))  # type: ignore[misc]
         self._members = []
 
     def _ran(self, member: Tracker, call: Callable[[], object]) -> bool:
         try:
             call()
         except Exception as error:  # a network that is down, a package that is missing
+            if _ended.is_set():  # the process is about to end
+                return False
             fix = f"; install it: pip install {member.name}" if isinstance(error, ModuleNotFoundError) else ""
             self._say(f"metrics are not sent to {member.name}: {type(error).__name__}: {error}{fix}")
             return False
         return True
+
+
+def close_all(outcome: Outcome) -> None:
+    """End the runs that this process has started and has not ended, while there is no group."""
+    while _used:
+        _used.popitem()[1].close(outcome)
+
+
+def end_all(outcome: Outcome, timeout: float) -> None:
+    """End all runs before the process is killed: the script cannot do it. Waits up to `timeout` seconds."""
+    _ended.set()
+    threads = [threading.Thread(target=_end, args=(one, outcome), daemon=True) for one in _used.values()]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(until - time.monotonic(), 0.0))
+
+
+def _end(member: Tracker, outcome: Outcome) -> None:
+    try:
+        member.flush()
+        member.end(outcome)
+    except Exception:  # the main thread may have ended it at the same time
+        logger.debug("ending the run of %s", member.name, exc_info=True)
 
 
 def _id(member: Tracker, before: str | None, described: TrackedRun) -> dict[str, str]:

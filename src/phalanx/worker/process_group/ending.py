@@ -27,7 +27,7 @@ class OpenGroup(Protocol):
 
 
 _open: list[OpenGroup] = []
-_state: dict[str, Any] = {"failed": False, "watching": False, "hook": None}
+_state: dict[str, Any] = {"failed": False, "interrupted": False, "watching": False, "hook": None}
 
 
 def watch(group: OpenGroup) -> None:
@@ -52,6 +52,11 @@ def is_failure(error: BaseException | None) -> bool:
     return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
+def is_interrupted() -> bool:
+    """Return whether Ctrl-C ends the process: by the exception that is handled now, or that has ended the script."""
+    return _state["interrupted"] or isinstance(sys.exc_info()[1], KeyboardInterrupt)
+
+
 def _hook() -> None:
     before = sys.excepthook
     if before is _state["hook"]:
@@ -59,6 +64,7 @@ def _hook() -> None:
 
     def after_failure(*error: Any) -> None:
         _state["failed"] = True
+        _state["interrupted"] = isinstance(error[1], KeyboardInterrupt)
         before(*error)
 
     sys.excepthook = _state["hook"] = after_failure

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
+from phalanx.contract.interrupts import RecordedInterrupt
 from phalanx.launcher.plan import Plan
 
 _DELAY = 0.2  # seconds in which a scheduler signals all processes
@@ -30,7 +31,11 @@ class Signals:
 
     @contextlib.contextmanager
     def installed(self, *, end: Act, preempt: Act, forward: Act, resized: Callable[[], None]) -> Iterator[None]:
-        """Install handlers: `end` and `preempt` act on the run, `forward` passes signals to the workers."""
+        """Install handlers: `end` and `preempt` act on the run, `forward` passes signals to the workers.
+
+        Ctrl-C that was recorded before is handled at once.
+        """
+        before = signal.getsignal(signal.SIGINT)
         loop = asyncio.get_running_loop()
         handled = {*self._shutdown.signals, signal.SIGINT}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -45,6 +50,8 @@ class Signals:
             loop.add_signal_handler(number, forward, number)
         loop.add_signal_handler(signal.SIGWINCH, resized)
         try:
+            if isinstance(before, RecordedInterrupt) and before.pressed:
+                end(signal.SIGINT)
             yield
         finally:
             for number in (*handled, *preempting, *passed, signal.SIGWINCH):
