@@ -105,7 +105,7 @@ def test_after_torch_has_used_threads() -> None:
             torch.ones(4_000_000).exp().sum()
             return torch.get_num_threads()
 
-        assert spawn(work, 2, timeout=60, fresh=False) == [2, 2]
+        assert spawn(work, 2, timeout=240, fresh=False) == [2, 2]
     finally:
         torch.set_num_threads(before)
 
@@ -342,7 +342,7 @@ def test_init_inside() -> None:
         group = phalanx.init()
         return group.rank, group.world_size, group.sum(group.rank + 1)
 
-    assert spawn(total, 3, timeout=60) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+    assert spawn(total, 3, timeout=240) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
 
 
 def test_beside_a_running_event_loop() -> None:
@@ -364,7 +364,7 @@ def test_workers_of_a_data_loader() -> None:
         data = torch.utils.data.TensorDataset(torch.arange(8.0))
         return sum(float(batch.sum()) for (batch,) in torch.utils.data.DataLoader(data, batch_size=2, num_workers=1))
 
-    assert spawn(total, 2, timeout=60) == [28.0, 28.0]
+    assert spawn(total, 2, timeout=240) == [28.0, 28.0]
 
 
 def test_a_manager_of_the_caller() -> None:
