@@ -56,7 +56,7 @@ def test_one_that_hangs_in_the_teardown_is_ended(options: tuple[str, ...], tmp_p
     assert job.wait() == 0
     assert time.time() - last < 60  # ended after 10 s
     assert "it is in the teardown of the interpreter (ends_late.py:" in job.err
-    assert "rank 1 has hung in the teardown of the interpreter for 10 s without using the CPU" in job.err
+    assert re.search(r"rank 1 has hung in the teardown of the interpreter for \d+ s without using the CPU", job.err)
     assert "it counts as exit code 0" in job.err
     assert len(LAST.findall(job.out)) == 1  # it is not a failure
 

@@ -178,13 +178,14 @@ def test_a_host_whose_name_resolves_to_127_0_1_1(lab: Lab, tmp_path: Path) -> No
     """Debian's hosts file, on every node. For comparison, torchrun under the same conditions."""
     for node in lab:
         node.hosts("bad")
-    jobs = together(lab, "--cpu", script("impatient.py"))
+    jobs = together(lab, "--cpu", script("impatient.py"), "300")
     assert codes(jobs) == [0, 0], texts(jobs)
     assert jobs[0].out.count("sum 6\n") == 3
     words = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "node1", "--master-port", "29555")
     theirs = [
         lab[place].start(
-            words=(*TORCHRUN, *words, "--node-rank", str(place), script("impatient.py")), env={"TMPDIR": str(tmp_path)}
+            words=(*TORCHRUN, *words, "--node-rank", str(place), script("impatient.py"), "15"),
+            env={"TMPDIR": str(tmp_path)},
         )
         for place in (0, 1)
     ]
