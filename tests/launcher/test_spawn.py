@@ -130,7 +130,7 @@ def test_an_exception_is_raised_with_its_rank_and_traceback() -> None:
     begin = time.monotonic()
     with pytest.raises(RankError, match=r"rank 2 of 4: ValueError: a broken sample") as caught:
         spawn(fail, 4)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 200  # and not the 1,000 s of the others
     assert caught.value.rank == 2
     assert 'raise ValueError("a broken sample")' in caught.value.traceback
     assert "spawn_server.py" not in caught.value.traceback
@@ -293,8 +293,8 @@ def late() -> None:
 
 def test_a_timeout_names_who_was_late_and_where() -> None:
     with pytest.raises(LaunchError) as raised:
-        module.spawn(late, 3, timeout=10)
-    assert raised.value.what == "ranks 0-2 of 3 had not ended after 10 s, and were stopped"
+        module.spawn(late, 3, timeout=20)
+    assert raised.value.what == "ranks 0-2 of 3 had not ended after 20 s, and were stopped"
     verdict, *places = raised.value.details
     assert "rank 1 is sleeping at test_spawn.py" in verdict
     assert "the other 2 wait for it" in verdict
