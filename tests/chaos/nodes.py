@@ -74,7 +74,7 @@ def node_group(this: Round, *options: str, **variables: str) -> Iterator[NodeGro
         found = NodeGroup(this, lab, env, options)
         try:
             yield found
-            until(lambda: not _left(lab), 5, "no process or shared memory to be left on any node")
+            until(lambda: not _left(lab), 15, "no process or shared memory to be left on any node")
         except AssertionError as error:
             raise AssertionError(f"{error}\nleft: {_left(lab)}\n{found.texts()}") from None
         finally:

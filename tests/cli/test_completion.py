@@ -122,4 +122,4 @@ def test_every_option_is_in_every_script(shell: str) -> None:
 
 
 def test_the_script_is_one_that_bash_reads() -> None:
-    subprocess.run(["bash", "-n"], input=completion("bash"), text=True, check=True, timeout=30)
+    subprocess.run(["bash", "-n"], input=completion("bash"), text=True, check=True, timeout=120)

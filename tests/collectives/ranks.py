@@ -54,7 +54,7 @@ def _forked(work: Rank, rank: int, ranks: int, store: str) -> int:
         os._exit(code)
 
 
-def program(name: str, *arguments: str, well: bool = True, limit: float = 170) -> str:
+def program(name: str, *arguments: str, well: bool = True, limit: float = 350) -> str:
     """Run a program and return its output. With `well`, it must succeed."""
     command = [sys.executable, "-m", f"tests.collectives.{name}", *arguments]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])

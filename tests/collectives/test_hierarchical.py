@@ -59,7 +59,7 @@ def test_what_starts_in_one_profile_may_end_in_another(tmp_path: Path, monkeypat
     guard = tmp_path / "freed_memory.so"
     source = Path(__file__).parent / "native" / "freed_memory.c"
     words = ["gcc", "-shared", "-fPIC", "-o", str(guard), str(source), "-ldl"]
-    subprocess.run(words, check=True, timeout=60)
+    subprocess.run(words, check=True, timeout=300)
     monkeypatch.setenv("LD_PRELOAD", str(guard))
     program("across", "profiled")
 
@@ -70,7 +70,7 @@ def test_a_rank_that_is_lost_or_late_or_calls_something_else_is_named_on_every_m
     for line in program("across", "trouble").splitlines():
         name, rank, kind, text, seconds = json.loads(line)
         told.setdefault(name, {})[rank] = f"{kind}: {text}" if kind else ""
-        assert seconds < 20, line  # the timeout is 60
+        assert seconds < 40, line  # the timeout is 60
     everyone = {0, 1, 2, 3}
     for name, rank in {"the leader of the other machine dies": 2, "a rank of the other machine dies": 3}.items():
         assert told[name].keys() == everyone - {rank}, told[name]

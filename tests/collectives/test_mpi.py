@@ -17,7 +17,7 @@ MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none
 def start(words: Sequence[object], **env: str) -> subprocess.CompletedProcess[str]:
     surroundings = {**os.environ, "PYTHONPATH": f"{ROOT}/src", "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(
-        [*map(str, words)], env=surroundings, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL
+        [*map(str, words)], env=surroundings, capture_output=True, text=True, timeout=350, stdin=subprocess.DEVNULL
     )
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def report() -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.collectives.messages"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
@@ -40,7 +40,7 @@ def _built(program: Path, *flags: str) -> Path:
     sources = [one for one in native.glob("*.c") if one.name != "binding.c"]
     test = Path(__file__).parent / "native/p2p_test.c"
     common = ["-std=gnu11", "-g", "-O1", "-pthread", f"-I{native}", "-Wl,--wrap=mmap,--wrap=munmap"]
-    subprocess.run(["gcc", *common, *flags, test, *sources, "-o", program], check=True, timeout=170)
+    subprocess.run(["gcc", *common, *flags, test, *sources, "-o", program], check=True, timeout=350)
     return program
 
 
@@ -50,7 +50,7 @@ def _built(program: Path, *flags: str) -> Path:
 def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     """Ranks are threads of one program, whose memory a sanitizer watches."""
     program = _built(tmp_path / "p2p", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
-    done = subprocess.run([program], capture_output=True, text=True, timeout=170)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=350)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr[-4000:]
 
 
@@ -59,6 +59,6 @@ def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
 def test_deaths(tmp_path: Path) -> None:
     """A rank dies before and after each action for a message: the other rank gets an error, or the message."""
     program = _built(tmp_path / "p2p", "-DPHX_FAULTS")
-    done = subprocess.run([program, "deaths"], capture_output=True, text=True, timeout=170)
+    done = subprocess.run([program, "deaths"], capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout.split()[0]) > 50, done.stdout

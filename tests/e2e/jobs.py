@@ -38,5 +38,5 @@ def alive(lab: Lab) -> list[str]:
     return [f"{name}: {command}" for name, command in found if sys.executable in command]
 
 
-def all_gone(lab: Lab, timeout: float = 3) -> None:
+def all_gone(lab: Lab, timeout: float = 10) -> None:
     until(lambda: not alive(lab), timeout, "no process to be left on any node")

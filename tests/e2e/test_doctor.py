@@ -152,7 +152,7 @@ def test_ctrl_c_leaves_nothing(lab: Lab, ssh: Sshd) -> None:
     # The fork server and its rank: the test is running.
     until(lambda: all(len(surveys(lab, node)) > 1 for node in (1, 2)), 30, "the test on the other hosts")
     job.send(b"\x03")
-    assert job.wait(8) == 130, job.both
+    assert job.wait() == 130, job.both
     assert not any(surveys(lab, node) for node in range(3))
     assert os.listdir(os.environ["TMPDIR"]) == []
 

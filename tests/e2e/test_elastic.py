@@ -97,11 +97,11 @@ def test_a_lost_node_is_done_without_and_may_come_back(lab: Lab, tmp_path: Path)
     jobs[1].process.kill()
     entered(jobs[0], 2, after=begun)
     told = re.compile(r"node 1 \(node2\) is lost: its connection closed.*; regrouped, and step \d+ was")
-    jobs[0].wait_for(told, timeout=20)
-    jobs[0].wait_for("resized from 3 to 2", timeout=5)
+    jobs[0].wait_for(told)
+    jobs[0].wait_for("resized from 3 to 2")
     jobs[1] = node(lab, 1, tmp_path)
     entered(jobs[0], 3, after=begun)
-    jobs[0].wait_for("resized from 2 to 3", timeout=5)
+    jobs[0].wait_for("resized from 2 to 3")
     entered(jobs[1], 3, after=begun)
     (tmp_path / "end").touch()
     assert codes(jobs) == [0, 0, 0], texts(jobs)
@@ -173,7 +173,7 @@ def test_machines_of_several_ranks(lab: Lab, tmp_path: Path, fault: str) -> None
     assert codes(staying) == [0] * len(staying), texts(jobs)
     learnt(tmp_path)
     if fault == "link":
-        assert jobs[2].wait(30) == 1
+        assert jobs[2].wait() == 1
     all_gone(lab)
 
 
@@ -182,8 +182,8 @@ def test_node_0_is_not_sacred(lab: Lab, tmp_path: Path) -> None:
     begun = entered(jobs[1], 3)
     jobs[0].process.kill()
     entered(jobs[1], 2, after=begun)
-    jobs[1].wait_for("this node leads now; others join at", timeout=5)
-    jobs[2].wait_for("node 1 (node2) leads now", timeout=5)
+    jobs[1].wait_for("this node leads now; others join at")
+    jobs[2].wait_for("node 1 (node2) leads now")
     back = node(lab, 0, tmp_path, master=1)
     entered(back, 3, after=begun)
     (tmp_path / "end").touch()
@@ -198,7 +198,7 @@ def test_a_link_that_is_cut_leaves_one_training_not_two(lab: Lab, tmp_path: Path
     begun = entered(jobs[1], 3)
     lab[0].link(False)
     entered(jobs[1], 2, after=begun)
-    assert jobs[0].wait(30) == 1
+    assert jobs[0].wait() == 1
     assert "cut off from most of the others" in jobs[0].err
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
@@ -230,9 +230,9 @@ def test_a_cut_between_followers_that_recovers_costs_no_node(lab: Lab, tmp_path:
     until((tmp_path / "1.0").exists, 60, "the first step")
     lab[1].part(lab[2], True)
     jobs[0].process.kill()
-    jobs[2].wait_for("node 0 is lost", timeout=30)
+    jobs[2].wait_for("node 0 is lost")
     lab[1].part(lab[2], False)
-    jobs[2].wait_for("node 1 (node2) leads now", timeout=30)
+    jobs[2].wait_for("node 1 (node2) leads now")
     entered(jobs[1], 2, after=begun)
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
@@ -262,7 +262,7 @@ def test_a_leader_that_was_stopped_does_not_continue_beside_those_who_left_it(la
     jobs[0].signal(signal.SIGSTOP)
     entered(jobs[1], 2, after=begun)
     jobs[0].signal(signal.SIGCONT)
-    assert jobs[0].wait(30) == 1
+    assert jobs[0].wait() == 1
     assert "cut off from most of the others" in jobs[0].err
     (tmp_path / "end").touch()
     assert codes(jobs[1:]) == [0, 0], texts(jobs)
@@ -290,7 +290,7 @@ def test_too_few_wait_for_another_with_what_they_have(lab: Lab, tmp_path: Path) 
     jobs = [node(lab, place, tmp_path, nodes="2:3") for place in range(2)]
     begun = entered(jobs[0], 2)
     jobs[1].process.kill()
-    jobs[0].wait_for("1 of at least 2 nodes are left: waiting 300 s", timeout=20)
+    jobs[0].wait_for("1 of at least 2 nodes are left: waiting 300 s")
     jobs[1] = node(lab, 1, tmp_path, nodes="2:3", env={"LAST": "1"})
     entered(jobs[0], 2, after=begun)
     (tmp_path / "end").touch()
@@ -302,9 +302,9 @@ def test_too_few_wait_for_another_with_what_they_have(lab: Lab, tmp_path: Path) 
 def test_a_spare_node_stands_by(lab: Lab, tmp_path: Path) -> None:
     jobs = [node(lab, place, tmp_path, "--spares", "1", nodes="2") for place in range(3)]
     begun = entered(jobs[0], 2)
-    jobs[2].wait_for("this node is a spare", timeout=30)
+    jobs[2].wait_for("this node is a spare")
     jobs[1].signal(signal.SIGTERM)
-    jobs[0].wait_for("node 1 (node2) leaves (SIGTERM)", timeout=20)
+    jobs[0].wait_for("node 1 (node2) leaves (SIGTERM)")
     entered(jobs[2], 2, after=begun)
     (tmp_path / "end").touch()
     assert codes(jobs) == [0, 143, 0], texts(jobs)
@@ -315,12 +315,12 @@ def test_a_plain_script_is_started_again_with_the_remaining_nodes(lab: Lab, tmp_
     where = ("-n", "1:2", "-g", "1", "--cpu", "--fresh", "--master", lab[0].name)
     words = (script("until_file.py"), str(tmp_path / "end"))
     jobs = [lab[place].start("run", *where, "-i", str(place), *words) for place in range(2)]
-    jobs[0].wait_for("ready 0", timeout=20)
-    jobs[1].wait_for("ready 1", timeout=20)
+    jobs[0].wait_for("ready 0")
+    jobs[1].wait_for("ready 1")
     jobs[1].process.kill()
-    jobs[0].wait_for("starting all ranks again", timeout=20)
+    jobs[0].wait_for("starting all ranks again")
     (tmp_path / "end").touch()
-    assert jobs[0].wait(30) == 0, texts(jobs)
+    assert jobs[0].wait() == 0, texts(jobs)
     all_gone(lab)
 
 
@@ -330,7 +330,7 @@ def test_of_two_nodes_the_one_with_the_leader_continues(lab: Lab, tmp_path: Path
     begun = entered(jobs[0], 2)
     lab[1].link(False)
     entered(jobs[0], 1, after=begun)
-    assert jobs[1].wait(40) == 1
+    assert jobs[1].wait() == 1
     assert "1 of 2 nodes are here, and node 0 cannot be reached: it may continue the run" in jobs[1].err
     (tmp_path / "end").touch()
     assert jobs[0].wait(60) == 0, texts(jobs)

@@ -321,7 +321,7 @@ HANGS = {  # first words of the verdict
 def test_hang() -> None:
     """All kinds at the same time, because they mostly wait; and the one that does not hang."""
     *words, script = command("hang")
-    options = (*words, "--cpu", "--stall-timeout", "2", "--on-hang", "stop", script)
+    options = (*words, "--cpu", "--stall-timeout", "5", "--on-hang", "stop", script)
     jobs = {kind: start(*options, "--kind", kind, cwd=str(ROOT), env=places) for kind in HANGS}
     plain = phalanx(*options, cwd=str(ROOT), env=places)
     assert (plain.code, noise(plain)) == (0, [])

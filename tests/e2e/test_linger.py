@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -147,11 +146,10 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
 @pytest.mark.leaves("tmp:pymp-*", why="a rank that ends by os._exit cannot remove multiprocessing's directory")
 @pytest.mark.parametrize("how", ["helper", "pipe"])
 def test_helpers_are_not_waited_for(how: str, tmp_path: Path) -> None:
-    began = time.monotonic()
     done = phalanx("run", "-g", "2", "--cpu", script("left.py"), how, str(tmp_path))
     assert done.code == 0
     assert "still running" not in done.err
-    assert time.monotonic() - began < 20  # a DataLoader's worker looks for its parent every 5 s
+    assert done.seconds < 100  # not the 120 s of --linger: a DataLoader's worker looks for its parent every 5 s
 
 
 def test_every_node_waits_for_its_own(lab: Lab, tmp_path: Path) -> None:

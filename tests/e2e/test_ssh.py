@@ -208,7 +208,7 @@ def test_ctrl_c_ends_every_host(lab: Lab, ssh: Sshd, hosts: str) -> None:
     begin = time.monotonic()
     job.send(b"\x03")
     assert job.wait() == 130
-    assert time.monotonic() - begin < 20  # the grace is 30 s
+    assert time.monotonic() - begin < 25  # the grace is 30 s
     assert not ranks(lab)
 
 
@@ -225,7 +225,7 @@ def test_a_cut_connection_ends_the_run_and_names_the_host(lab: Lab, ssh: Sshd, h
     job = sleepers(lab, ssh, hosts)
     node = lab[1] if hosts == HERE else lab[2]
     ssh.cut(node)
-    assert job.wait(20) == 1, job.both
+    assert job.wait() == 1, job.both
     assert re.search(rf"node 1 \({node.name}\): the ssh connection that started this node has ended", job.err)
     assert not ranks(lab)
 
@@ -233,7 +233,7 @@ def test_a_cut_connection_ends_the_run_and_names_the_host(lab: Lab, ssh: Sshd, h
 def test_a_cut_connection_to_node_0_ends_the_run(lab: Lab, ssh: Sshd) -> None:
     job = sleepers(lab, ssh, THERE)
     ssh.cut(lab[1])
-    assert job.wait(30) == 255, job.both
+    assert job.wait() == 255, job.both
     assert "ssh node2 has ended with 255" in job.err
     assert not ranks(lab)
 
@@ -248,5 +248,5 @@ def test_usr1_at_the_starter_reaches_the_ranks_of_all_hosts(lab: Lab, ssh: Sshd)
     job.signal(signal.SIGUSR1)
     job.wait_for(re.compile(r"rank \d got SIGUSR1"), 3)
     job.signal(signal.SIGTERM)
-    assert job.wait(20) == 143, job.both
+    assert job.wait() == 143, job.both
     assert len(re.findall(r"rank \d saved", job.both)) == 3

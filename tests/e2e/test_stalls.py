@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -21,12 +22,13 @@ from tests.kit.lab import Lab
 from tests.kit.proc import SLOWEST
 
 SCRIPT = script("hang.py")
-LIMIT = "2"  # seconds
+LIMIT = "4"  # seconds: on a loaded machine a rank that starts may get no core for two
 LIMITS = {
-    "loop": "1",  # computing ranks have ten times as long before an action
+    "loop": "2",  # computing ranks have ten times as long before an action
+    "healthy": "2",  # its parts take twice as long
     # A rank is killed and the others train again: a loaded machine may stop one for seconds between two steps, in which
     # it sleeps, and it would be killed as well.
-    "once": str(int(LIMIT) * SLOWEST),
+    "once": str(2 * SLOWEST),
 }
 pytestmark = pytest.mark.warmed
 
@@ -147,12 +149,14 @@ def test_what_is_only_slow_is_not_blamed(tmp_path: Path) -> None:
 
 @GROUPS[1]
 def test_a_stall_that_ends_by_itself_is_reported_too(tmp_path: Path) -> None:
-    done = phalanx(*words("goes_on", tmp_path))
-    assert done.code == 0, done.err
-    assert "rank 2 is sleeping" in done.err
-    assert "the run resumed after" in done.err
-    assert "the run was stalled when it ended" not in done.err
-    kinds = [type(event).__name__ for event in told(folder_of(done.err))]
+    with start(*words("goes_on", tmp_path)) as job:
+        job.wait_for("rank 2 is sleeping")
+        started = [event for event in told(folder_of(job.err)) if isinstance(event, events.WorkerStarted)]
+        os.kill(next(event.pid for event in started if event.rank == 2), signal.SIGUSR1)
+        assert job.wait() == 0, job.err
+    assert "the run resumed after" in job.err
+    assert "the run was stalled when it ended" not in job.err
+    kinds = [type(event).__name__ for event in told(folder_of(job.err))]
     assert kinds.index("Stalled") < kinds.index("VerdictEvent") < kinds.index("Resumed")
 
 
@@ -201,8 +205,8 @@ def test_a_link_that_is_down_is_named(lab: Lab, tmp_path: Path) -> None:
     asked = lab[1].run(words=(*PYTHON, "-c", ASKS, str(home)))
     assert asked.out.strip() == "why [(0, 0, True), (1, 1, True)]", asked.err
     lab[1].link(False)
-    jobs[0].wait_for(re.compile(r"node node2 \(rank 1\) does not answer: link down"), timeout=30)
+    jobs[0].wait_for(re.compile(r"node node2 \(rank 1\) does not answer: link down"))
     lab[1].link(True)
-    jobs[0].wait_for("the run resumed after", timeout=30)
+    jobs[0].wait_for("the run resumed after")
     jobs[0].process.send_signal(signal.SIGTERM)
     codes(jobs)

@@ -90,7 +90,7 @@ def run(words: Sequence[str], *, timeout: float = 60, **options: Unpack[Options]
     """Run the command to its end. Fails if a leftover process keeps its output open."""
     with start(words=words, **options) as job:
         code = job.wait(timeout)
-        if not job.drained(2):
+        if not job.drained():
             raise AssertionError(f"{' '.join(words)}: ended, but its output is held open by\n{_holders(job)}")
         raw = job.bytes("out"), job.bytes("err")
         seconds = (job.ended or job.started) - job.started

@@ -20,6 +20,7 @@ from typing import NoReturn
 from tests.kit import proc
 
 Matches = list[re.Match[str]]
+HELD = 2.0 * proc.SLOWEST  # seconds that processes which are just ending may hold the output of a command open
 
 _live: list[Handle] = []
 
@@ -121,9 +122,9 @@ class Handle:
     def open_streams(self) -> list[int]:
         return list(self._open)
 
-    def drained(self, timeout: float) -> bool:
+    def drained(self, timeout: float | None = None) -> bool:
         """Return whether both streams are at their end. If not, a process that outlives the command keeps them open."""
-        self._drain(timeout)
+        self._drain(HELD if timeout is None else timeout)
         return not self._open
 
     def end(self) -> None:
@@ -156,8 +157,14 @@ class Handle:
             self._reader.join()
 
     def _drain(self, timeout: float) -> None:
+        """Wait for the end of both streams; if they stay open for longer, until all that was written is read."""
         with self._news:
             self._news.wait_for(lambda: not self._open, timeout)
+            self._news.wait_for(lambda: not self._unread, 10)
+
+    @property
+    def _unread(self) -> bool:
+        return bool(self._open) and bool(select.select([*self._open], [], [], 0)[0])
 
     def _fail(self, what: str) -> NoReturn:
         words = " ".join(map(str, self.process.args)) if isinstance(self.process.args, Sequence) else ""
@@ -181,11 +188,11 @@ class Handle:
         os.close(self._stop_read)
 
     def _take(self, ready: selectors.BaseSelector, fd: int) -> None:
-        try:
-            data = os.read(fd, 1 << 16)
-        except OSError:  # a terminal reports that no process has it open any more
-            data = b""
-        with self._news:
+        with self._news:  # also while reading, which does not block: `_drain` finds it there or here
+            try:
+                data = os.read(fd, 1 << 16)
+            except OSError:  # a terminal reports that no process has it open any more
+                data = b""
             if data:
                 self._text[self._open[fd]] += data
                 self._both += data

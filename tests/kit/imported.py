@@ -83,7 +83,7 @@ def python(*words: str, env: Env | None = None, cwd: str | None = None, timeout:
 
     with start(*words, env=env, cwd=cwd) as job:
         code = job.wait(timeout)
-        assert job.drained(2), f"{' '.join(words)}: ended, but its output is held open"
+        assert job.drained(), f"{' '.join(words)}: ended, but its output is held open"
         raw = job.bytes("out"), job.bytes("err")
         return Result(code, job.out, job.err, (job.ended or job.started) - job.started, *raw)
 

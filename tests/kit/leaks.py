@@ -25,7 +25,7 @@ import pytest
 from tests.kit import proc, state
 
 SHM = "/dev/shm"
-GRACE = 2.0  # seconds for processes that are just ending; longer is a leak
+GRACE = 2.0 * proc.SLOWEST  # seconds for processes that are just ending; longer is a leak
 LONGER = 15.0  # the same for shared memory: it may belong to a concurrent test whose processes were just killed
 # The compiler's cache, which torch creates in every process that builds an optimizer, and keeps on purpose.
 KEPT_BY_TORCH = "torchinductor_"

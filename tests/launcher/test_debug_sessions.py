@@ -310,6 +310,38 @@ def test_a_debugger_that_is_through_is_so_although_a_child_has_its_socket() -> N
     theirs.close()
 
 
+@pytest.mark.parametrize(
+    ("threads", "responds"),
+    [
+        ([(False, 0.0)], True),  # it waits for a core
+        ([(False, 0.01 * number) for number in range(1000)], False),  # it computes in native code
+        ([(True, 0.0)], False),  # it sleeps in native code
+        ([None], False),
+    ],
+    ids=["no core", "computes", "sleeps", "unknown"],
+)
+def test_a_rank_that_gets_no_core_is_not_in_native_code(
+    threads: list[tuple[bool, float] | None], responds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = iter(threads)
+    monkeypatch.setattr(debugger, "_RESPONSE_TIMEOUT", 0.05)
+    monkeypatch.setattr(debugger, "_LONGEST_RESPONSE", 120.0)
+    monkeypatch.setattr(debugger, "_RESPONSE_INTERVAL", 0.01)
+    responded = threading.Lock()
+    responded.acquire()
+    looks = 0
+
+    def thread(_: int) -> tuple[bool, float] | None:
+        nonlocal looks
+        looks += 1
+        if looks == 100:  # long after the timeout
+            responded.release()
+        return next(seen, threads[-1])
+
+    monkeypatch.setattr(debugger.linux, "thread", thread)
+    assert debugger._responds(responded) is responds
+
+
 class Tracing:
     """A debugger, as far as needed here."""
 

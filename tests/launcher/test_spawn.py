@@ -106,7 +106,7 @@ def test_after_torch_has_used_threads() -> None:
             torch.ones(4_000_000).exp().sum()
             return torch.get_num_threads()
 
-        assert spawn(work, 2, timeout=60, fresh=False) == [2, 2]
+        assert spawn(work, 2, timeout=240, fresh=False) == [2, 2]
     finally:
         torch.set_num_threads(before)
 
@@ -131,7 +131,7 @@ def test_an_exception_is_raised_with_its_rank_and_traceback() -> None:
     begin = time.monotonic()
     with pytest.raises(RankError, match=r"rank 2 of 4: ValueError: a broken sample") as caught:
         spawn(fail, 4)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 200  # and not the 1,000 s of the others
     assert caught.value.rank == 2
     assert 'raise ValueError("a broken sample")' in caught.value.traceback
     assert "spawn_server.py" not in caught.value.traceback
@@ -292,8 +292,8 @@ def late() -> None:
 
 def test_a_timeout_names_who_was_late_and_where() -> None:
     with pytest.raises(LaunchError) as raised:
-        module.spawn(late, 3, timeout=10)
-    assert raised.value.what == "ranks 0-2 of 3 had not ended after 10 s, and were stopped"
+        module.spawn(late, 3, timeout=20)
+    assert raised.value.what == "ranks 0-2 of 3 had not ended after 20 s, and were stopped"
     verdict, *places = raised.value.details
     assert "rank 1 is sleeping at test_spawn.py" in verdict
     assert "the other 2 wait for it" in verdict
@@ -351,7 +351,7 @@ def test_init_inside() -> None:
         group = phalanx.init()
         return group.rank, group.world_size, group.sum(group.rank + 1)
 
-    assert spawn(total, 3, timeout=60) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+    assert spawn(total, 3, timeout=240) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
 
 
 def test_beside_a_running_event_loop() -> None:
@@ -373,7 +373,7 @@ def test_workers_of_a_data_loader() -> None:
         data = torch.utils.data.TensorDataset(torch.arange(8.0))
         return sum(float(batch.sum()) for (batch,) in torch.utils.data.DataLoader(data, batch_size=2, num_workers=1))
 
-    assert spawn(total, 2, timeout=60) == [28.0, 28.0]
+    assert spawn(total, 2, timeout=240) == [28.0, 28.0]
 
 
 def test_a_manager_of_the_caller() -> None:

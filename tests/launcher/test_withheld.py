@@ -84,7 +84,12 @@ def test_it_is_shown_if_the_process_does_not_end(tmp_path: Path) -> None:
 def test_a_usage_error_is_kept_back_for_a_moment_and_help_is_not(tmp_path: Path) -> None:
     one = Withheld(str(tmp_path / "none"))
     assert one.feed(b"hello\n" + USAGE + b"bye\n", 0.0) == b"hello\nbye\n"
-    assert one.overdue(USAGE_DELAY) == USAGE
+    assert one.overdue(DELAY - 0.1) == b""  # its process exits, which may take seconds
+    assert one.overdue(DELAY) == USAGE
+    begun = Withheld(str(tmp_path / "none"))
+    usage = USAGE.splitlines(keepends=True)[0]
+    assert begun.feed(usage, 0.0) == b""
+    assert begun.overdue(USAGE_DELAY) == usage  # no error follows
     text = b"usage: a.py [-h]\n\noptions:\n  -h, --help\n"
     assert Withheld(str(tmp_path / "none")).feed(text, 0.0) == text
 

@@ -175,7 +175,7 @@ def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_firs
 
 def test_a_spare_worker_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
     """It exists before it is needed: the rank that it replaces is stopped, and detected after a while."""
-    done = trained(tmp_path, 2, [3, 1, "stop"], options=("--spares", "1", "--worker-timeout", "3s"))
+    done = trained(tmp_path, 2, [3, 1, "stop"], options=("--spares", "1", "--worker-timeout", "5s"))
     assert done.code == 0, done.err
     assert ended(tmp_path, 2)[0] == undisturbed(2)
     (folder,) = re.findall(r"output in (\S+)", done.err)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pyte
 
 from tests.kit.cli import Terminal
+from tests.kit.proc import SLOWEST
 
 LEFT = b"\x1b[?1049l"
 
@@ -71,7 +72,7 @@ class VirtualTerminal:
         seen = what if callable(what) else lambda text: re.search(what, text) is not None
         start = time.monotonic()
         while not seen(text := self.text):
-            if time.monotonic() - start > timeout or self.job.process.poll() is not None:
+            if time.monotonic() - start > timeout * SLOWEST or self.job.process.poll() is not None:
                 raise AssertionError(f"{what!r} is not to be seen:\n{text}\n--- {self.job.process.poll()}")
             time.sleep(0.02)
         return text

@@ -32,7 +32,7 @@ def test_a_killed_rank_is_named_at_once() -> None:
     assert killed == -signal.SIGKILL
     for error, seconds in (one, other):
         assert error == (PeerLost.__name__, "all_reduce: peer lost, rank 1 has ended")
-        assert seconds < 5  # 0.02 on an idle machine
+        assert seconds < LIMIT / 2  # 0.02 on an idle machine
 
 
 def test_a_rank_killed_while_it_waits_is_named_before_the_last_rank_arrives() -> None:
@@ -92,7 +92,7 @@ def test_ctrl_c_ends_a_wait_and_the_group() -> None:
     seconds, other, absent = ranks(3, body)
     os.close(over)
     os.close(tell)
-    assert seconds < 10  # 0.22 on an idle machine
+    assert seconds < LIMIT / 2  # 0.22 on an idle machine
     assert other == (GroupAborted.__name__, "barrier: the process group was aborted")
     assert absent == "!"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import socket
 import time
@@ -15,6 +16,16 @@ from phalanx.control.leader.liveness import Timing
 from phalanx.control.messages import NoteMessage
 from tests.control.parties import FAST, actor, arrival, joined, leading, port_of, speaking, until
 from tests.kit.cli import Handle
+
+
+def silence(who: str, gone: list[str]) -> int:
+    """Return the seconds that are given as the only reason of the only loss."""
+    (why,) = gone
+    found = re.fullmatch(
+        re.escape(who) + r"no message from it for (\d+) s \(--node-timeout\): link or machine is down", why
+    )
+    assert found, why
+    return int(found[1])
 
 
 @pytest.mark.parametrize(
@@ -68,22 +79,19 @@ def test_an_error_in_a_message_handler_is_reported() -> None:
 
 def test_a_stopped_member_is_reported_and_then_lost() -> None:
     async def meet() -> None:
-        async with leading(timing=FAST) as led:
+        async with leading(timing=Timing(ping=0.1, node_timeout=4.0)) as led:
             with actor("member", str(led.port), "1") as one:
                 await led.leader.wait_for_members(60)
                 one.signal(signal.SIGSTOP)
-                began = time.monotonic()
                 await until(lambda: led.ears.notes)
-                assert led.ears.notes == ["node 1 (host1) has not answered for 1 s"]
+                assert [note.partition(" for ")[0] for note in led.ears.notes] == ["node 1 (host1) has not answered"]
                 assert led.ears.gone == []
                 one.signal(signal.SIGCONT)
                 await until(lambda: len(led.ears.notes) == 2)
                 assert led.ears.notes[1] == "node 1 (host1) answers again"
                 one.signal(signal.SIGSTOP)
-                began = time.monotonic()
                 await until(lambda: led.ears.gone)
-                assert 1.3 < time.monotonic() - began < 20
-                assert led.ears.gone == ["1: no message from it for 2 s (--node-timeout): link or machine is down"]
+                assert 4 <= silence("1: ", led.ears.gone) < 20
                 assert not led.ids
                 one.signal(signal.SIGCONT)
                 await asyncio.to_thread(one.wait_for, "lost ")
@@ -174,11 +182,9 @@ def test_a_stopped_leader_is_lost_after_the_node_timeout() -> None:
         with actor("leader", "2", "1.5") as job:
             async with joined(port_of(job)) as (one, ears):
                 job.signal(signal.SIGSTOP)
-                began = time.monotonic()
                 await until(lambda: ears.gone)
-                assert 1.3 < time.monotonic() - began < 20
-                assert ears.notes[0].startswith("node 0 has not answered for 1 s")
-                assert ears.gone == ["no message from it for 2 s (--node-timeout): link or machine is down"]
+                assert ears.notes[0].startswith("node 0 has not answered for ")
+                assert 2 <= silence("", ears.gone) < 20  # rounded
                 began = time.monotonic()
                 await one.leave()
                 assert time.monotonic() - began < 15  # the leader does not answer
@@ -188,19 +194,18 @@ def test_a_stopped_leader_is_lost_after_the_node_timeout() -> None:
 
 def test_a_leader_that_was_stopped_does_not_blame_the_members() -> None:
     async def meet() -> None:
-        with actor("leader", "2", "1.5") as job:
+        with actor("leader", "2", "4") as job:
             port = port_of(job)
             async with speaking(port) as speaker:  # unlike a Member, a Speaker does not give up
                 await speaker.enter(1)
                 await asyncio.to_thread(job.wait_for, "complete")
                 job.signal(signal.SIGSTOP)
-                await asyncio.sleep(2.5)
+                await asyncio.sleep(5)
                 job.signal(signal.SIGCONT)
                 await speaker.send(NoteMessage(text="still here"))
-                await asyncio.to_thread(job.wait_for, "heard 1 Note")
-                assert "lost" not in job.out
-                # A silent member still counts as lost.
+                # A silent member still counts as lost, but only after it was heard.
                 await asyncio.to_thread(job.wait_for, "lost 1 no message")
+                assert "heard 1 Note" in job.out.partition("lost")[0]
 
     asyncio.run(meet())
 

@@ -98,7 +98,7 @@ class Node:
         """Same, to its end. Fails if a leftover process keeps its output open."""
         with self.start(*args, words=words, home=home, **options) as job:
             code = job.wait(timeout)
-            assert job.drained(2), (
+            assert job.drained(), (
                 f"{job.process.args!r} ended, but its output is held open; on the node: {self.processes()}"
             )
             seconds = (job.ended or job.started) - job.started

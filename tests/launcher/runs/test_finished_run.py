@@ -15,7 +15,7 @@ from phalanx.contract import events
 from phalanx.launcher.runs import event_cursor, finished_run, run_folder
 from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
 from phalanx.launcher.viewers import views
-from tests.launcher.viewers.nodes import play, received
+from tests.launcher.viewers.nodes import play, received, until
 
 
 def test_parts_are_bounded_and_in_the_order_of_time(tmp_path: Path, monkeypatch: Any) -> None:
@@ -132,14 +132,15 @@ def test_a_run_of_another_host_is_followed_on_a_shared_disk(tmp_path: Path, monk
     async def work() -> None:
         folder.event(events.NoteEvent(time=1.0, text="one"))
         source = views.of(record)
-        receiving = asyncio.create_task(received(source))
+        seen: list[str] = []
+        receiving = asyncio.create_task(received(source, found=seen))
         with open(tmp_path / "events.jsonl", "ab", buffering=0) as file:
             for piece in (line[:20], line[20:]):
                 await asyncio.sleep(0.1)
                 file.write(piece)
         assert source.alive
         folder.sample(events.ClusterSample(time=3.0, seconds=1.0))
-        await asyncio.sleep(0.1)
+        await until(lambda: "S" in seen)
         folder.event(events.RunEnded(time=4.0, code=0, seconds=3.0))
         folder.ended(0)
         assert await receiving == ["one", "in two pieces", "S", "end"]

@@ -103,15 +103,15 @@ async def nodes(folder: Path, count: int = 1) -> AsyncIterator[list[Node]]:
 
 def play(work: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await work()
 
     asyncio.run(bounded())
 
 
-async def received(source: Any, *, until: str = "") -> list[str]:
-    """The notes, in order; S: a sample."""
-    found: list[str] = []
+async def received(source: Any, *, until: str = "", found: list[str] | None = None) -> list[str]:
+    """The notes, in order; S: a sample. `found` has those so far."""
+    found = [] if found is None else found
     async for event in source.events():
         found.append(
             event.text

@@ -108,11 +108,12 @@ def test_silent_connections_do_not_block_the_control_socket(tmp_path: Path) -> N
 def test_a_viewer_reconnects_without_duplicate_events(tmp_path: Path) -> None:
     async def work() -> None:
         async with nodes(tmp_path) as (node,):
-            receiving = asyncio.create_task(received(views.of(node.record)))
+            seen: list[str] = []
+            receiving = asyncio.create_task(received(views.of(node.record), found=seen))
             for number in range(3):
                 await until(lambda: bool(node.server._viewers))
                 node.note(f"before {number}")
-                await asyncio.sleep(0.05)
+                await until(lambda word=f"before {number}": word in seen)  # type: ignore[misc]
                 node.server._drop_all()
                 node.note(f"meanwhile {number}")
             await until(lambda: bool(node.server._viewers))
@@ -127,10 +128,11 @@ def test_a_disconnected_viewer_reads_the_rest_from_the_files(tmp_path: Path) -> 
     async def work() -> None:
         async with nodes(tmp_path) as (node,):
             source = views.of(node.record)
-            receiving = asyncio.create_task(received(source))
+            seen: list[str] = []
+            receiving = asyncio.create_task(received(source, found=seen))
             await until(lambda: bool(node.server._viewers))
             node.note("heard")
-            await asyncio.sleep(0.1)
+            await until(lambda: "heard" in seen)
             os.unlink(os.path.join(node.folder.path, "control"))
             node.server.close()
             node.note("missed")

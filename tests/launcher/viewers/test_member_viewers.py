@@ -15,7 +15,7 @@ from phalanx.launcher.ipc.control_messages import SearchReply
 from phalanx.launcher.ipc.node_rpc import RequestHandler
 from phalanx.launcher.viewers import event_server, log_queries, views
 from phalanx.watch.source import SearchResult
-from tests.launcher.viewers.nodes import nodes, play, received, until
+from tests.launcher.viewers.nodes import Node, nodes, play, received, until
 
 
 def replies(content: bytes | None) -> RequestHandler:
@@ -97,12 +97,12 @@ def test_a_member_that_was_stopped_receives_what_it_missed(tmp_path: Path, monke
 
     async def work() -> None:
         async with nodes(tmp_path, 2) as (leader, one):
-            receiving = asyncio.create_task(received(views.of(one.record)))
+            seen: list[str] = []
+            receiving = asyncio.create_task(received(views.of(one.record), found=seen))
             await until(lambda: 1 in leader.server._members and bool(one.server._leader))
             leader.server._members.clear()  # it was stopped for longer than its subscription is valid
             leader.note("missed")
-            await until(lambda: 1 in leader.server._members)
-            await asyncio.sleep(0.3)
+            await until(lambda: 1 in leader.server._members and "missed" in seen)
             leader.server.end(0, 1.0)
             assert await receiving == ["begins", "missed", "end"]
 
@@ -114,17 +114,18 @@ def test_the_stream_continues_after_a_failover(tmp_path: Path, monkeypatch: Any)
 
     async def work() -> None:
         async with nodes(tmp_path, 3) as (leader, heir, other):
-            receiving = [asyncio.create_task(received(views.of(node.record))) for node in (heir, other)]
+            seen: dict[Node, list[str]] = {heir: [], other: []}
+            receiving = [asyncio.create_task(received(views.of(node.record), found=seen[node])) for node in seen]
             await until(lambda: len(leader.server._members) == 2)
             await until(lambda: all(not caller._held for node in (heir, other) for caller in node.server._viewers))
             leader.note("the last of the first")
-            await asyncio.sleep(0.1)
+            await until(lambda: all("the last of the first" in words for words in seen.values()))
             heir.leads, heir.leader, other.leader = True, heir, heir
             leader.others, heir.others = {}, {2: other}
             heir.note("the first of the second")
             await until(lambda: 2 in heir.server._members)
             heir.note("and more")
-            await asyncio.sleep(0.3)
+            await until(lambda: all("and more" in words for words in seen.values()))
             heir.server.end(0, 1.0)
             for task in receiving:
                 told = await task
@@ -145,10 +146,11 @@ def test_a_node_that_has_not_joined_shows_its_own_events(tmp_path: Path, monkeyp
         async with nodes(tmp_path, 2) as (leader, node):
             node.all_joined = False
             leader.note("long ago")
-            receiving = asyncio.create_task(received(views.of(node.record)))
+            seen: list[str] = []
+            receiving = asyncio.create_task(received(views.of(node.record), found=seen))
             await until(lambda: bool(node.server._viewers))
             node.note("waits for node 0")
-            await asyncio.sleep(0.1)
+            await until(lambda: "waits for node 0" in seen)
             node.all_joined = True
             await until(lambda: bool(leader.server._members))
             leader.server.end(0, 1.0)

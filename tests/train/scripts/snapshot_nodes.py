@@ -116,7 +116,7 @@ def play(nodes: Nodes, names: list[str], how: str, act: Callable[[Rank], Any]) -
         finally:
             rank.close()
 
-    return phalanx.spawn(body, ranks=sum(map(len, nodes)), timeout=60)
+    return phalanx.spawn(body, ranks=sum(map(len, nodes)), timeout=240)
 
 
 def main() -> None:

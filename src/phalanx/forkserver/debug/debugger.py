@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import _thread
+import os
 import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from .. import log, thread_frames
+from .. import linux, log, thread_frames
 from . import breakpoints, terminal
 from .terminal import Send, TerminalStream
 
 SIGNAL = signal.SIGRTMIN + 8  # makes the main thread enter the debugger
 
 _RESPONSE_TIMEOUT = 1.0  # seconds for the main thread to respond; else it is in native code
+_LONGEST_RESPONSE = 4.0  # the same if it gets no core; the agent waits longer
+_RESPONSE_INTERVAL = 0.1  # seconds between two checks whether it had a core
 _TURN_TIMEOUT = 0.2  # seconds for a session that is just ending
 _UNAVAILABLE = (
     "step",
@@ -84,7 +88,7 @@ def attach(sock: socket.socket, answer: Answer) -> None:
         responded.acquire()
         _callers.append((sock, responded))
         signal.pthread_kill(terminal.main(), SIGNAL)
-        stopped = responded.acquire(timeout=_RESPONSE_TIMEOUT) or not _withdraw()
+        stopped = _responds(responded) or not _withdraw()
     except Exception as error:  # the main thread has ended, or pdb is not Python's
         log.swallowed("forkserver.debug.debugger")
         _withdraw()
@@ -107,6 +111,23 @@ def _withdraw() -> bool:
     return True
 
 
+def _responds(responded: Any) -> bool:
+    """Return whether the main thread responds. Time in which it waits for a core does not count: on a busy machine that
+    may be seconds.
+    """
+    begun, had = time.monotonic(), 0.0
+    while had < _RESPONSE_TIMEOUT and time.monotonic() - begun < _LONGEST_RESPONSE:
+        before = linux.thread(os.getpid())
+        if responded.acquire(timeout=_RESPONSE_INTERVAL):
+            return True
+        after = linux.thread(os.getpid())
+        if before is None or after is None or after[0]:  # asleep: its signal would have woken it
+            had += _RESPONSE_INTERVAL
+        else:
+            had += after[1] - before[1]
+    return False
+
+
 def interrupt(answer: Answer) -> None:
     """Handle Ctrl-C at the terminal of a debugger. Runs in a separate thread."""
     session = terminal.session()
@@ -117,7 +138,7 @@ def interrupt(answer: Answer) -> None:
     responded.acquire()
     _interrupts.append(responded)
     signal.pthread_kill(terminal.main(), SIGNAL)
-    answer({"came": responded.acquire(timeout=_RESPONSE_TIMEOUT)})
+    answer({"came": _responds(responded)})
 
 
 def _on_signal(_: int, frame: FrameType | None) -> None:

@@ -33,7 +33,7 @@ from phalanx.launcher.workers.worker import Worker
 if TYPE_CHECKING:  # a run on one node does not need it
     from phalanx.launcher.rendezvous_config import AttachFrom
 
-_PROBE_TIMEOUT = 5.0  # seconds for a rank: its probe thread answers at once, unless the GIL is held
+_PROBE_TIMEOUT = 8.0  # seconds for a rank: its probe thread answers in 4 s, unless the GIL is held
 _DEBUGPY = "debugpy"
 _CHECK_INTERVAL = 1.0  # seconds between two checks whether the other end of a stream still exists
 _NO_TOKEN = (

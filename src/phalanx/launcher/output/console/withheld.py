@@ -21,8 +21,8 @@ from collections.abc import Callable
 from phalanx.launcher.output.console.line_model import plain
 from phalanx.launcher.output.console.noise import Noise
 
-DELAY = 10.0  # seconds that a traceback may wait
-USAGE_DELAY = 2.0  # seconds that a usage message may wait for its process to exit
+DELAY = 10.0  # seconds that a traceback or a usage error may wait: a process needs seconds to exit on a busy machine
+USAGE_DELAY = 2.0  # seconds that a usage message may wait for its error
 _MOST_USAGE = 100  # lines of a usage message
 _MOST_NOISE = 2000  # lines of torch and NCCL
 
@@ -121,7 +121,7 @@ class Withheld:
     def _next(self, line: bytes, now: float) -> bytes:
         text = self._plain(line)
         if self._usage:
-            return self._next_of_usage(line, text)
+            return self._next_of_usage(line, text, now)
         if 0 < self._found < len(self._expected):
             if text != self._expected[self._found]:
                 return self._release(self._over) + line
@@ -156,10 +156,10 @@ class Withheld:
             self._noise_due = now + DELAY
         return self._release_noise() if len(self._noise_held) > _MOST_NOISE else b""
 
-    def _next_of_usage(self, line: bytes, text: str) -> bytes:
+    def _next_of_usage(self, line: bytes, text: str, now: float) -> bytes:
         self._held.append(line)
         if _USAGE_ERROR.match(text):
-            self._usage = False  # complete
+            self._usage, self._due = False, now + DELAY  # complete
             if self._over == "dropped":
                 self._held, self._due = [], None
         elif (text and not text.startswith(" ")) or len(self._held) > _MOST_USAGE:
