@@ -102,11 +102,11 @@ def test_packages_of_the_contributing_page_exist() -> None:
     assert [name for name in named if not (there / name).is_dir() and not (ROOT / name).is_dir()] == []
 
 
-def test_no_public_class_name_is_used_twice() -> None:
+def test_no_class_name_is_used_twice() -> None:
     places: dict[str, list[str]] = {}
     for path in (ROOT / "src/phalanx").rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert len(places) > 500
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -113,7 +113,7 @@ def test_a_file_truncated_while_it_is_read_raises(tmp_path: Path) -> None:
     path = tmp_path / "step-000000000001"
     folder = Folder(str(tmp_path))
     contents = loading.contents(folder.info(path.name), folder.manifest(path.name))
-    file = loading._File(str(path), contents.tables[0])
+    file = loading._TensorFile(str(path), contents.tables[0])
     empty(path / "rank-00000.safetensors")
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: is truncated"):
         file.checksum(0, 8)

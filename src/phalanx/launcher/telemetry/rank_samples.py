@@ -71,7 +71,7 @@ def place(text: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _SampledSpan:
     """A span of tenths of a second by the wall clock."""
 
     first: int
@@ -131,7 +131,7 @@ class RankSampleBuilder:
         ticks = tick - self._until if self._until is not None else TENTHS
         first = tick - min(ticks if ticks >= 0 else TENTHS, _LONGEST)  # negative: the clock was changed
         self._until, self.seconds = tick, (tick - first) / TENTHS
-        span = _Span(first, tick, reading.now, reading.wall - reading.now)
+        span = _SampledSpan(first, tick, reading.now, reading.wall - reading.now)
         workers = {each.worker.seat.rank: each for each in _of_ranks(reading, ranks)}
         self._history = {each.name: self._history.get(each.name, _WorkerHistory()) for each in workers.values()}
         return tuple(self._sample(each, span) for _, each in sorted(workers.items()))
@@ -150,7 +150,7 @@ class RankSampleBuilder:
         }
         return tuple(info for _, info in sorted(found.items()))
 
-    def _sample(self, reading: WorkerReading, span: _Span) -> RankSample:
+    def _sample(self, reading: WorkerReading, span: _SampledSpan) -> RankSample:
         worker, status, stats, gpu = reading.worker, reading.status, reading.stats, reading.gpu
         rank, history = worker.seat.rank, self._history[reading.name]
         since, until = span.first / TENTHS - span.ahead, span.last / TENTHS - span.ahead

@@ -94,7 +94,7 @@ def differences(path: str, tables: Sequence[Table], *, signed: bool = False) -> 
     for table in tables:
         where = f"{os.path.basename(path)}/{table.file}"
         try:
-            with _File(path, table) as file:
+            with _TensorFile(path, table) as file:
                 if file.checksum(0, table.header) != table.header_checksum:
                     found.append(f"{where}: the header was changed")
                 found += [
@@ -116,7 +116,7 @@ def read(contents: Contents, targets: Tensors) -> None:
     planner, planned = _planned(contents.tables, targets)
     with torch.no_grad():
         for table, items in planned:
-            with _File(contents.path, table) as file:
+            with _TensorFile(contents.path, table) as file:
                 for piece, item in items:
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(file.box(piece, item.storage_offsets, item.lengths))
@@ -159,7 +159,7 @@ def _metadata(tables: Sequence[Table]) -> Metadata:
     return Metadata(found, storage_data=places)
 
 
-class _File:
+class _TensorFile:
     """A file of tensors. It is read, not mapped: an I/O error of a mapped file would be a SIGBUS."""
 
     def __init__(self, path: str, table: Table) -> None:
@@ -174,7 +174,7 @@ class _File:
             self._file.close()
             raise CheckpointError(f"{self._name}: has {size:,} bytes, {table.size:,} were written")
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> _TensorFile:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,15 +1,13 @@
 """The report of a run: one HTML file that needs neither scripts nor a network. Pure.
 
-All text of the run is untrusted: it is escaped,
-and what looks like a secret is masked. A content security policy forbids the browser to fetch anything and to run
-other scripts.
+All text of the run is untrusted: it is escaped, and what looks like a secret is masked. A content security policy
+forbids the browser to fetch anything and to run other scripts.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
 from html import escape
 
 from phalanx.watch.charts import formatting, svg, timeline
@@ -17,6 +15,7 @@ from phalanx.watch.charts.formatting import seconds
 from phalanx.watch.html import comparison, masking, metadata_facts, stylesheet
 from phalanx.watch.html.comparison import ComparedRun
 from phalanx.watch.html.markup import Html, content_policy, facts, folded, joined, pre, table, tag
+from phalanx.watch.html.report_context import ReportContext
 from phalanx.watch.model.incidents import Incident, Incidents
 from phalanx.watch.model.rank import RankView
 from phalanx.watch.model.run_model import RunModel
@@ -36,44 +35,6 @@ _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)  # without a type: no
 _CONTROL = re.compile(
     r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])"
 )  # terminal escape sequences
-
-
-@dataclass(frozen=True)
-class StallEvidence:
-    """A stall: its verdicts and the stacks of all ranks."""
-
-    texts: tuple[str, ...]  # verdicts with their evidence
-    stacks: str = ""
-
-
-@dataclass(frozen=True)
-class ReportTail:
-    """The end of the output of a rank."""
-
-    rank: int
-    stream: str
-    text: str
-    whole: int  # bytes of the whole file
-
-
-@dataclass(frozen=True)
-class ReportContext:
-    """Data for the report that the events of a run do not contain."""
-
-    run: str
-    state: str  # as in `phalanx ps`
-    command: tuple[str, ...]
-    version: str  # of phalanx
-    made: float
-    host: str = ""
-    cwd: str = ""
-    folder: str = ""
-    started: float = 0.0
-    first: str = ""  # the root cause in one line
-    cause: str = ""  # the root cause in full
-    stalls: tuple[StallEvidence, ...] = ()
-    tails: tuple[ReportTail, ...] = ()
-    with_logs: bool = True
 
 
 def html(context: ReportContext, model: RunModel, run: ComparedRun, incidents: Incidents, *, page: str = "") -> str:

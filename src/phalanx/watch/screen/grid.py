@@ -30,7 +30,7 @@ class _Column:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _GridLayout:
     columns: list[_Column]
     bar: int  # cells
     place: int
@@ -69,7 +69,7 @@ def _rendezvous(model: RunModel, width: int) -> list[Line]:
     return [text.clip(line, width) for line in (*lines, [(f"   {text.clean(model.run.rendezvous.text)}", "dim")])]
 
 
-def _layout(views: list[RankView], width: int) -> _Layout:
+def _layout(views: list[RankView], width: int) -> _GridLayout:
     """Choose the columns that fit."""
     hosts, nodes = {view.location.host for view in views}, {view.location.node for view in views}
     named = len(hosts) == len(nodes)  # otherwise several nodes are on one host: show numbers
@@ -104,15 +104,15 @@ def _layout(views: list[RankView], width: int) -> _Layout:
     free = room - _sum(columns) - 1
     if free - _PLACE - 1 >= len(_TITLES[1]):  # room for both
         bar = min(free - _PLACE - 1, _BAR[1])
-        return _Layout(columns, bar, free - bar - 1)
-    return _Layout(columns, min(free, _BAR[1]) if free >= _BAR[0] else 0, 0)
+        return _GridLayout(columns, bar, free - bar - 1)
+    return _GridLayout(columns, min(free, _BAR[1]) if free >= _BAR[0] else 0, 0)
 
 
 def _sum(columns: list[_Column]) -> int:
     return sum(column.width + 1 for column in columns) - 1
 
 
-def _row(view: RankView, layout: _Layout, canvas: Canvas, *, chosen: bool) -> Line:
+def _row(view: RankView, layout: _GridLayout, canvas: Canvas, *, chosen: bool) -> Line:
     signs = canvas.signs
     style = HEALTH_STYLES.get(view.health, "")
     plain = (

@@ -22,7 +22,7 @@ from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.version import __version__
 from phalanx.watch.html import masking, report
 from phalanx.watch.html.comparison import ComparedRunBuilder
-from phalanx.watch.html.report import ReportContext, ReportTail, StallEvidence
+from phalanx.watch.html.report_context import ReportContext, ReportTail, StallEvidence
 from phalanx.watch.model.incidents import Incidents
 from phalanx.watch.model.run_model import RunModel
 from phalanx.watch.model.series.strip import TICK
