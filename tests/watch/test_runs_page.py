@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 from collections.abc import AsyncIterator
@@ -16,6 +17,8 @@ from aiohttp import web
 from playwright.async_api import Page
 
 from benchmarks.common.browser import wait_for
+from phalanx.contract import events
+from phalanx.forkserver import linux
 from phalanx.launcher.viewers.run_list import LocalRunList
 from phalanx.watch.model import simulation
 from phalanx.watch.page import address
@@ -24,7 +27,7 @@ from phalanx.watch.page.runs_server import RunsServer
 from tests.kit.cli import start
 from tests.watch.browser_stage import Stage, is_, stage
 from tests.watch.fake_source import KEY, opened
-from tests.watch.finished_run import home, left
+from tests.watch.finished_run import home, left, record_at
 from tests.watch.test_run_list import described
 
 __all__ = ["stage"]
@@ -124,6 +127,29 @@ def test_list_filter_compare_open_and_delete(stage: Stage, tmp_path: Path) -> No
                     assert (home() / "runs" / "third").exists()
             await wait_for(page, "document.querySelectorAll('#rows tr').length === 2")
             assert not (home() / "runs" / "third").exists()
+
+    stage.play(act())
+
+
+def test_a_comparison_shows_how_a_live_run_ended(stage: Stage) -> None:
+    left("first", simulation.run(2, 30))
+    happened = list(simulation.run(2, 30))
+    live = left("live", happened[:-1], code=None)
+    pid = os.getpid()
+    record_at(live, pid=pid, pid_started=linux.start_time(pid))
+    state = "document.querySelector('#facts tbody tr').textContent"
+
+    async def act() -> None:
+        async with looked_at(stage) as page:
+            for name in ("first", "live"):
+                await page.click(f"tr:has-text('{name}') input")
+            assert await page.evaluate("document.getElementById('delete').disabled")  # one of them is running
+            await page.click("#compare")
+            await wait_for(page, f"{state}.includes('running')")
+            with open(f"{live.folder}/events.jsonl", "ab") as file:
+                file.write(events.encode(happened[-1]))
+            record_at(live, ended=happened[-1].time, code=0)
+            await is_(page, state, "statedonedone")
 
     stage.play(act())
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import RandomSampler
 
-from phalanx.train.misuse.samples import IteratedData, differ, fingerprint, has_batch, sampled
+from phalanx.train.misuse.samples import IteratedData, differ, fingerprint, has_batch, sampled, shapes
 from phalanx.worker.rendezvous.membership import Membership
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class RankComparison:
 
     def take_arguments(self, given: Any) -> None:
         """Store the arguments of the first forward of a wrapped model."""
-        self._shapes = [tuple(leaf.shape) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        self._shapes = [shape for tensor in tensors for shape in shapes(tensor)]
 
     def take_data(self, data: Any, *, drawn: int = 0) -> None:
         """Store a DataLoader of the script, or the data it reads; `drawn`: number of batches it has drawn."""

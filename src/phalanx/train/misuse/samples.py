@@ -82,13 +82,22 @@ def iterated_data() -> IteratedData | None:
     return IteratedData(iterators[0]._dataset, batches.sampler, batches.batch_size, drawn)
 
 
+def shapes(tensor: torch.Tensor) -> list[tuple[int, ...]]:
+    """Return the shape of a tensor, and if it is a view of all elements of another one, such as a batch that the script
+    has flattened, that of the other one.
+    """
+    base = tensor._base
+    found = [tuple(tensor.shape)]
+    return found if base is None or base.numel() != tensor.numel() else [*found, tuple(base.shape)]
+
+
 def has_batch(shapes: Sequence[tuple[int, ...]], batch: int, ranks: int) -> bool:
     """Return whether one of these tensors is a whole batch, of this many samples: in its first dimension, or in its
     second, as recurrent networks have it.
 
     Else the script may have taken a part for this rank. So it may have if the first dimension is as long as such a
-    part, even if the second one, such as the number of features, is as long as the batch. A batch that the script has
-    flattened into one dimension cannot be told from a part.
+    part, even if the second one, such as the number of features, is as long as the batch. A copy of a batch that the
+    script has flattened cannot be told from a part; a view can (`shapes`).
     """
     parts = (batch // ranks, -(-batch // ranks))
     return any(batch in shape[:2] and shape[0] not in parts for shape in shapes)

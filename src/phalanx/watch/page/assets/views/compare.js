@@ -13,6 +13,7 @@ export class Comparison {
   #found = null; // the answer of the server
   #charts = null;
   #asked = 0;
+  #live = false; // one of them was running when it was asked
 
   constructor(server, runs) {
     this.#server = server;
@@ -31,7 +32,7 @@ export class Comparison {
   // Called after each look at the list.
   async refresh() {
     if (!this.#keys.length || performance.now() - this.#asked < EVERY) return;
-    if (this.#entries().some((run) => run?.kind === "running")) await this.#ask();
+    if (this.#live) await this.#ask(); // once more after the end, too
   }
 
   #close() {
@@ -47,6 +48,7 @@ export class Comparison {
   async #ask() {
     const keys = this.#keys;
     this.#asked = performance.now();
+    this.#live = this.#entries().some((run) => run?.kind === "running");
     try {
       const found = await this.#server.json(`compare?runs=${keys.map(encodeURIComponent).join(",")}`);
       if (keys !== this.#keys) return; // others were chosen meanwhile
