@@ -35,6 +35,17 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
+# A rank that has raised ends after all others have: one that is late would be ended before it raises.
+TOGETHER = """
+import atexit, os, pathlib, time
+@atexit.register
+def all_have_raised():
+    here = pathlib.Path(__file__).parent
+    (here / f"raised {os.environ['RANK']}").touch()
+    while len([*here.glob("raised *")]) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
+"""
+
+
 @pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["cold", "fresh"])
 def test_the_first_cause_is_named_with_its_exception_and_frames(way: tuple[str, ...]) -> None:
     result = phalanx("run", "-g", "3", "--cpu", *way, script("boom.py"), "1")
@@ -179,9 +190,11 @@ def test_a_signal_is_not_a_reason_to_start_again() -> None:
 
 @pytest.mark.warmed
 def test_the_cause_of_an_exception_is_reported_and_every_rank_that_raised_is_counted(tmp_path: Path) -> None:
+    write(tmp_path / "together.py", TOGETHER)
     chain = write(
         tmp_path / "chain.py",
         "def inner(): import no_such_module\n"
+        "import together\n"
         "try: inner()\n"
         "except ImportError as error: raise RuntimeError('Failed to import\\nthe trainer') from error\n",
     )
@@ -208,9 +221,11 @@ def test_a_crash_shows_the_line_that_faulthandler_has_written(tmp_path: Path) ->
 
 @pytest.mark.warmed
 def test_a_typo_is_reported_once_and_not_retried_and_the_logs_have_it_whole(tmp_path: Path) -> None:
+    write(tmp_path / "together.py", TOGETHER)
     typo = write(
         tmp_path / "typo.py",
-        "import phalanx\ndef train(run):\n    learning_rate = 0.1\n    print(learning_rat)\nphalanx.main(train)\n",
+        "import phalanx, together\ndef train(run):\n    learning_rate = 0.1\n    print(learning_rat)\n"
+        "phalanx.main(train)\n",
     )
     result = phalanx("run", "-g", "3", "--cpu", typo)
     said = result.err.splitlines()[1:]
@@ -230,6 +245,7 @@ def test_an_innocent_rank_is_reported_in_one_line_and_verbose_shows_everything(t
         "import sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "print('a warning', file=sys.stderr)\n"
+        "dist.barrier()\n"
         "if dist.get_rank() == 1: raise ValueError('é ü 数\\n' + 'line\\n' * 2000)\n"
         "while True: dist.all_reduce(torch.ones(1))\n",
     )

@@ -9,14 +9,20 @@ from typing import Any
 
 from tests.kit.cli import phalanx, start
 
+# The rank that fails waits for the other one, which would be ended.
 SCRIPT = """
-import os, sys
+import os, sys, time
 rank = os.environ["RANK"]
 for step in range(3):
     print("step", step, "rank", rank)
 print("warning", rank, file=sys.stderr)
-if "--fail" in sys.argv and rank == "1":
-    raise ValueError("boom")
+if "--fail" in sys.argv:
+    if rank == "1":
+        while not os.path.exists(__file__ + ".0"):
+            time.sleep(0.01)
+        raise ValueError("boom")
+    sys.stdout.flush()
+    open(__file__ + ".0", "w").close()
 """
 
 
@@ -43,8 +49,12 @@ print("rank", rank, "attempt", attempt, "\x1b[31mred\x1b]0;title\x07", end="", f
 print("waiting", attempt, rank, file=sys.stderr, flush=True)
 while attempt == "1" and not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
-print("!")
-sys.exit(3 if attempt == "0" and rank == "1" else 0)
+print("!", flush=True)
+if attempt == "0" and rank == "1":
+    while not os.path.exists(sys.argv[1] + ".0"):  # the other rank would be ended
+        time.sleep(0.01)
+    sys.exit(3)
+open(sys.argv[1] + ".0", "w").close()
 """
 
 

@@ -227,7 +227,7 @@ def test_a_cut_connection_ends_the_run_and_names_the_host(lab: Lab, ssh: Sshd, h
     ssh.cut(node)
     assert job.wait() == 1, job.both
     assert re.search(rf"node 1 \({node.name}\): the ssh connection that started this node has ended", job.err)
-    assert not ranks(lab)
+    until(lambda: not ranks(lab), 10, "the end of all ranks")  # also of the host that was cut off
 
 
 def test_a_cut_connection_to_node_0_ends_the_run(lab: Lab, ssh: Sshd) -> None:
@@ -235,7 +235,7 @@ def test_a_cut_connection_to_node_0_ends_the_run(lab: Lab, ssh: Sshd) -> None:
     ssh.cut(lab[1])
     assert job.wait() == 255, job.both
     assert "ssh node2 has ended with 255" in job.err
-    assert not ranks(lab)
+    until(lambda: not ranks(lab), 10, "the end of all ranks")  # also of the host that was cut off
 
 
 def ranks(lab: Lab) -> list[str]:
