@@ -267,7 +267,7 @@ def test_a_warm_fork_server_serves_one_run_after_another(tmp_path: Path) -> None
         result = phalanx("run", "-g", "2", "--cpu", "main.py", cwd=str(tmp_path))
         assert result.code == 0, result.err
         assert "the warm fork server is not used: it did not answer" in result.err
-        os.kill(server, signal.SIGCONT)
+        assert phalanx("warm", "--stop").out == "1 ended\n"
     assert phalanx("warm", "--list").out == "nothing is warm\n"
     assert way(phalanx("run", "-g", "2", "--cpu", "main.py", cwd=str(tmp_path)).err) == "cold"
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -146,8 +147,8 @@ def status(path: str) -> wire.Message | None:
 
 
 def stop(path: str) -> wire.Message | None:
-    """Stop the fork server at a socket."""
-    return _ask(path, {"do": "quit"})
+    """End the fork server at a socket; one that is stopped (SIGSTOP) continues, to end as any other."""
+    return _ask(path, {"do": "quit"}, wake=True)
 
 
 def sockets(base: str) -> list[str]:
@@ -157,12 +158,14 @@ def sockets(base: str) -> list[str]:
     return [os.path.join(folder, name) for name in names if name.endswith(".sock")]
 
 
-def _ask(path: str, request: wire.Message) -> wire.Message | None:
+def _ask(path: str, request: wire.Message, *, wake: bool = False) -> wire.Message | None:
     sock = _connect(path)
     if sock is None:
         return None
     with sock, contextlib.suppress(OSError, ValueError):
         wire.send(sock, request)
+        if wake:
+            os.kill(linux.peer(sock).pid, signal.SIGCONT)
         return _answer(sock)
     return None
 
