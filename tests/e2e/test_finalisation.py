@@ -31,8 +31,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, l
     found = {}
     for kind, words in KINDS.items():
         folder = tmp_path_factory.mktemp("plain")
-        result = python(script("finalisation.py"), str(folder / "told"), *words, cwd=str(SCRIPTS))
-        found[kind] = (result.code, (folder / "told").read_text().splitlines())
+        result = python(script("finalisation.py"), str(folder / "out"), *words, cwd=str(SCRIPTS))
+        found[kind] = (result.code, (folder / "out").read_text().splitlines())
     return found
 
 
@@ -42,12 +42,12 @@ def test_everything_is_finalized(
     tmp_path: Path, way: str, kind: str, expected: dict[str, tuple[int, list[str]]]
 ) -> None:
     code, lines = expected[kind]
-    assert run(way, "finalisation.py", str(tmp_path / "told"), *KINDS[kind], cwd=str(SCRIPTS)) == code
-    told = (tmp_path / "told").read_text().splitlines()
-    assert sorted(told) == sorted(lines)
+    assert run(way, "finalisation.py", str(tmp_path / "out"), *KINDS[kind], cwd=str(SCRIPTS)) == code
+    printed = (tmp_path / "out").read_text().splitlines()
+    assert sorted(printed) == sorted(lines)
     # Python calls finalizers in the order of its collector, which depends on other objects.
     ordered = [line for line in lines if not line.startswith("del ")]
-    assert [line for line in told if not line.startswith("del ")] == ordered
+    assert [line for line in printed if not line.startswith("del ")] == ordered
     assert (tmp_path / "memory.log").read_text() == "".join(f"step {step}\n" for step in range(5))
     assert not [*tmp_path.glob("temporary*"), *tmp_path.glob("directory*")]
 
@@ -87,10 +87,10 @@ def test_files_that_nobody_closes_are_complete(tmp_path: Path, way: str, words: 
 
 @pytest.mark.smoke
 def test_what_python_itself_holds_is_finalized_too(tmp_path: Path) -> None:
-    assert run("cold", "finalisation.py", str(tmp_path / "told"), "held", cwd=str(SCRIPTS)) == 0
-    told = (tmp_path / "told").read_text().splitlines()
+    assert run("cold", "finalisation.py", str(tmp_path / "out"), "held", cwd=str(SCRIPTS)) == 0
+    printed = (tmp_path / "out").read_text().splitlines()
     for what in ("an attribute of sys", "an attribute of os", "in a context variable", "of a thread-local"):
-        assert told.count(f"del {what}") == 1
+        assert printed.count(f"del {what}") == 1
 
 
 KEPT = """

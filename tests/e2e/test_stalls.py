@@ -71,7 +71,7 @@ def folder_of(text: str) -> Path:
     return Path(re.findall(r"output in (\S+)", text)[0])
 
 
-def told(folder: Path) -> list[Any]:
+def recorded(folder: Path) -> list[Any]:
     return [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
 
 
@@ -103,9 +103,9 @@ def test_what_hangs_is_named(tmp_path: Path, kind: str) -> None:
     # It is reported at once, and as the reason of the end.
     assert done.code == 1
     assert done.err.count(first["text"]) == (3 if kind == "loop" else 2)  # again, after it has lasted long enough
-    verdicts = [event for event in told(folder) if isinstance(event, events.VerdictEvent)]
+    verdicts = [event for event in recorded(folder) if isinstance(event, events.VerdictEvent)]
     assert (verdicts[0].kind, verdicts[0].ranks, verdicts[0].text) == (expected, ranks, first["text"])
-    assert any(isinstance(event, events.Stalled) and event.folder == str(stall) for event in told(folder))
+    assert any(isinstance(event, events.Stalled) and event.folder == str(stall) for event in recorded(folder))
     assert sorted(path.name for path in stall.iterdir()) == ["evidence.json", "stacks.txt", "verdict.json"]
     if kind not in ("stopped", "absent"):  # stacks of a stopped process need py-spy
         assert f'hang.py", line {marked(kind)} in ' in (stall / "stacks.txt").read_text()
@@ -152,7 +152,7 @@ def test_a_stall_that_ends_by_itself_is_reported_too(tmp_path: Path) -> None:
     assert "rank 2 is sleeping" in done.err
     assert "the run resumed after" in done.err
     assert "the run was stalled when it ended" not in done.err
-    kinds = [type(event).__name__ for event in told(folder_of(done.err))]
+    kinds = [type(event).__name__ for event in recorded(folder_of(done.err))]
     assert kinds.index("Stalled") < kinds.index("VerdictEvent") < kinds.index("Resumed")
 
 
@@ -177,7 +177,7 @@ def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
     done = phalanx(*words("once", tmp_path, "--on-hang", "kill", "--max-restarts", "1"))
     assert done.code == 0, done.err
     assert "rank 2 stalled: SIGKILL (--on-hang kill)" in done.err
-    ended = [event for event in told(folder_of(done.err)) if isinstance(event, events.WorkerExited)]
+    ended = [event for event in recorded(folder_of(done.err)) if isinstance(event, events.WorkerExited)]
     assert [event.code for event in ended if event.rank == 2] == [-signal.SIGKILL, 0]
 
 

@@ -63,7 +63,7 @@ def listen(*links: SshLink, patience: float = 20) -> Received:
 
 
 def test_words_survive_the_way() -> None:
-    told = NodeSpec(
+    spec = NodeSpec(
         node=1,
         nodes=2,
         token="ab" * 32,
@@ -77,13 +77,13 @@ def test_words_survive_the_way() -> None:
         host=None,
         port=0,
     )
-    for word in (told, Go(addresses=("10.0.0.1", "fd00::1"), port=4), Signal(number=2)):
+    for word in (spec, Go(addresses=("10.0.0.1", "fd00::1"), port=4), Signal(number=2)):
         line = node_spec.encode(word)
         assert line.count(b"\n") == 1
         assert node_spec.to_node(line) == word
     assert node_spec.from_node(node_spec.encode(NodeRefused(what="no"))) == NodeRefused(what="no")
     with pytest.raises(ValueError, match="order"):
-        node_spec.from_node(node_spec.encode(told))
+        node_spec.from_node(node_spec.encode(spec))
 
 
 @pytest.mark.parametrize(

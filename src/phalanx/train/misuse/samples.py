@@ -88,7 +88,7 @@ def has_batch(shapes: Sequence[tuple[int, ...]], batch: int, ranks: int) -> bool
 
     Else the script may have taken a part for this rank. So it may have if the first dimension is as long as such a
     part, even if the second one, such as the number of features, is as long as the batch. A batch that the script has
-    flattened into one dimension cannot be told from a part.
+    flattened into one dimension cannot be distinguished from a part.
     """
     parts = (batch // ranks, -(-batch // ranks))
     return any(batch in shape[:2] and shape[0] not in parts for shape in shapes)
