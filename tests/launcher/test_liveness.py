@@ -44,16 +44,16 @@ def looks(found: Liveness, *states: tuple[str, int]) -> str:
 )
 def test_a_process_that_does_not_answer(timeout: float, states: list[tuple[str, int]], why: str) -> None:
     found = Liveness(timeout)
-    found.heard()
+    found.record_answer()
     assert looks(found, *states) == why
 
 
 def test_imports_may_take_any_time_and_an_answer_counts() -> None:
     found = Liveness(60.0)
     assert looks(found, ("computes", 1000)) == ""
-    found.heard()
+    found.record_answer()
     assert looks(found, ("computes", 60)) == ""
-    found.heard()
+    found.record_answer()
     assert looks(found, ("computes", 60)) == ""
 
 

@@ -232,7 +232,7 @@ def test_a_stall_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_message_in_parts_does_not_block() -> None:
-    messages = [{"is": "answer", "text": "x" * 1000}, {"is": "heard"}]
+    messages = [{"is": "answer", "text": "x" * 1000}, {"is": "received"}]
     left, right = socket.socketpair()
     with left, right:
         for message in messages:

@@ -107,5 +107,5 @@ def test_an_agent_that_does_not_read_delays_no_rank() -> None:
         for step in range(10_000):
             channel.send_nowait(words.MeasuredStep(step=step, values={"loss": 0.5}))
         channel.send_nowait(words.MeasuredStep(step=0, values={"\udc80": 0.5}))  # no text at all
-        heard = words.from_worker.decode(theirs.recv(encoding.PACKET_LIMIT))
-    assert heard == words.MeasuredStep(step=0, values={"loss": 0.5})
+        received = words.from_worker.decode(theirs.recv(encoding.PACKET_LIMIT))
+    assert received == words.MeasuredStep(step=0, values={"loss": 0.5})

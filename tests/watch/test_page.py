@@ -61,10 +61,10 @@ def test_the_key_goes_from_the_address_bar_and_is_not_needed_again(stage: Stage)
 
 def test_another_server_on_this_host_is_not_sent_the_cookie(stage: Stage) -> None:
     """Browsers send the cookies of a host to all its ports, and another user may listen there."""
-    heard: list[str] = []
+    requests: list[str] = []
 
     async def other(request: web.BaseRequest) -> web.StreamResponse:
-        heard.append(f"{request.headers.get('Cookie', '')} {request.headers.get('Referer', '')}")
+        requests.append(f"{request.headers.get('Cookie', '')} {request.headers.get('Referer', '')}")
         return web.Response(text="<p>come in", content_type="text/html")
 
     async def act() -> None:
@@ -81,8 +81,8 @@ def test_another_server_on_this_host_is_not_sent_the_cookie(stage: Stage) -> Non
                 await is_(page, "document.getElementById('name').textContent", "train-simulated")
         finally:
             await runner.cleanup()
-        assert heard
-        assert not any("phalanx" in verdict for verdict in heard), heard
+        assert requests
+        assert not any("phalanx" in request for request in requests), requests
 
     stage.run(act())
 

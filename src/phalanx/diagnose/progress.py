@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from phalanx.diagnose.evidence import Phase
-from phalanx.diagnose.rank_state import LONGER, UNHEARD
+from phalanx.diagnose.rank_state import LONGER, SILENT_AFTER
 
 STALL_AFTER = 30.0
 AGAIN = 600.0  # seconds after which a lasting stall is reported again
@@ -209,4 +209,4 @@ class ProgressWatch:
 
 
 def _waits(reading: Reading) -> bool:
-    return reading.waiting and reading.silent < UNHEARD
+    return reading.waiting and reading.silent < SILENT_AFTER

@@ -129,14 +129,14 @@ def test_a_disconnected_viewer_reads_the_rest_from_the_files(tmp_path: Path) -> 
             source = views.of(node.record)
             receiving = asyncio.create_task(received(source))
             await until(lambda: bool(node.server._viewers))
-            node.note("heard")
+            node.note("received")
             await asyncio.sleep(0.1)
             os.unlink(os.path.join(node.folder.path, "control"))
             node.server.close()
             node.note("missed")
             node.folder.event(events.RunEnded(time=time.time(), code=1, seconds=1.0))
             node.folder.ended(1)
-            assert await receiving == ["begins", "heard", "missed", "end"]
+            assert await receiving == ["begins", "received", "missed", "end"]
 
     run_async(work)
 
