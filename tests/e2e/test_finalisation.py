@@ -93,6 +93,35 @@ def test_what_python_itself_holds_is_finalized_too(tmp_path: Path) -> None:
         assert printed.count(f"del {what}") == 1
 
 
+# C code prints after Python's end: what is in a buffer of C is written by exit().
+LATE = """
+import ctypes, sys, torch
+libc, api = ctypes.CDLL(None), ctypes.pythonapi
+libc.fdopen.restype = ctypes.c_void_p
+file = ctypes.c_void_p(libc.fdopen(2, b"w"))
+if "nanobind" in sys.argv:
+    state, known = api.PyInterpreterState_Get, api.PyInterpreterState_GetDict
+    state.restype = known.restype = ctypes.c_void_p
+    known.argtypes = (ctypes.c_void_p,)
+    ctypes.cast(known(state()), ctypes.py_object).value["__nb_internals_test"] = None
+class Last:
+    def __del__(self, stderr=sys.stderr): print("a finalizer", file=stderr)
+last = Last()
+libc.fputs(b"nanobind: leaked 4 instances!\\n", file)
+"""
+
+
+@pytest.mark.parametrize(("words", "shown"), [((), True), (("nanobind",), False)], ids=["C code", "nanobind"])
+def test_only_reports_of_nanobind_about_kept_modules_are_hidden(
+    tmp_path: Path, words: tuple[str, ...], shown: bool
+) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    done = phalanx("run", "-g", "1", "--cpu", "late.py", *words, cwd=str(tmp_path))
+    assert done.code == 0, done.err
+    assert "a finalizer" in done.err
+    assert ("leaked 4 instances" in done.err) == shown
+
+
 KEPT = """
 import os, sys, threading
 class Tee:
