@@ -408,5 +408,10 @@ def test_whether_another_try_can_succeed(text: str, is_permanent: bool, is_raise
 
 def test_what_follows_ctrl_c_is_not_reported() -> None:
     assert stopped_by_signal("Traceback (most recent call last):\n  …\nKeyboardInterrupt\n")
+    in_c = "RuntimeError: Cannot extract tensors from value: KeyboardInterrupt: <EMPTY MESSAGE>\n\nAt:\n  a.py(3): f\n"
+    assert stopped_by_signal(f"Traceback (most recent call last):\n  …\n{in_c}\n")
+    assert not stopped_by_signal(
+        f"Traceback …\n  …\n{in_c}\nDuring handling …\n\nTraceback …\n  …\nOSError: disk full\n"
+    )
     assert stopped_by_signal(f"Traceback (most recent call last):\n  …\n{LOST}\n")
     assert not stopped_by_signal("KeyboardInterrupt\n\nDuring handling …\n\nTraceback …\n  …\nOSError: disk full\n")
