@@ -1,8 +1,8 @@
-"""python examples/digits.py, or phalanx run -g 2 examples/digits.py, torchrun, srun, mpirun: the same script
+"""Train on handwritten digits, on any number of ranks.
 
-What digits_plain.py does, on as many ranks as there are; `diff` shows the few lines that make it so. With
-`--checkpoints DIR` before the script, a killed run resumes where it was, on any number of ranks.
-`phalanx demo` trains with a copy of this file.
+Run it with `python examples/digits.py`, `phalanx run -g 2 examples/digits.py`, torchrun, srun or mpirun. It is
+digits_plain.py with a few changed lines: compare the two with `diff`. A run that was started with `--checkpoints DIR`
+before the script resumes after it was killed, on any number of ranks. `phalanx demo` runs a copy of this file.
 """
 
 import argparse

@@ -26,9 +26,9 @@ def test_it_ends_with_the_block_whatever_happens_there() -> None:
         async with browser.launched() as chromium:
             page = await chromium.new_page()
             errors = browser.collect_errors(page)
-            await page.goto("data:text/html,<h1>hello</h1><script>throw Error('told')</script>")
+            await page.goto("data:text/html,<h1>hello</h1><script>throw Error('broken')</script>")
             assert await page.evaluate("Promise.resolve(document.querySelector('h1').innerText)") == "hello"
-            assert "told" in errors[0]
+            assert "broken" in errors[0]
             pids.update(descendants(os.getpid()))
             await page.evaluate("nothing.of.that")
 
@@ -80,6 +80,6 @@ def test_it_does_not_outlive_a_killed_parent() -> None:
 
 def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(BrowserError, match="Chromium is not installed") as told:
+    with pytest.raises(BrowserError, match="Chromium is not installed") as raised:
         browser.find_chromium()
-    assert told.value.fix == "apt-get install chromium"
+    assert raised.value.fix == "apt-get install chromium"

@@ -34,7 +34,7 @@ class Round:
 
 
 @dataclass
-class Played:
+class RoundResult:
     """The result of a round."""
 
     faults: int = 0
@@ -45,12 +45,12 @@ class Played:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. `play` raises AssertionError for a violation."""
+    """A kind of fault. `run_round` raises AssertionError for a violation."""
 
     name: str
     faults: int  # of the whole campaign
     per_round: int
-    play: Callable[[Round], Played]
+    run_round: Callable[[Round], RoundResult]
     what: str  # for readers of the table
     needs_root: bool = False
 
@@ -83,23 +83,23 @@ class Outcome:
 
     kind: str
     seed: int
-    played: Played = field(default_factory=Played)
+    result: RoundResult = field(default_factory=RoundResult)
     rounds: int = 0
     took: float = 0.0  # seconds
     violations: list[Violation] = field(default_factory=list)
 
     @property
     def median(self) -> float:
-        return statistics.median(self.played.seconds) if self.played.seconds else math.nan
+        return statistics.median(self.result.seconds) if self.result.seconds else math.nan
 
     @property
     def worst(self) -> float:
-        return max(self.played.seconds, default=math.nan)
+        return max(self.result.seconds, default=math.nan)
 
     def __str__(self) -> str:
-        times = f"median {self.median:.2f} s, worst {self.worst:.2f} s" if self.played.seconds else "no times"
+        times = f"median {self.median:.2f} s, worst {self.worst:.2f} s" if self.result.seconds else "no times"
         wrong = f"; {len(self.violations)} violations" if self.violations else ""
-        return f"{self.kind}: {self.played.faults} faults, {self.played.recovered} recovered, {times}{wrong}"
+        return f"{self.kind}: {self.result.faults} faults, {self.result.recovered} recovered, {times}{wrong}"
 
 
 Places = Callable[[], contextlib.AbstractContextManager[Env]]
@@ -116,35 +116,35 @@ def run(kind: Kind, seed: int, rounds: Iterable[tuple[int, int]], *, most: int =
     for number, faults in rounds:
         outcome.rounds += 1
         try:
-            played = _play(kind, random.Random(f"{seed}/{kind.name}/{number}"), faults, places)
+            result = _run_round(kind, random.Random(f"{seed}/{kind.name}/{number}"), faults, places)
         except Exception:
-            outcome.played.faults += faults
+            outcome.result.faults += faults
             outcome.violations.append(Violation(kind.name, seed, number, faults, traceback.format_exc(limit=-4)))
             if len(outcome.violations) >= most:
                 break
         else:
-            outcome.played.faults += played.faults
-            outcome.played.recovered += played.recovered
-            outcome.played.seconds += played.seconds
-            outcome.played.slow += [f"{kind.name}, seed {seed}, round {number}: {text}" for text in played.slow]
+            outcome.result.faults += result.faults
+            outcome.result.recovered += result.recovered
+            outcome.result.seconds += result.seconds
+            outcome.result.slow += [f"{kind.name}, seed {seed}, round {number}: {text}" for text in result.slow]
     outcome.took = time.monotonic() - began
     return outcome
 
 
-def _play(kind: Kind, chance: random.Random, faults: int, places: Places) -> Played:
+def _run_round(kind: Kind, chance: random.Random, faults: int, places: Places) -> RoundResult:
     with places() as env, tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as folder:
         before = leaks.Before(str(env["TMPDIR"]))
         try:
             with oracle.using(env):
-                played = kind.play(Round(chance, faults, Path(folder), env))
+                result = kind.run_round(Round(chance, faults, Path(folder), env))
         except BaseException:
             before.clean(before.leaks())
             raise
         left = before.leaks()
         before.clean(left)
         assert not left, "\n".join(map(str, left))
-    assert played.recovered == played.faults, f"{played.recovered} of {played.faults} faults were recovered"
-    return played
+    assert result.recovered == result.faults, f"{result.recovered} of {result.faults} faults were recovered"
+    return result
 
 
 def report(outcomes: Iterable[Outcome]) -> bool:
@@ -152,15 +152,15 @@ def report(outcomes: Iterable[Outcome]) -> bool:
     outcomes = list(outcomes)
     print(f"\n{'kind':<18}{'faults':>7}{'recovered':>11}{'median':>10}{'worst':>10}{'took':>9}  violations")
     for one in outcomes:
-        times = f"{one.median:>8.2f} s{one.worst:>8.2f} s" if one.played.seconds else f"{'-':>10}{'-':>10}"
+        times = f"{one.median:>8.2f} s{one.worst:>8.2f} s" if one.result.seconds else f"{'-':>10}{'-':>10}"
         print(
-            f"{one.kind:<18}{one.played.faults:>7}{one.played.recovered:>11}{times}{one.took:>7.0f} s  "
+            f"{one.kind:<18}{one.result.faults:>7}{one.result.recovered:>11}{times}{one.took:>7.0f} s  "
             f"{len(one.violations) or 'none'}"
         )
-    total = [sum(getattr(one.played, name) for one in outcomes) for name in ("faults", "recovered")]
+    total = [sum(getattr(one.result, name) for one in outcomes) for name in ("faults", "recovered")]
     print(f"{'all':<18}{total[0]:>7}{total[1]:>11}{'':20}{sum(one.took for one in outcomes):>7.0f} s")
     sys.stdout.flush()
-    for text in (text for one in outcomes for text in one.played.slow):
+    for text in (text for one in outcomes for text in one.result.slow):
         print(f"\nslow: {text}")
     for one in outcomes:
         for violation in one.violations:

@@ -7,7 +7,7 @@ import re
 import shlex
 
 from tests.chaos import oracle
-from tests.chaos.campaign import Played, Round
+from tests.chaos.campaign import Round, RoundResult
 from tests.chaos.placed import Fault, judged, needed
 from tests.kit.cli import PHALANX, run
 
@@ -15,7 +15,7 @@ SAVE_EVERY = 3  # steps
 NOT_WRITTEN = "No space left on device"
 
 
-def full(this: Round) -> Played:
+def full(this: Round) -> RoundResult:
     """The disk fills up before checkpoints are due, and has free space again later. The last time it may stay full:
     then the last checkpoint replaces an older one, or cannot be written, which the exit code shows. No step is lost or
     repeated.
@@ -37,15 +37,15 @@ def full(this: Round) -> Played:
     mount = f"mount -t tmpfs -o size=1m none {shlex.quote(str(disk))} && exec {shlex.join(words)}"
     env = {"EPOCHS": str(epochs), "DISK": str(disk)}
     done = run(("unshare", "-m", "sh", "-c", mount), timeout=oracle.LONG, env=env)
-    told = done.out + done.err
-    assert NOT_WRITTEN in told, told
-    complete = freed or "to make room for the last checkpoint" in told
-    assert complete or "the training is complete, but its last checkpoint was not written" in told, told
+    output = done.out + done.err
+    assert NOT_WRITTEN in output, output
+    complete = freed or "to make room for the last checkpoint" in output
+    assert complete or "the training is complete, but its last checkpoint was not written" in output, output
     commits = [(commit.rank, commit.step) for commit in oracle.read(this.folder)[1]]
     assert sorted(commits) == [(rank, step + 1) for rank in range(2) for step in range(epochs * oracle.EPOCH)]
-    assert not re.search("done again", told), told
+    assert not re.search("done again", output), output
     # The script counts freeing the disk as a fault, too.
     counted = Round(this.chance, len(faults), this.folder, this.env)
-    played = judged(counted, done, 2, epochs, code=0 if complete else 1, regroup=False)
-    seconds = [took for fault, took in zip(faults, played.seconds, strict=True) if fault[2] == "fill"]
-    return Played(this.faults, this.faults, seconds)
+    result = judged(counted, done, 2, epochs, code=0 if complete else 1, regroup=False)
+    seconds = [took for fault, took in zip(faults, result.seconds, strict=True) if fault[2] == "fill"]
+    return RoundResult(this.faults, this.faults, seconds)

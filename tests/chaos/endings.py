@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from tests.chaos import oracle
-from tests.chaos.campaign import Played, Round
+from tests.chaos.campaign import Round, RoundResult
 from tests.kit.cli import Handle, alive, descendants, start, until
 
 PAUSE = 0.02
@@ -20,14 +20,14 @@ def words(this: Round) -> tuple[str, ...]:
     return ("run", "-g", "2", "--cpu", *kept, oracle.SCRIPT, str(this.folder), "[]")
 
 
-def ended(end: Callable[[Round, Handle], float], codes: set[int], *, early: bool) -> Callable[[Round], Played]:
+def ended(end: Callable[[Round, Handle], float], codes: set[int], *, early: bool) -> Callable[[Round], RoundResult]:
     """Run a training that is ended several times by `end`, which returns the time, and finally runs to its end.
 
     `early`: it may happen before the first step, too, and the seconds to the end of the run count. Otherwise those to
     the first new committed step count.
     """
 
-    def play(this: Round) -> Played:
+    def run_round(this: Round) -> RoundResult:
         at: list[float] = []  # when it was ended, and when it was over
         over: list[float] = []
         env = {**this.env, "PAUSE": str(PAUSE)}
@@ -49,9 +49,9 @@ def ended(end: Callable[[Round, Handle], float], codes: set[int], *, early: bool
         oracle.check(this.folder, 2)
         seconds = [0.0] * this.faults if early else oracle.delays(this.folder, [(end, True) for end in over], 2)
         seconds = [took + end - begin for took, begin, end in zip(seconds, at, over, strict=True)]
-        return Played(this.faults, this.faults, seconds)
+        return RoundResult(this.faults, this.faults, seconds)
 
-    return play
+    return run_round
 
 
 def _python_only(code: int, text: str) -> bool:

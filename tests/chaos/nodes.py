@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tests.chaos import oracle
-from tests.chaos.campaign import Played, Round
+from tests.chaos.campaign import Round, RoundResult
 from tests.kit.cli import Env, until
 from tests.kit.handle import Handle
 from tests.kit.lab import Lab
@@ -105,10 +105,10 @@ def stop(nodes: NodeGroup, place: int) -> None:
     nodes.jobs[place].signal(signal.SIGSTOP)
 
 
-def lost(fault: Callable[[NodeGroup, int], None], *, leads: bool) -> Callable[[Round], Played]:
+def lost(fault: Callable[[NodeGroup, int], None], *, leads: bool) -> Callable[[Round], RoundResult]:
     """One of the two training nodes is lost, the spare replaces it, and the lost one joins again as a spare."""
 
-    def play(this: Round) -> Played:
+    def run_round(this: Round) -> RoundResult:
         seconds = []
         with node_group(this, "-n", "2", "--spares", "1") as nodes:
             for place in range(3):
@@ -130,9 +130,9 @@ def lost(fault: Callable[[NodeGroup, int], None], *, leads: bool) -> Callable[[R
                 nodes.jobs[victim].wait_for("this node is a spare", timeout=60)
             nodes.end()
             oracle.check(this.folder, 2)
-        return Played(this.faults, this.faults, seconds)
+        return RoundResult(this.faults, this.faults, seconds)
 
-    return play
+    return run_round
 
 
 def _leave(nodes: NodeGroup, place: int) -> None:
@@ -150,7 +150,7 @@ def _leader(nodes: NodeGroup, gone: int) -> int:
     return found
 
 
-def parted(this: Round) -> Played:
+def parted(this: Round) -> RoundResult:
     """Two of three nodes cannot reach each other, though node 0 reaches both: one of them is dismissed, and may come
     back. Other numbers of ranks round differently: the parameters are close to those of an undisturbed run."""
     seconds = []
@@ -173,9 +173,9 @@ def parted(this: Round) -> Played:
         nodes.end()
         close(this)
         # The time before the dismissal is part of its cost.
-        told = re.findall(r"was dismissed; regrouped, .*after \d+ s without a step", nodes.jobs[0].both)
-        assert len(told) == this.faults, nodes.texts()
-    return Played(this.faults, this.faults, seconds)
+        dismissals = re.findall(r"was dismissed; regrouped, .*after \d+ s without a step", nodes.jobs[0].both)
+        assert len(dismissals) == this.faults, nodes.texts()
+    return RoundResult(this.faults, this.faults, seconds)
 
 
 def close(this: Round) -> None:

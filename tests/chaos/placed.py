@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import oracle
-from tests.chaos.campaign import Played, Round
+from tests.chaos.campaign import Round, RoundResult
 from tests.kit.cgroup import cgroup
 from tests.kit.cli import PHALANX, Env, Result, alive, free_port, phalanx, run
 
@@ -78,17 +78,17 @@ def _steps(chance: random.Random, count: int) -> Iterator[int]:
         yield step
 
 
-def placed(plan: Plan, *options: str, ranks: tuple[int, ...] = (2, 3), **env: str) -> Callable[[Round], Played]:
+def placed(plan: Plan, *options: str, ranks: tuple[int, ...] = (2, 3), **env: str) -> Callable[[Round], RoundResult]:
     """Return a kind whose script makes the faults of a plan."""
 
-    def play(this: Round) -> Played:
+    def run_round(this: Round) -> RoundResult:
         count = this.chance.choice(ranks)
         faults = plan(this.chance, count, this.faults)
         words = [option.replace("FOLDER", str(this.folder)) for option in options]
         done, epochs = trained(this, count, faults, *words, env=env)
         return judged(this, done, count, epochs)
 
-    return play
+    return run_round
 
 
 def trained(this: Round, ranks: int, faults: list[Fault], *options: str, env: Env | None = None) -> tuple[Result, int]:
@@ -102,33 +102,33 @@ def needed(faults: list[Fault]) -> int:
     return max(step for step, *_ in faults) // oracle.EPOCH + 3
 
 
-def judged(this: Round, done: Result, ranks: int, epochs: int, *, code: int = 0, regroup: bool = True) -> Played:
+def judged(this: Round, done: Result, ranks: int, epochs: int, *, code: int = 0, regroup: bool = True) -> RoundResult:
     """Check that the run is complete, and that every fault has happened. `regroup`: each has ended the group."""
     assert done.code == code, f"exit code {done.code}\n{done.out}\n{done.err}"
     oracle.check(this.folder, ranks, epochs=epochs)
     times = oracle.placed(this.folder)
     assert len(times) == this.faults, f"{len(times)} of {this.faults} faults happened\n{done.err}"
     seconds = oracle.delays(this.folder, [(at, regroup) for at in times], ranks)
-    return Played(this.faults, this.faults, seconds, oracle.slow(done.err, times, seconds))
+    return RoundResult(this.faults, this.faults, seconds, oracle.slow(done.err, times, seconds))
 
 
 # -- kinds without a plan
 
 
-def children(this: Round) -> Played:
+def children(this: Round) -> RoundResult:
     """Each rank has a server in its own session, whose port its replacement needs, and a child."""
     port = free_port()
     faults = spread(this.chance, 2, this.faults, "kill", "segv", "exit 7")
     done, epochs = trained(this, 2, faults, "--linger", "0", env={"PORTS": str(port)})
-    played = judged(this, done, 2, epochs)
+    result = judged(this, done, 2, epochs)
     pids = [int(pid) for pid in (this.folder / "children").read_text().split()]
     assert len(pids) == 2 * (2 + this.faults), f"{len(pids)} children of {2 + this.faults} ranks\n{done.err}"
     left = [pid for pid in pids if alive(pid)]
     assert not left, f"children of ranks that have ended live: {left}"
-    return played
+    return result
 
 
-def exit_0(this: Round) -> Played:
+def exit_0(this: Round) -> RoundResult:
     """A rank exits with code 0 in the middle: the run ends and names it, and the same command continues."""
     faults = spread(this.chance, 2, this.faults, "exit 0", "leave 0")
     epochs = needed(faults)
@@ -142,7 +142,7 @@ def exit_0(this: Round) -> Played:
     return replace(judged(this, done, 2, epochs), slow=[])  # another run was started each time
 
 
-def edited(this: Round) -> Played:
+def edited(this: Round) -> RoundResult:
     """The script and its module are changed, broken or deleted on disk before a rank dies."""
     source = this.folder / "source"
     shutil.copytree(Path(oracle.SCRIPT).parent, source)
@@ -151,18 +151,18 @@ def edited(this: Round) -> Played:
     epochs = needed(faults)
     words = ("run", "-g", "2", "--cpu", str(source / "train.py"), str(this.folder), json.dumps(faults))
     done = phalanx(*words, timeout=oracle.LONG, env={**this.env, "EPOCHS": str(epochs)})
-    played = judged(this, done, 2, epochs)
+    result = judged(this, done, 2, epochs)
     assert "changed on the disk since the run began" in done.err, done.err
-    return played
+    return result
 
 
-def greedy(this: Round) -> Played:
+def greedy(this: Round) -> RoundResult:
     """Ranks use all memory of their cgroup, and the kernel kills them."""
     faults = spread(this.chance, 2, this.faults, "greedy")
     epochs = needed(faults)
     words = ("run", "-g", "2", "--cpu", oracle.SCRIPT, str(this.folder), json.dumps(faults))
     with cgroup("memory", "memory.limit_in_bytes", 1 << 30) as enter:
         done = run((*enter, *PHALANX, *words), timeout=oracle.LONG, env={"EPOCHS": str(epochs)})
-    played = judged(this, done, 2, epochs)
+    result = judged(this, done, 2, epochs)
     assert "the kernel killed a process of this cgroup" in done.err, done.err
-    return played
+    return result

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from phalanx.contract import events
 from tests.chaos import oracle
-from tests.chaos.campaign import Played, Round
+from tests.chaos.campaign import Round, RoundResult
 from tests.kit.cli import start
 
 SILENT = ("--worker-timeout", "4s")  # longer than a healthy rank waits for a core on a loaded machine
@@ -20,10 +20,12 @@ def injected(err: str) -> list[tuple[float, bool]]:
     return [(note.time, " to rank " in note.text) for note in notes if note.text.startswith("chaos: fault ")]
 
 
-def sent(*kinds: str, options: tuple[str, ...] = (), ranks: tuple[int, ...] = (2, 2, 3)) -> Callable[[Round], Played]:
+def sent(
+    *kinds: str, options: tuple[str, ...] = (), ranks: tuple[int, ...] = (2, 2, 3)
+) -> Callable[[Round], RoundResult]:
     """Return a kind in which `phalanx chaos` injects these faults, at random times."""
 
-    def play(this: Round) -> Played:
+    def run_round(this: Round) -> RoundResult:
         count = this.chance.choice(ranks)
         seed = this.chance.randrange(1 << 16)
         faults = ("--kill-every", "0.3s", "--seed", str(seed), "--faults", ",".join(kinds), "--times", str(this.faults))
@@ -37,6 +39,6 @@ def sent(*kinds: str, options: tuple[str, ...] = (), ranks: tuple[int, ...] = (2
         times = injected(job.err)
         assert len(times) == int(done[2]) == this.faults, job.both
         seconds = oracle.delays(this.folder, times, count)
-        return Played(this.faults, int(done[1]), seconds, oracle.slow(job.err, (at for at, _ in times), seconds))
+        return RoundResult(this.faults, int(done[1]), seconds, oracle.slow(job.err, (at for at, _ in times), seconds))
 
-    return play
+    return run_round

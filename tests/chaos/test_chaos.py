@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.contract import events
 from tests.chaos import campaign, oracle, placed
-from tests.chaos.campaign import Kind, Played, Round
+from tests.chaos.campaign import Kind, Round, RoundResult
 from tests.chaos.kinds import KINDS, OF_NODES
 from tests.kit.cli import Env
 
@@ -56,11 +56,11 @@ def nothing() -> Iterator[Env]:
 
 
 def test_a_violation_is_named_with_the_command_that_repeats_it() -> None:
-    def play(this: Round) -> Played:
+    def run_round(this: Round) -> RoundResult:
         assert this.chance.randrange(10) != 3, "a wrong number"
-        return Played(this.faults, this.faults, [1.0] * this.faults)
+        return RoundResult(this.faults, this.faults, [1.0] * this.faults)
 
-    kind = Kind("example", 100, 2, play, "")
+    kind = Kind("example", 100, 2, run_round, "")
     outcome = campaign.run(kind, 7, enumerate(kind.rounds(1.0)), most=1, places=nothing)
     (violation,) = outcome.violations
     assert "a wrong number" in str(violation)
@@ -70,7 +70,7 @@ def test_a_violation_is_named_with_the_command_that_repeats_it() -> None:
 
 
 def test_a_fault_that_was_not_recovered_is_a_violation() -> None:
-    kind = Kind("example", 1, 1, lambda this: Played(this.faults, 0), "")
+    kind = Kind("example", 1, 1, lambda this: RoundResult(this.faults, 0), "")
     (violation,) = campaign.run(kind, 1, [(0, 1)], places=nothing).violations
     assert "0 of 1 faults were recovered" in violation.trace
 
@@ -80,8 +80,8 @@ def test_a_slow_recovery_is_shown_with_what_happened(tmp_path: Path, capsys: pyt
     (tmp_path / "events.jsonl").write_bytes(b"".join(map(events.encode, said)))
     err = f"phalanx: x: 2 ranks, output in {tmp_path}\n"
     assert oracle.slow(err, [10.0, 100.0], [1.0, 2.0]) == []
-    played = Played(2, 2, [1.0, 84.0], oracle.slow(err, [10.0, 100.0], [1.0, 84.0]))
-    outcome = campaign.run(Kind("example", 2, 2, lambda _: played, ""), 1, [(4, 2)], places=nothing)
+    result = RoundResult(2, 2, [1.0, 84.0], oracle.slow(err, [10.0, 100.0], [1.0, 84.0]))
+    outcome = campaign.run(Kind("example", 2, 2, lambda _: result, ""), 1, [(4, 2)], places=nothing)
     assert campaign.report([outcome])
     text = capsys.readouterr().out
     assert "slow: example, seed 1, round 4: a recovery took 84.0 s" in text

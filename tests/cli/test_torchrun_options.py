@@ -158,8 +158,8 @@ def test_every_option_of_torchrun_is_known_by_all_its_names(action: Any) -> None
     # An option that is not given is None here; torchrun has a default that means the same.
     silent = {"nproc_per_node": "1", "node_rank": 0, "master_addr": "127.0.0.1", "local_ranks_filter": ""}
     if row.kind is not None and not isinstance(action.default, list):
-        told = None if row.default is None else (action.type or str)(row.default)
-        assert told == (None if silent.get(action.dest, object()) == action.default else action.default)
+        expected = None if row.default is None else (action.type or str)(row.default)
+        assert expected == (None if silent.get(action.dest, object()) == action.default else action.default)
     assert bool(row.variable) == (type(action).__name__ in ("env", "check_env"))
     if action.choices:
         assert row.kind is not None

@@ -14,7 +14,7 @@ GPUS = tuple(Device("gpu", n, str(n), f"GPU-{n}", "NVIDIA H200") for n in range(
 SLICES = tuple(Device("mig", 0, f"MIG-{n}", f"MIG-{n}", "NVIDIA H200 MIG 1g.18gb") for n in range(2))
 
 
-def told(devices: list[Device | None], nodes: int = 1) -> list[dict[str, str]]:
+def variables(devices: list[Device | None], nodes: int = 1) -> list[dict[str, str]]:
     slots = [*map(Slot, devices)]
     return [sharing.for_one(device, slots, worker=f"run/0/{rank}", nodes=nodes) for rank, device in enumerate(devices)]
 
@@ -39,18 +39,18 @@ def test_without_the_option_the_refusal_names_it() -> None:
 
 @pytest.mark.parametrize("devices", [[GPUS[0]] * 2, list(SLICES), [SLICES[0]] * 3])
 def test_ranks_of_one_gpu_claim_different_hosts(devices: list[Device | None]) -> None:
-    environs = told(devices)
+    environs = variables(devices)
     assert len({environ[sharing.HOST] for environ in environs}) == len(devices)
     assert all(environ["NCCL_SOCKET_IFNAME"] == "=lo" for environ in environs)
 
 
 def test_between_nodes_the_interface_is_not_loopback() -> None:
-    assert all(list(environ) == [sharing.HOST] for environ in told([GPUS[0]] * 2, nodes=2))
+    assert all(list(environ) == [sharing.HOST] for environ in variables([GPUS[0]] * 2, nodes=2))
 
 
 @pytest.mark.parametrize("devices", [list(GPUS), [None, None], [GPUS[0]]])
 def test_ranks_that_share_nothing_get_no_variables(devices: list[Device | None]) -> None:
-    assert told(devices) == [{}] * len(devices)
+    assert variables(devices) == [{}] * len(devices)
     assert sharing.for_all([Slot(device) for device in devices]) == {}
 
 

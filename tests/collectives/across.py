@@ -271,11 +271,11 @@ def trouble() -> None:
             begun = time.monotonic()
             try:
                 act(engine)
-                told = ["", ""]
+                failure = ["", ""]
             except dist.DistBackendError as error:
-                told = [type(error).__name__, str(error)]
+                failure = [type(error).__name__, str(error)]
             seconds = time.monotonic() - begun
-            os.write(1, json.dumps([name, rank, *told, seconds]).encode() + b"\n")
+            os.write(1, json.dumps([name, rank, *failure, seconds]).encode() + b"\n")
             if rank == 0:
                 engine.close()
 

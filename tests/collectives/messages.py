@@ -55,7 +55,7 @@ class Place:
     def signal(self, rank: int) -> None:
         os.write(self.signals[rank][1], b"!")
 
-    def told(self) -> None:
+    def wait_for_signal(self) -> None:
         ready, _, _ = select.select([self.signals[self.rank][0]], [], [], PATIENCE)
         assert ready, "no signal from another rank"
         os.read(self.signals[self.rank][0], 1)
@@ -188,10 +188,10 @@ def while_computing(place: Place) -> None:
         if place.rank == 0:
             arriving = place.recv(size, 1)
             place.signal(1)
-            place.told()  # the other rank's send is complete without a call here
+            place.wait_for_signal()  # the other rank's send is complete without a call here
             assert arriving.wait() == content(size, size)
         else:
-            place.told()
+            place.wait_for_signal()
             assert place.send(content(size, size), 0).wait()
             place.signal(0)
 
@@ -200,7 +200,7 @@ def while_computing(place: Place) -> None:
 def long_awaited(place: Place) -> None:
     """No thread is woken repeatedly for a message that does not arrive; once sent, it arrives."""
     if place.rank == 1:
-        place.told()
+        place.wait_for_signal()
         place.send(content(4, 100), 0).wait()
         return
     awaited = place.recv(100, 1)
@@ -252,7 +252,7 @@ def let_go(place: Place) -> None:
         assert not place.engine._dropped
         del rubbish
     else:
-        place.told()
+        place.wait_for_signal()
         for tag in range(4):
             assert place.get(LARGE, 0, tag) == content(tag, LARGE)
         assert place.send(b"!", 0).wait()
@@ -308,7 +308,7 @@ def dead_receiver(place: Place) -> None:
     """A receiver dies at each point of a large message: before or after the receive starts; also with a full ring."""
     if place.rank == 1:
         place.recv(20_000_000, 0, 1)
-        place.told()
+        place.wait_for_signal()
         os._exit(0)
     sent = [place.send(bytes(20_000_000), 1, tag) for tag in range(3)]
     sent += [place.send(bytes(8000), 1) for _ in range(40)]
@@ -334,7 +334,7 @@ def killed_while_reading(place: Place) -> None:
         time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     arriving = [place.recv(64_000_000, 1) for _ in range(3)]
-    place.told()
+    place.wait_for_signal()
     raises(PeerLost, "rank 1 has ended", lambda: [each.wait() for each in arriving] + [place.get(1, 1)])
 
 
@@ -360,7 +360,7 @@ def left(place: Place) -> None:
     if place.rank == 1:
         place.send(b"before", 0)
         place.engine.close()
-        place.told()
+        place.wait_for_signal()
         return
     if place.rank == 0:
         raises(PeerLost, "rank 1 has ended", lambda: place.get(1, 1, 1))
@@ -389,7 +389,7 @@ def too_late(place: Place) -> None:
         place.signal(1)
         assert arriving.wait() == b"in time!"
     else:
-        place.told()
+        place.wait_for_signal()
         raises(CollectiveTimeout, "recv timed out", lambda: place.get(LARGE, 0, 3))  # it was cancelled: no data is read
         place.send(b"in time!", 0, 4)
     place.engine.barrier(PATIENCE)
@@ -413,7 +413,7 @@ def interrupted(place: Place) -> None:
             raise AssertionError("was not interrupted")
         place.signal(1)
     else:
-        place.told()
+        place.wait_for_signal()
     other = 1 - place.rank
     sent = place.send(content(2, LARGE), other, 1)
     assert place.get(LARGE, other, 1) == content(2, LARGE)
@@ -423,7 +423,7 @@ def interrupted(place: Place) -> None:
 # -- runner
 
 
-def play(name: str, *, direct: bool) -> str:
+def run_scene(name: str, *, direct: bool) -> str:
     """Return the errors of all ranks."""
     ranks, function = SCENES[name]
     fd = os.memfd_create("messages", os.MFD_CLOEXEC)
@@ -467,4 +467,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     chosen = sys.argv[1:] or list(SCENES)
     ways = ("direct", "staged")
-    print(json.dumps({f"{name} {way}": play(name, direct=way == "direct") for name in chosen for way in ways}))
+    print(json.dumps({f"{name} {way}": run_scene(name, direct=way == "direct") for name in chosen for way in ways}))

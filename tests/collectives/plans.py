@@ -108,7 +108,7 @@ class Run:
         self.size = len(step.members)
         self.outs: list[torch.Tensor] = []
         self.works: list[Any] = []
-        self.told: Any = None
+        self.gathered: Any = None
         getattr(self, step.what)()
 
     def mine(self, part: int = 0, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -203,8 +203,8 @@ class Run:
         self.works += dist.batch_isend_irecv(ops)
 
     def objects(self) -> None:
-        self.told = [None] * self.size
-        dist.all_gather_object(self.told, {"rank": self.rank, "step": self.step.number}, self.group)
+        self.gathered = [None] * self.size
+        dist.all_gather_object(self.gathered, {"rank": self.rank, "step": self.step.number}, self.group)
 
     def barrier(self) -> None:
         self.begun(dist.barrier(self.group, self.later))
@@ -278,12 +278,12 @@ def check(step: Step, ours: Run, gloo: Run | None) -> None:
     for out, value in zip(ours.outs, expected(step, ours.rank), strict=True):
         assert same(out, value), f"{step}: {out} is not {value}"
     if step.what == "objects":
-        assert ours.told == [{"rank": other, "step": step.number} for other in range(ours.size)]
+        assert ours.gathered == [{"rank": other, "step": step.number} for other in range(ours.size)]
     for out, value in zip(ours.outs, gloo.outs if gloo else ours.outs, strict=True):
         assert near(step, out, value) if step.op else same(out, value), f"{step}: {out}, gloo {value}"
 
 
-def play(rank: int, ranks: int, store: str) -> None:
+def run_plans(rank: int, ranks: int, store: str) -> None:
     given = _given()
     dice = random.Random(given.seed * 7919 + ranks)
     dist.init_process_group(
@@ -338,13 +338,13 @@ def main() -> int:
     wrong = 0
     for engine in given.engines:
         for ranks in given.ranks:
-            wrong += any(fork(ranks, play if engine == "shm" else _without_native))
+            wrong += any(fork(ranks, run_plans if engine == "shm" else _without_native))
     return wrong
 
 
 def _without_native(rank: int, ranks: int, store: str) -> None:
     sys.modules["phalanx.collectives._native"] = None  # type: ignore[assignment]
-    play(rank, ranks, store)
+    run_plans(rank, ranks, store)
 
 
 if __name__ == "__main__":

@@ -66,31 +66,31 @@ def test_what_starts_in_one_profile_may_end_in_another(tmp_path: Path, monkeypat
 
 @pytest.mark.extended
 def test_a_rank_that_is_lost_or_late_or_calls_something_else_is_named_on_every_machine() -> None:
-    told: dict[str, dict[int, str]] = {}
+    failures: dict[str, dict[int, str]] = {}
     for line in program("across", "trouble").splitlines():
         name, rank, kind, text, seconds = json.loads(line)
-        told.setdefault(name, {})[rank] = f"{kind}: {text}" if kind else ""
+        failures.setdefault(name, {})[rank] = f"{kind}: {text}" if kind else ""
         assert seconds < 40, line  # the timeout is 60
     everyone = {0, 1, 2, 3}
     for name, rank in {"the leader of the other machine dies": 2, "a rank of the other machine dies": 3}.items():
-        assert told[name].keys() == everyone - {rank}, told[name]
-        for text in told[name].values():
+        assert failures[name].keys() == everyone - {rank}, failures[name]
+        for text in failures[name].values():
             assert re.match(rf"PeerLost: all_reduce: .*rank {rank} has ended", text)
-    assert told["late"].pop(3) == ""
-    assert told["late"].keys() == everyone - {3}
-    for text in told["late"].values():
+    assert failures["late"].pop(3) == ""
+    assert failures["late"].keys() == everyone - {3}
+    for text in failures["late"].values():
         assert re.match(r"CollectiveTimeout: all_reduce: rank 3 did not come within the timeout of 1 s", text)
     different = (
         "CollectiveMismatch: ranks called different things: rank 0 all_reduce of 100000 float32 (SUM), "
         "rank 2 broadcast of 32 bytes from rank 3"
     )
     # The root of a broadcast has already sent its data, and gets the error from its next call.
-    assert told["different calls"] == {**dict.fromkeys(everyone - {3}, different), 3: ""}
-    assert {rank: text.partition(":")[0] for rank, text in told["abort"].items()} == {
+    assert failures["different calls"] == {**dict.fromkeys(everyone - {3}, different), 3: ""}
+    assert {rank: text.partition(":")[0] for rank, text in failures["abort"].items()} == {
         **dict.fromkeys(everyone - {3}, "GroupAborted"),
         3: "",
     }
-    assert told["no message"][0].startswith("PeerLost: recv from rank 3: peer lost, it has ended")
+    assert failures["no message"][0].startswith("PeerLost: recv from rank 3: peer lost, it has ended")
 
 
 def test_everything_on_two_hosts_and_then_one_is_lost(lab: Lab) -> None:

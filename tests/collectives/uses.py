@@ -147,9 +147,9 @@ def compiled(rank: int, ranks: int) -> None:
 
 
 def objects(rank: int, ranks: int) -> None:
-    told: list[Any] = [None] * ranks
-    dist.all_gather_object(told, {"rank": rank})
-    assert told == [{"rank": other} for other in range(ranks)]
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": other} for other in range(ranks)]
     some = [f"from {rank}", rank]
     dist.broadcast_object_list(some, src=1)
     assert some == ["from 1", 1]

@@ -18,9 +18,9 @@ from phalanx.contract import encoding, events
 )
 def test_what_is_not_unicode_is_written_as_bytes(text: str, written: str) -> None:
     event = events.RunStarted(time=0.0, run="r", command=("python", text), world_size=1, pid=1)
-    told = events.decode(events.encode(event))
-    assert isinstance(told, events.RunStarted)
-    assert told.command == ("python", written)
+    decoded = events.decode(events.encode(event))
+    assert isinstance(decoded, events.RunStarted)
+    assert decoded.command == ("python", written)
 
 
 def test_every_part_of_a_message_is_made_valid() -> None:

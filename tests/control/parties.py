@@ -51,11 +51,11 @@ async def until(predicate: Callable[[], object], timeout: float = 10 * SLOWEST) 
 
 
 @dataclass
-class Ears:
-    """Base class for both sides: records the events that it receives."""
+class RecordedEvents:
+    """Base class for both sides: records all events."""
 
-    said: list[tuple[int, messages.FromMember]] = field(default_factory=list)
-    told: list[messages.FromLeader] = field(default_factory=list)
+    from_members: list[tuple[int, messages.FromMember]] = field(default_factory=list)
+    from_leader: list[messages.FromLeader] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Ears:
         self.waits.append(text)
 
 
-class LeaderEars(Ears):
+class LeaderEvents(RecordedEvents):
     def member_joined(self, member: int) -> None:
         self.came.append(member)
 
@@ -77,25 +77,25 @@ class LeaderEars(Ears):
         self.gathered.append((joined, missing))
 
     def message_received(self, member: int, message: messages.FromMember) -> None:
-        self.said.append((member, message))
+        self.from_members.append((member, message))
 
     def member_lost(self, member: int, why: str, *, silent: bool) -> None:
         self.gone.append(f"{member}: {why}")
 
 
-class MemberEars(Ears):
+class MemberEvents(RecordedEvents):
     def message_received(self, message: messages.FromLeader) -> None:
-        self.told.append(message)
+        self.from_leader.append(message)
 
     def leader_lost(self, why: str, *, silent: bool) -> None:
         self.gone.append(why)
 
 
 @dataclass
-class Led:
+class RunningLeader:
     leader: Leader
     members: Members
-    ears: LeaderEars
+    events: LeaderEvents
     port: int
 
     @property
@@ -111,14 +111,14 @@ async def leading(
     own: NodeInfo | None = None,
     names: MemberNames | None = None,
     **options: Any,
-) -> AsyncIterator[Led]:
-    ears, members = LeaderEars(), Members(Roster(expected, **options), names)
-    leader = Leader(TOKEN, own or arrival(0), members, run="test", events=ears, timing=timing)
+) -> AsyncIterator[RunningLeader]:
+    events, members = LeaderEvents(), Members(Roster(expected, **options), names)
+    leader = Leader(TOKEN, own or arrival(0), members, run="test", events=events, timing=timing)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         await leader.open([sock])
         try:
-            yield Led(leader, members, ears, sock.getsockname()[1])
+            yield RunningLeader(leader, members, events, sock.getsockname()[1])
         finally:
             await leader.close()
 
@@ -126,19 +126,19 @@ async def leading(
 @contextlib.asynccontextmanager
 async def joined(
     port: int, member: int | None = 1, *, token: Token = TOKEN, **changes: Any
-) -> AsyncIterator[tuple[Member, MemberEars]]:
-    ears = MemberEars()
-    one = Member(token, arrival(member, **changes), lambda: [Endpoint("127.0.0.1", port)], events=ears)
+) -> AsyncIterator[tuple[Member, MemberEvents]]:
+    events = MemberEvents()
+    one = Member(token, arrival(member, **changes), lambda: [Endpoint("127.0.0.1", port)], events=events)
     try:
         await one.join(10)
-        yield one, ears
+        yield one, events
     finally:
         await one.leave()
 
 
 @dataclass
-class Speaker:
-    """Speaks the protocol by hand, so that it can send invalid messages."""
+class RawClient:
+    """A client that sends frames directly, so that it can send invalid ones."""
 
     ws: aiohttp.ClientWebSocketResponse
 
@@ -164,7 +164,7 @@ class Speaker:
 
 
 @contextlib.asynccontextmanager
-async def speaking(port: int) -> AsyncIterator[Speaker]:
+async def raw_client(port: int) -> AsyncIterator[RawClient]:
     async with (
         aiohttp.ClientSession() as session,
         session.ws_connect(
@@ -174,7 +174,7 @@ async def speaking(port: int) -> AsyncIterator[Speaker]:
             autoping=False,
         ) as ws,
     ):
-        yield Speaker(ws)
+        yield RawClient(ws)
 
 
 # -- in a separate process
@@ -184,7 +184,7 @@ def actor(*words: str) -> Handle:
     return start(words=(*PYTHON, "-m", "tests.control.parties", *words), env={"PYTHONPATH": ROOT}, cwd=ROOT)
 
 
-class _Loud:
+class _PrintEvents:
     """Prints the events that it receives."""
 
     def note(self, text: str) -> None:
@@ -193,22 +193,22 @@ class _Loud:
     def waiting(self, text: str) -> None: ...
 
 
-class _LoudLeader(_Loud):
+class _PrintLeaderEvents(_PrintEvents):
     def member_joined(self, member: int) -> None: ...
     def rendezvous_progress(
         self, joined: tuple[str, ...], missing: tuple[str, ...], expected: int, text: str
     ) -> None: ...
 
     def message_received(self, member: int, message: messages.FromMember) -> None:
-        print("heard", member, type(message).__name__)
+        print("received", member, type(message).__name__)
 
     def member_lost(self, member: int, why: str, *, silent: bool) -> None:
         print("lost", member, why)
 
 
-class _LoudMember(_Loud):
+class _PrintMemberEvents(_PrintEvents):
     def message_received(self, message: messages.FromLeader) -> None:
-        print("heard", type(message).__name__)
+        print("received", type(message).__name__)
 
     def leader_lost(self, why: str, *, silent: bool) -> None:
         print("lost", why)
@@ -217,7 +217,7 @@ class _LoudMember(_Loud):
 async def _lead(expected: str, node_timeout: str) -> None:
     timing = Timing(ping=0.1, node_timeout=float(node_timeout))
     members = Members(Roster(int(expected)))
-    leader = Leader(TOKEN, arrival(0), members, run="test", events=_LoudLeader(), timing=timing)
+    leader = Leader(TOKEN, arrival(0), members, run="test", events=_PrintLeaderEvents(), timing=timing)
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         await leader.open([sock])
@@ -228,13 +228,13 @@ async def _lead(expected: str, node_timeout: str) -> None:
 
 
 async def _follow(port: str, member: str) -> None:
-    one = Member(TOKEN, arrival(int(member)), lambda: [Endpoint("127.0.0.1", int(port))], events=_LoudMember())
+    one = Member(TOKEN, arrival(int(member)), lambda: [Endpoint("127.0.0.1", int(port))], events=_PrintMemberEvents())
     await one.join(30)
     print("joined")
     await asyncio.Event().wait()
 
 
-async def _crowd(port: str, count: str) -> None:
+async def _connect_clients(port: str, count: str) -> None:
     callers = []
     for _ in range(int(count)):
         caller = socket.socket()
@@ -250,7 +250,7 @@ if __name__ == "__main__":
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = hard if sys.argv[1] == "clients" else 1024
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    asyncio.run({"leader": _lead, "member": _follow, "clients": _crowd}[sys.argv[1]](*sys.argv[2:]))
+    asyncio.run({"leader": _lead, "member": _follow, "clients": _connect_clients}[sys.argv[1]](*sys.argv[2:]))
 
 
 def port_of(job: Handle) -> int:

@@ -23,13 +23,13 @@ from phalanx.control.messages import NoteMessage
 from phalanx.errors import JoinError
 from tests.control.parties import (
     FAST,
-    Led,
+    RunningLeader,
     actor,
     arrival,
     joined,
     leading,
     port_of,
-    speaking,
+    raw_client,
     until,
 )
 from tests.fuzz.mutation import mutated
@@ -119,7 +119,7 @@ def test_unknown_clients_are_disconnected(kind: str) -> None:
             assert seconds < 3 * FAST.patience * SLOWEST
             async with joined(led.port):
                 await led.leader.wait_for_members(60)
-            assert led.ears.gone == []
+            assert led.events.gone == []
 
     asyncio.run(meet())
 
@@ -137,13 +137,13 @@ def test_a_slow_unknown_client_is_disconnected(words: bytes) -> None:
 
 def test_the_time_limit_of_unknown_clients_does_not_apply_to_members() -> None:
     async def meet() -> None:
-        async with leading(timing=FAST) as led, joined(led.port) as (one, ears):
+        async with leading(timing=FAST) as led, joined(led.port) as (one, events):
             await led.leader.wait_for_members(60)
             await asyncio.sleep(3 * FAST.patience)
             one.send(NoteMessage(text="x" * 60_000))
             one.send(NoteMessage(text="y" * 60_000))  # more than an unknown client may send
-            await until(lambda: len(led.ears.said) == 2)
-            assert led.ears.gone == ears.gone == []
+            await until(lambda: len(led.events.from_members) == 2)
+            assert led.events.gone == events.gone == []
 
     asyncio.run(meet())
 
@@ -151,21 +151,21 @@ def test_the_time_limit_of_unknown_clients_does_not_apply_to_members() -> None:
 def test_mutated_handshakes_leave_no_trace() -> None:
     chance = random.Random(20)  # a fixed seed: the same input on every machine
 
-    async def lie(led: Led) -> None:
+    async def lie(led: RunningLeader) -> None:
         # A busy machine may exceed the leader's patience, which then closes the connection during the handshake.
         with contextlib.suppress(aiohttp.ClientError):
             await speak(led)
 
-    async def speak(led: Led) -> None:
-        async with speaking(led.port) as speaker:
-            content = mutated(speaker.join_request(), chance)
+    async def speak(led: RunningLeader) -> None:
+        async with raw_client(led.port) as client:
+            content = mutated(client.join_request(), chance)
             if chance.randrange(2):
-                await speaker.ws.send_bytes(content)
+                await client.ws.send_bytes(content)
             else:  # invalid content, although the client has the token
-                await speaker.ws.send_bytes(speaker.join_request(words=mutated(messages.encode(arrival(1)), chance)))
-            await speaker.ws.receive(60)
+                await client.ws.send_bytes(client.join_request(words=mutated(messages.encode(arrival(1)), chance)))
+            await client.ws.receive(60)
 
-    async def call(led: Led) -> None:
+    async def call(led: RunningLeader) -> None:
         await conversation(led.port, mutated(REQUEST, chance) + chance.randbytes(chance.randrange(60)))
 
     async def meet() -> None:
@@ -249,15 +249,15 @@ def test_thousands_of_unknown_clients_keep_no_member_out(led: Handle) -> None:
             await asyncio.to_thread(crowd.wait_for, "called")
             assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
             began = time.monotonic()
-            async with joined(port) as (_, ears):
+            async with joined(port) as (_, events):
                 assert time.monotonic() - began < 20  # on a busy machine; without the gate it takes minutes
                 with actor("clients", str(port), "2000") as more:
                     await asyncio.to_thread(more.wait_for, "called")
                     assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
-                assert ears.gone == []
+                assert events.gone == []
 
     asyncio.run(meet())
-    led.wait_for("heard 1 Leaving")
+    led.wait_for("received 1 Leaving")
     assert "lost" not in led.out
     assert led.err == ""
 

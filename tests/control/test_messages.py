@@ -227,9 +227,9 @@ def test_bytes_that_are_not_text_are_shown_escaped() -> None:
     # Python represents bytes of a file name that are not text like this.
     odd = b"caf\xe9".decode(errors="surrogateescape")
     over = AttemptEnded(attempt=0, failed=1, first=msgspec.structs.replace(DEATH, stderr=(odd, "fine"), block=odd))
-    told = messages.from_member.decode(messages.encode(over))
-    assert isinstance(told, AttemptEnded)
-    assert told.first == msgspec.structs.replace(DEATH, stderr=("caf?", "fine"), block="caf?")
+    decoded = messages.from_member.decode(messages.encode(over))
+    assert isinstance(decoded, AttemptEnded)
+    assert decoded.first == msgspec.structs.replace(DEATH, stderr=("caf?", "fine"), block="caf?")
     arrival = msgspec.structs.replace(FULL, terms={"script": odd})
     assert messages.node_info.decode(messages.encode(arrival)).terms == {"script": "caf?"}
     assert messages.from_member.decode(messages.encode(Log(rank=0, stream=1, data=b"\xff"))) == Log(

@@ -12,7 +12,7 @@ from phalanx.control import outbox
 from phalanx.control.leader.liveness import Timing
 from phalanx.control.messages import NoteMessage, Pong
 from phalanx.control.outbox import LimitExceededError, Outbox
-from tests.control.parties import Speaker, joined, leading, speaking, until
+from tests.control.parties import RawClient, joined, leading, raw_client, until
 
 LINE = NoteMessage(text="x" * 60_000)
 
@@ -72,8 +72,8 @@ def test_it_is_known_for_how_long_a_node_does_not_read() -> None:
     asyncio.run(scene())
 
 
-def stop_reading(speaker: Speaker) -> None:
-    connection = speaker.ws._response.connection
+def stop_reading(client: RawClient) -> None:
+    connection = client.ws._response.connection
     assert connection is not None
     assert connection.transport is not None
     connection.transport.pause_reading()
@@ -81,19 +81,19 @@ def stop_reading(speaker: Speaker) -> None:
 
 def test_a_member_that_does_not_read_is_dropped_alone() -> None:
     async def meet() -> None:
-        async with leading(3) as led, joined(led.port, 2) as (good, ears), speaking(led.port) as speaker:
-            await speaker.enter(1)
+        async with leading(3) as led, joined(led.port, 2) as (good, events), raw_client(led.port) as client:
+            await client.enter(1)
             await led.leader.wait_for_members(60)
-            stop_reading(speaker)
+            stop_reading(client)
             one = led.members.connected[1]
             for _ in range(outbox.LIMIT // 60_000 + 1):
                 led.members.send(1, LINE)
             assert one.outbox.size == 0  # nothing is stored for it
-            await until(lambda: led.ears.gone)
-            assert led.ears.gone == ["1: it has not read 64 MiB that were sent to it"]
+            await until(lambda: led.events.gone)
+            assert led.events.gone == ["1: it has not read 64 MiB that were sent to it"]
             assert led.ids == {2}
             led.members.broadcast(LINE)
-            await until(lambda: ears.told == [LINE])
+            await until(lambda: events.from_leader == [LINE])
             assert good.backlog < 1000
 
     asyncio.run(meet())
@@ -101,16 +101,16 @@ def test_a_member_that_does_not_read_is_dropped_alone() -> None:
 
 def test_a_member_that_speaks_but_does_not_read_is_lost() -> None:
     async def meet() -> None:
-        async with leading(timing=Timing(ping=0.1, node_timeout=1.5)) as led, speaking(led.port) as speaker:
-            await speaker.enter(1)
+        async with leading(timing=Timing(ping=0.1, node_timeout=1.5)) as led, raw_client(led.port) as client:
+            await client.enter(1)
             await led.leader.wait_for_members(60)
-            stop_reading(speaker)
+            stop_reading(client)
             for _ in range(300):  # more than the kernel buffers
                 led.members.send(1, LINE)
-            while not led.ears.gone:
-                await speaker.send(Pong(ping=0.0, time=0.0))
+            while not led.events.gone:
+                await client.send(Pong(ping=0.0, time=0.0))
                 await asyncio.sleep(0.1)
-            (why,) = led.ears.gone
+            (why,) = led.events.gone
             assert re.fullmatch(r"1: it has not read what was sent to it for \d+ s \(--node-timeout\)", why)
 
     asyncio.run(meet())
@@ -118,10 +118,10 @@ def test_a_member_that_speaks_but_does_not_read_is_lost() -> None:
 
 def test_the_end_does_not_wait_for_a_member_that_does_not_read() -> None:
     async def meet() -> None:
-        async with leading() as led, speaking(led.port) as speaker:
-            await speaker.enter(1)
+        async with leading() as led, raw_client(led.port) as client:
+            await client.enter(1)
             await led.leader.wait_for_members(60)
-            stop_reading(speaker)
+            stop_reading(client)
             for _ in range(300):
                 led.members.send(1, LINE)
             async with asyncio.timeout(60):

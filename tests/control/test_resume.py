@@ -15,8 +15,8 @@ from phalanx.control.leader.liveness import Timing
 from phalanx.control.leader.members import JoinedMember
 from phalanx.control.messages import JoinRequest, NoteMessage, Refusal, ResumeRequest
 from phalanx.control.outbox import Outbox
-from tests.control.eavesdropper import Eavesdropper
-from tests.control.parties import Led, MemberEars, arrival, joined, leading, speaking, until
+from tests.control.parties import MemberEvents, RunningLeader, arrival, joined, leading, raw_client, until
+from tests.control.recording_proxy import RecordingProxy
 
 AGAIN = "connected to node 0 again: the connection had broken"
 PATIENT = Timing(node_timeout=60.0)
@@ -80,38 +80,38 @@ def test_the_old_connection_takes_no_message_from_the_new_one() -> None:
 @pytest.mark.parametrize("fault", ["up", "down", "cut"])
 def test_a_connection_that_breaks_is_replaced(fault: str) -> None:
     async def meet() -> None:
-        ear = Eavesdropper()
-        async with leading(timing=PATIENT) as led, ear.between(led.port), joined(ear.port) as (one, ears):
+        proxy = RecordingProxy()
+        async with leading(timing=PATIENT) as led, proxy.between(led.port), joined(proxy.port) as (one, events):
             await led.leader.wait_for_members(60)
             if fault == "cut":
-                ear.cut()
+                proxy.cut()
             else:
-                ear.changes[fault] = True
+                proxy.changes[fault] = True
             for note in numbered(3):
                 one.send(note)
                 led.members.broadcast(note)
-            await until(lambda: len(led.ears.said) == 3 and len(ears.told) == 3, 60)
-            assert [message for _, message in led.ears.said] == ears.told == numbered(3)
-            assert ears.notes == [AGAIN]
-            assert led.ears.notes == ["node 1 (host1) has connected again: its connection had broken"]
-            assert len(ear.seen) == 2
-        assert led.ears.gone == ears.gone == []
+            await until(lambda: len(led.events.from_members) == 3 and len(events.from_leader) == 3, 60)
+            assert [message for _, message in led.events.from_members] == events.from_leader == numbered(3)
+            assert events.notes == [AGAIN]
+            assert led.events.notes == ["node 1 (host1) has connected again: its connection had broken"]
+            assert len(proxy.seen) == 2
+        assert led.events.gone == events.gone == []
 
     asyncio.run(meet())
 
 
 def test_every_message_arrives_once_and_in_order_whatever_breaks() -> None:
-    async def disturb(ears: MemberEars, ear: Eavesdropper) -> None:
+    async def disturb(events: MemberEvents, proxy: RecordingProxy) -> None:
         for way in ("cut", "up", "down", "down", "up", "cut"):
-            before = len(ears.notes)
+            before = len(events.notes)
             if way == "cut":
-                ear.cut()
+                proxy.cut()
             else:
-                ear.changes[way] = True
-            await until(lambda before=before: len(ears.notes) > before, 60)  # type: ignore[misc]
+                proxy.changes[way] = True
+            await until(lambda before=before: len(events.notes) > before, 60)  # type: ignore[misc]
             await asyncio.sleep(0.01)
 
-    async def talk(led: Led, one: object, notes: list[NoteMessage]) -> None:
+    async def talk(led: RunningLeader, one: object, notes: list[NoteMessage]) -> None:
         for number, note in enumerate(notes):
             one.send(note)  # type: ignore[attr-defined]
             led.members.broadcast(note)
@@ -119,43 +119,43 @@ def test_every_message_arrives_once_and_in_order_whatever_breaks() -> None:
                 await asyncio.sleep(0.002)
 
     async def meet() -> None:
-        ear, notes = Eavesdropper(), numbered(3000)
-        async with leading(timing=PATIENT) as led, ear.between(led.port), joined(ear.port) as (one, ears):
+        proxy, notes = RecordingProxy(), numbered(3000)
+        async with leading(timing=PATIENT) as led, proxy.between(led.port), joined(proxy.port) as (one, events):
             await led.leader.wait_for_members(60)
-            await asyncio.gather(disturb(ears, ear), talk(led, one, notes))
-            await until(lambda: len(led.ears.said) == len(ears.told) == len(notes), 60)
-            assert [message for _, message in led.ears.said] == notes
-            assert ears.told == notes
+            await asyncio.gather(disturb(events, proxy), talk(led, one, notes))
+            await until(lambda: len(led.events.from_members) == len(events.from_leader) == len(notes), 60)
+            assert [message for _, message in led.events.from_members] == notes
+            assert events.from_leader == notes
 
     asyncio.run(meet())
 
 
 def test_another_holder_of_the_token_cannot_resume_a_connection() -> None:
     async def meet() -> None:
-        async with leading() as led, joined(led.port, 1) as (one, ears):
+        async with leading() as led, joined(led.port, 1) as (one, events):
             await led.leader.wait_for_members(60)
             for session in (b"", b"x" * 16):
-                async with speaking(led.port) as speaker:
+                async with raw_client(led.port) as client:
                     request = ResumeRequest(member=1, session=session, received=0)
-                    await speaker.ws.send_bytes(messages.encode(request))
-                    assert await speaker.answered() == Refusal(kind="gone", leader="the membership has ended")
+                    await client.ws.send_bytes(messages.encode(request))
+                    assert await client.answered() == Refusal(kind="gone", leader="the membership has ended")
             one.send(NoteMessage(text="undisturbed"))
-            await until(lambda: led.ears.said)
-            assert ears.notes == []
+            await until(lambda: led.events.from_members)
+            assert events.notes == []
 
     asyncio.run(meet())
 
 
 def test_a_member_that_cannot_come_again_is_lost_on_both_sides() -> None:
     async def meet() -> None:
-        ear = Eavesdropper()
+        proxy = RecordingProxy()
         async with leading(timing=Timing(node_timeout=2.0)) as led, contextlib.AsyncExitStack() as way:
-            await way.enter_async_context(ear.between(led.port))
-            async with joined(ear.port) as (_, ears):
+            await way.enter_async_context(proxy.between(led.port))
+            async with joined(proxy.port) as (_, events):
                 await led.leader.wait_for_members(60)
                 await way.aclose()
-                await until(lambda: ears.gone and led.ears.gone, 60)
-                assert "closed" in ears.gone[0] or "broke" in ears.gone[0]
+                await until(lambda: events.gone and led.events.gone, 60)
+                assert "closed" in events.gone[0] or "broke" in events.gone[0]
                 assert not led.ids
 
     asyncio.run(meet())
@@ -168,13 +168,13 @@ def test_an_agent_that_has_ended_is_lost_at_once_and_not_probed_again() -> None:
         with socket.socket() as reserved:
             reserved.bind(("127.0.0.1", 0))  # reserved, but nothing listens
             info = arrival(1, failover_port=reserved.getsockname()[1])
-            async with leading(timing=PATIENT) as led, speaking(led.port) as speaker:
+            async with leading(timing=PATIENT) as led, raw_client(led.port) as client:
                 join = JoinRequest(protocol=messages.PROTOCOL, info=messages.encode(info))
-                await speaker.ws.send_bytes(messages.encode(join))
+                await client.ws.send_bytes(messages.encode(join))
                 await led.leader.wait_for_members(60)
                 assert led.members.failover_endpoints[1] == ("127.0.0.1", info.failover_port)
-                await speaker.ws.close()
-                await until(lambda: led.ears.gone)
+                await client.ws.close()
+                await until(lambda: led.events.gone)
                 assert 1 not in led.members.failover_endpoints
 
     asyncio.run(scene())

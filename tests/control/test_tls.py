@@ -16,8 +16,8 @@ from phalanx.control.leader.server import PATH
 from phalanx.control.messages import JoinRequest, NoteMessage, Refusal
 from phalanx.control.tokens import Token
 from phalanx.errors import JoinError
-from tests.control.eavesdropper import Eavesdropper
-from tests.control.parties import OTHER, TOKEN, joined, leading, speaking, until
+from tests.control.parties import OTHER, TOKEN, joined, leading, raw_client, until
+from tests.control.recording_proxy import RecordingProxy
 
 OPEN = Token(b"", "nowhere (--no-auth)")
 SECRET = "the loss is 0.25"
@@ -97,26 +97,26 @@ def test_a_run_on_one_node_does_not_import_it() -> None:
 
 def test_nobody_on_the_way_reads_what_is_said_nor_can_say_it_again() -> None:
     async def meet() -> None:
-        ear = Eavesdropper()
-        async with leading(3) as led, ear.between(led.port):
-            async with joined(ear.port, 1) as (one, ears):
+        proxy = RecordingProxy()
+        async with leading(3) as led, proxy.between(led.port):
+            async with joined(proxy.port, 1) as (one, events):
                 one.send(NoteMessage(text=SECRET))
-                await until(lambda: led.ears.said)
+                await until(lambda: led.events.from_members)
                 led.members.broadcast(NoteMessage(text=SECRET))
-                await until(lambda: ears.told)
-            everything = b"".join(ear.seen) + bytes(ear.heard)
+                await until(lambda: events.from_leader)
+            everything = b"".join(proxy.seen) + bytes(proxy.downstream)
             assert len(everything) > 1000
             for word in (SECRET.encode(), b"host1", PATH.encode(), TOKEN.key):
                 assert word not in everything
-            said = len(led.ears.said)
+            said = len(led.events.from_members)
             reader, writer = await asyncio.open_connection("127.0.0.1", led.port)
-            writer.write(ear.seen[0])  # replay everything that the member has sent
+            writer.write(proxy.seen[0])  # replay everything that the member has sent
             with contextlib.suppress(ConnectionError):
                 async with asyncio.timeout(60):
                     while await reader.read(65536):
                         pass
             writer.close()
-            assert len(led.ears.said) == said
+            assert len(led.events.from_members) == said
             assert not led.ids
 
     asyncio.run(meet())
@@ -124,11 +124,11 @@ def test_nobody_on_the_way_reads_what_is_said_nor_can_say_it_again() -> None:
 
 def test_a_member_of_another_protocol_is_refused_in_words() -> None:
     async def meet() -> None:
-        async with leading() as led, speaking(led.port) as speaker:
-            await speaker.ws.send_bytes(messages.encode(JoinRequest(protocol=77, info=b"of another version")))
-            answer = await speaker.answered()
+        async with leading() as led, raw_client(led.port) as client:
+            await client.ws.send_bytes(messages.encode(JoinRequest(protocol=77, info=b"of another version")))
+            answer = await client.answered()
             assert answer == Refusal(kind="version", leader=f"protocol {messages.PROTOCOL}", member="protocol 77")
             text = f"127.0.0.1 was rejected: it has protocol 77, node 0 has protocol {messages.PROTOCOL}"
-            assert led.ears.notes == [text]
+            assert led.events.notes == [text]
 
     asyncio.run(meet())

@@ -69,7 +69,7 @@ def coalesced(seq: int, *parts: Entry, p2p: int = 0) -> list[Entry]:
     return [*parts, entry("coalesced", seq, inputs=[], p2p=p2p)]
 
 
-def told(entries: Sequence[Entry]) -> dict[str, Any]:
+def reply(entries: Sequence[Entry]) -> dict[str, Any]:
     """Return the reply that a worker makes from these entries, after encoding and decoding."""
     kept = Kept(recorded_calls.operation_name, recorded_calls.dtype_names, lambda _, root: root)
     kept.add(entries)
@@ -77,7 +77,7 @@ def told(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def history(entries: Sequence[Entry]) -> History:
-    return evidence_reply.read(told(entries)).history
+    return evidence_reply.read(reply(entries)).history
 
 
 def stalled(histories: Mapping[int, Sequence[Entry]], groups: Mapping[str, Sequence[int]] | None = None) -> Evidence:

@@ -17,7 +17,7 @@ from phalanx.diagnose.history import Difference, first_difference
 from phalanx.forkserver.probe.collectives import collective_history as kept
 from phalanx.launcher.evidence import evidence_reply
 from tests.diagnose.made_evidence import C10D, DDP, HOME
-from tests.diagnose.recorded import Entry, coalesced, entry, history, stalled, told
+from tests.diagnose.recorded import Entry, coalesced, entry, history, reply, stalled
 
 REDUCE = [entry("all_reduce", seq, 10) for seq in range(1, 41)]  # a loop with one collective
 STEP = [
@@ -290,7 +290,7 @@ def test_a_loop_is_small_and_its_frames_are_the_users() -> None:
     library = (DDP, 1884, "forward")
     deep = [(C10D, 1, "all_reduce"), library, *((HOME + f"deep{index}.py", index, "f") for index in range(40))]
     entries = [entry("all_reduce", seq, 10, frames=deep) for seq in range(1, 2001)]
-    found = told(entries)["history"]
+    found = reply(entries)["history"]
     assert len(json.dumps(found)) < 24 * 1024
     assert len(found["signatures"]) == len(found["sites"]) == 1
     assert found["sites"][0][0][0] == DDP
@@ -300,7 +300,7 @@ def test_a_loop_is_small_and_its_frames_are_the_users() -> None:
 
 def test_what_is_too_large_loses_its_oldest_part() -> None:
     entries = [entry("all_reduce", seq, 10_000_000 + seq, 77, 33, line=seq) for seq in range(1, 2001)]
-    found = told(entries)["history"]
+    found = reply(entries)["history"]
     assert len(json.dumps(found)) <= kept.MAX_BYTES
     seqs = found["groups"][0]["seqs"]
     assert 100 < len(seqs) < 2000
@@ -329,7 +329,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_records_that_do_not_fit_together_are_left_out(how: str) -> None:
-    answer = told(REDUCE)
+    answer = reply(REDUCE)
     broken = BROKEN[how](answer["history"])
     answer["history"] = broken if isinstance(broken, str) else answer["history"]
     read = evidence_reply.read({**answer, "threads": [{"name": "m", "frames": [["a.py", 1, "f"]], "main": True}]})

@@ -77,7 +77,7 @@ PROVEN: dict[str, Case] = {
         (1,),
         ["node b (rank 1) does not answer"],
     ),
-    "node that has not told of its ranks": (
+    "node that has not reported its ranks": (
         evidence(
             waiting(0, node=0, size=2),
             Rank(rank=1, node=1, note="its node has not answered for 2 s", since=40.0),
@@ -103,4 +103,4 @@ PROVEN: dict[str, Case] = {
 @pytest.mark.parametrize("case", PROVEN)
 def test_named_right(case: str) -> None:
     verdict = named_right(PROVEN[case])
-    assert verdict.certain == (case != "node that has not told of its ranks")
+    assert verdict.certain == (case != "node that has not reported its ranks")

@@ -247,8 +247,8 @@ def test_reported_again_after_ten_minutes_and_when_it_ends() -> None:
             return [going(number, second) for number in range(4)]
         return stuck_at(10, culprit={})(second)
 
-    told = [(second, alarm.what) for second, alarm in alarms(script, end + 100)]
-    assert told == [(40, "stall"), (640, "again"), (1240, "again"), (end, "resumed")]
+    raised = [(second, alarm.what) for second, alarm in alarms(script, end + 100)]
+    assert raised == [(40, "stall"), (640, "again"), (1240, "again"), (end, "resumed")]
 
 
 def test_second_stall_is_another_alarm() -> None:

@@ -51,11 +51,11 @@ def test_nothing_wrong_says_why_it_stands() -> None:
 
 def test_json_holds_everything() -> None:
     seen = locked(4)
-    told = json.loads(report.as_json(seen, diagnose(seen)))
-    assert told["verdicts"][0]["kind"] == "data"
-    assert told["verdicts"][0]["place"]["line"] == 41
-    assert [each["ranks"] for each in told["places"]] == [[2], [0, 1, 3]]
-    assert decode(json.dumps(told["evidence"]).encode()) == seen
+    parsed = json.loads(report.as_json(seen, diagnose(seen)))
+    assert parsed["verdicts"][0]["kind"] == "data"
+    assert parsed["verdicts"][0]["place"]["line"] == 41
+    assert [each["ranks"] for each in parsed["places"]] == [[2], [0, 1, 3]]
+    assert decode(json.dumps(parsed["evidence"]).encode()) == seen
 
 
 def test_words() -> None:

@@ -33,34 +33,34 @@ def doctor(*args: str) -> tuple[int, dict[str, Any]]:
     return done.code, json.loads(done.out)
 
 
-def check_shape(told: dict[str, Any]) -> None:
-    assert told.keys() == {"level", "nodes", "findings", "pairs", "collectives"}
-    levels = [finding["level"] for finding in told["findings"]]
-    assert told["level"] == levels[0]
+def check_shape(report_: dict[str, Any]) -> None:
+    assert report_.keys() == {"level", "nodes", "findings", "pairs", "collectives"}
+    levels = [finding["level"] for finding in report_["findings"]]
+    assert report_["level"] == levels[0]
     assert levels == sorted(levels, key=LEVELS.index, reverse=True)
-    for finding in told["findings"]:
+    for finding in report_["findings"]:
         assert finding.keys() == {"check", "level", "fact", "cause", "fix", "node"}
         assert finding["fact"]
         assert finding["level"] == "green" or finding["fix"]
 
 
 def test_quick_look_at_this_machine() -> None:
-    code, told = doctor("--quick")
-    check_shape(told)
-    assert {finding["check"] for finding in told["findings"]} == CHECKS
-    assert code == (told["level"] == "red")
-    assert told["nodes"] == [socket.gethostname()]
-    assert told["pairs"] == []
+    code, report_ = doctor("--quick")
+    check_shape(report_)
+    assert {finding["check"] for finding in report_["findings"]} == CHECKS
+    assert code == (report_["level"] == "red")
+    assert report_["nodes"] == [socket.gethostname()]
+    assert report_["pairs"] == []
 
 
 def test_whole_doctor_runs_two_ranks_and_leaves_no_run() -> None:
-    code, told = doctor()
-    check_shape(told)
-    assert code == (told["level"] == "red")
-    facts = {finding["check"]: finding for finding in told["findings"]}
+    code, report_ = doctor()
+    check_shape(report_)
+    assert code == (report_["level"] == "red")
+    facts = {finding["check"]: finding for finding in report_["findings"]}
     assert facts["reach"]["level"] == facts["links"]["level"] == facts["all_reduce"]["level"] == "green"
-    assert [one["ranks"] for one in told["collectives"]][:2] == [2, 2]
-    (pair,) = told["pairs"]
+    assert [one["ranks"] for one in report_["collectives"]][:2] == [2, 2]
+    (pair,) = report_["pairs"]
     assert pair["local"]
     assert min(pair["latency"], pair["there"], pair["back"]) > 0
     assert phalanx("ps", "--all").out == "no runs yet\n"
@@ -105,9 +105,9 @@ def in_mount(options: str, then: str = "true") -> dict[str, Any]:
     script = f"mount -t tmpfs -o {options} none {home} && {{ {then}; }} && exec {command}"
     done = run(("unshare", "-m", "sh", "-c", script))
     assert done.code == 1, done.out + done.err
-    told: dict[str, Any] = json.loads(done.out)
-    check_shape(told)
-    return next(finding for finding in told["findings"] if finding["check"] == "disk")
+    report_: dict[str, Any] = json.loads(done.out)
+    check_shape(report_)
+    return next(finding for finding in report_["findings"] if finding["check"] == "disk")
 
 
 @root

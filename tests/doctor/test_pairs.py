@@ -119,11 +119,11 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_report_as_json() -> None:
-    told = report.as_json(FOUND)
-    assert told["level"] == "red"
-    assert [finding["level"] for finding in told["findings"]] == ["red", "yellow"] + ["green"] * 4
-    assert told["pairs"][0]["one"] == "a"
-    assert told["collectives"][0]["bus"] > 0
+    document = report.as_json(FOUND)
+    assert document["level"] == "red"
+    assert [finding["level"] for finding in document["findings"]] == ["red", "yellow"] + ["green"] * 4
+    assert document["pairs"][0]["one"] == "a"
+    assert document["collectives"][0]["bus"] > 0
 
 
 def test_many_nodes_show_their_slowest_pairs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def complete(folder: Path) -> None:
     oracle.check(folder, 2, epochs=EPOCHS)
 
 
-def told(err: str) -> list[events.AnyEvent]:
+def printed_events(err: str) -> list[events.AnyEvent]:
     folder = Path(re.findall(r"output in (\S+)", err)[0])
     return [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
 
@@ -63,7 +63,7 @@ def recoveries(err: str) -> list[tuple[str, ...]]:
     """Return the faults of every recovery, in order."""
     found: list[tuple[str, ...]] = []
     open_: list[str] = []
-    for event in told(err):
+    for event in printed_events(err):
         if isinstance(event, events.FaultEvent):
             assert event.recovery == "regroup"
             open_.append(event.reason.partition(":")[0])
@@ -109,7 +109,7 @@ def test_a_silent_rank_is_named_and_gone_before_it_is_replaced(tmp_path: Path) -
     assert re.search(r"rank 1 is silent for \d+ s \(stopped\b.*\): SIGKILL", done.err)
     lives = [
         (event.pid, isinstance(event, events.WorkerStarted))
-        for event in told(done.err)
+        for event in printed_events(done.err)
         if isinstance(event, events.WorkerStarted | events.WorkerExited) and event.rank == 1
     ]
     stopped = lives.index((lives[0][0], False))
@@ -157,7 +157,7 @@ def test_the_store_and_the_fork_server_are_killed(tmp_path: Path) -> None:
         ("the fork server was lost",),
     )
     assert re.search(r"resumed at step (12|16)", done.out + done.err)
-    assert len([event for event in told(done.err) if isinstance(event, events.ForkServerReady)]) == 2
+    assert len([event for event in printed_events(done.err) if isinstance(event, events.ForkServerReady)]) == 2
 
 
 def test_ranks_outlive_their_fork_server_and_a_stopped_one_holds_nothing_up(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_ranks_outlive_their_fork_server_and_a_stopped_one_holds_nothing_up(tmp_
     with start(*words_, env={"PAUSE": "0.1", "EPOCHS": "1000000"}) as job:
 
         def pids(kind: type[events.ForkServerReady] | type[events.WorkerStarted]) -> list[int]:
-            return [event.pid for event in told(job.err) if isinstance(event, kind)]
+            return [event.pid for event in printed_events(job.err) if isinstance(event, kind)]
 
         def steps() -> int:
             return max((commit.step for commit in oracle.read(tmp_path)[1]), default=0)
@@ -186,7 +186,7 @@ def test_ranks_outlive_their_fork_server_and_a_stopped_one_holds_nothing_up(tmp_
         (store,) = {*children(job.pid)} - {fork_server, *workers}
         os.kill(store, signal.SIGSTOP)
         os.kill(workers[1], signal.SIGKILL)
-        until(lambda: any(isinstance(event, events.Recovered) for event in told(job.err)), LONG, "a recovery")
+        until(lambda: any(isinstance(event, events.Recovered) for event in printed_events(job.err)), LONG, "a recovery")
         assert "the store process does not answer (stopped" in job.err
         os.kill(fork_server, signal.SIGSTOP)
         job.signal(signal.SIGINT)
@@ -217,8 +217,8 @@ def test_replacements_that_stop_before_they_answer_are_replaced(tmp_path: Path) 
     options = ("--worker-timeout", "4s", "--preload", "stops", "--no-warm")
     with start(*words(tmp_path, options=options), env=env) as job:
 
-        def told_of(kind: type[events.AnyEvent]) -> int:
-            return sum(isinstance(event, kind) for event in told(job.err))
+        def count_of(kind: type[events.AnyEvent]) -> int:
+            return sum(isinstance(event, kind) for event in printed_events(job.err))
 
         def steps() -> int:
             return max((commit.step for commit in oracle.read(tmp_path)[1]), default=0)
@@ -229,7 +229,7 @@ def test_replacements_that_stop_before_they_answer_are_replaced(tmp_path: Path) 
 
         def pids() -> list[int]:
             """Return the pids of the fork server and of the ranks."""
-            found = told(job.err)
+            found = printed_events(job.err)
             ready = [event.pid for event in found if isinstance(event, events.ForkServerReady)]
             ranks = {event.rank: event.pid for event in found if isinstance(event, events.WorkerStarted)}
             return [ready[-1], ranks[0], ranks[1]]
@@ -241,7 +241,7 @@ def test_replacements_that_stop_before_they_answer_are_replaced(tmp_path: Path) 
         progress()
         (tmp_path / "fork").touch()
         os.kill(pids()[2], signal.SIGKILL)
-        until(lambda: told_of(events.Recovered) == 1, LONG, "a recovery")
+        until(lambda: count_of(events.Recovered) == 1, LONG, "a recovery")
         assert re.search(r"rank 1 is silent for \d+ s \(stopped\): SIGKILL", job.err)
 
         fork_server, *ranks = pids()
@@ -251,12 +251,12 @@ def test_replacements_that_stop_before_they_answer_are_replaced(tmp_path: Path) 
         silent = re.compile(r"the store process does not answer \(stopped for \d+ s\): SIGKILL")
         until(lambda: silent.search(job.err), LONG, "the message")
         os.kill(ranks[0], signal.SIGKILL)  # another group needs the store
-        until(lambda: told_of(events.Recovered) == 2, LONG, "a recovery")
+        until(lambda: count_of(events.Recovered) == 2, LONG, "a recovery")
 
         (tmp_path / "import").touch()
         os.kill(fork_server, signal.SIGKILL)
         stopped("import")
-        until(lambda: told_of(events.ForkServerReady) == 2, LONG, "a fork server that is ready")
+        until(lambda: count_of(events.ForkServerReady) == 2, LONG, "a fork server that is ready")
         progress()
         (tmp_path / "import").touch()
         os.kill(pids()[0], signal.SIGKILL)
@@ -283,7 +283,7 @@ def test_setting_the_clock_changes_nothing(tmp_path: Path) -> None:
     done = trained(tmp_path, *faults, options=options, env={"PYTHONPATH": path, "CLOCK": "jumps"})
     assert done.code == 137, done.err
     assert "2 recoveries were allowed, and are used up" in done.err
-    times = [event.time for event in told(done.err)]
+    times = [event.time for event in printed_events(done.err)]
     assert max(times) - min(times) > 80000  # the clock did jump
     assert all(0 < float(took) < LONG for took in re.findall(r"committed ([\d.-]+) s later", done.err))
 
@@ -369,8 +369,8 @@ def test_chaos_injects_faults_and_reports_the_recoveries(tmp_path: Path) -> None
     # The model behind page, screen and report has the number of the summary.
     (goodput,) = re.findall(r"s lost: goodput ([\d.]+%)", done.err)
     report = tmp_path / "report.html"
-    told_ = phalanx("report", "-o", str(report), env=places)
-    assert told_.code == 0, told_.err
+    result = phalanx("report", "-o", str(report), env=places)
+    assert result.code == 0, result.err
     assert f"Goodput: {goodput}, the share of the time since the first step" in report.read_text()
 
 
@@ -411,7 +411,7 @@ def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
     with start("chaos", *options, *words(tmp_path)[1:], env={"PAUSE": "0.05", "EPOCHS": "1000000"}) as job:
 
         def measured() -> dict[int, Size]:
-            said = told(job.err)
+            said = printed_events(job.err)
             fork_servers = [event.pid for event in said if isinstance(event, events.ForkServerReady)]
             ranks = [event.pid for event in said if isinstance(event, events.WorkerStarted) and event.rank == 0]
             return {pid: size(pid) for pid in (job.pid, fork_servers[-1], ranks[-1])}

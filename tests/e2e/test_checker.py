@@ -16,7 +16,7 @@ from tests.kit.lab import Lab
 
 pytestmark = pytest.mark.xdist_group("checker")  # they share a warm fork server
 CHECK = ("--cpu", "--check-collectives")
-TOLD = re.compile(r"^phalanx: rank (\d) failed: (.*\n(?:  .*\n)+)", re.MULTILINE)
+REPORT = re.compile(r"^phalanx: rank (\d) failed: (.*\n(?:  .*\n)+)", re.MULTILINE)
 SURVIVE = str(Path(__file__).parents[1] / "train" / "scripts" / "survive.py")
 
 # Blamed ranks per mismatch, of ranks 0 to 2, in the order of scripts/differ.py; None: another failure.
@@ -70,17 +70,17 @@ def test_a_mismatch_is_reported_at_once_with_both_places(warm: dict[str, str | N
     done = phalanx("run", "-g", "3", *CHECK, *times, script("differ.py"), kinds, "gloo,shm", env=warm, timeout=120)
     assert done.code == 1
     assert "nobody has noticed" not in done.out
-    told = TOLD.findall(done.err)
-    assert len(told) == len(FOUND), done.err
-    for (_, text), (_, expected) in zip(told, FOUND, strict=True):
+    reports = REPORT.findall(done.err)
+    assert len(reports) == len(FOUND), done.err
+    for (_, text), (_, expected) in zip(reports, FOUND, strict=True):
         assert text.startswith(f"CollectiveMismatchError: {expected}" if expected else "ValueError"), text
     # Reported by the wrong rank, with the lines of both.
-    rank, text = told[0]
+    rank, text = reports[0]
     assert rank == "1"
     both = r"  rank 1: broadcast\(float32 \[10\], root 0\) at \S+/differ.py:\d+\n      dist.broadcast\(x, 0\)\n"
     both += r"  ranks 0, 2: all_reduce\(float32 \[10\], SUM\) at \S+/differ.py:\d+\n      dist.all_reduce\(x\)\n"
     assert re.search(both, text), text
-    assert "loss.backward()" in told[7][1]  # DDP calls it in C++
+    assert "loss.backward()" in reports[7][1]  # DDP calls it in C++
 
 
 def test_groups_of_ours_need_not_be_asked(warm: dict[str, str | None]) -> None:
@@ -88,9 +88,9 @@ def test_groups_of_ours_need_not_be_asked(warm: dict[str, str | None]) -> None:
     done = phalanx("run", "-g", "3", "--cpu", *words, "shm", env=warm, timeout=120)
     assert done.code == 1
     assert "nobody has noticed" not in done.out
-    told = TOLD.findall(done.err)
-    assert len(told) == len(NOTICED), done.err
-    for (_, text), (_, expected, means, lines) in zip(told, NOTICED, strict=True):
+    reports = REPORT.findall(done.err)
+    assert len(reports) == len(NOTICED), done.err
+    for (_, text), (_, expected, means, lines) in zip(reports, NOTICED, strict=True):
         said, meant, *_ = text.splitlines()
         assert f"ranks called different things: {expected}" in said
         assert re.match(f"  {means}", meant), text

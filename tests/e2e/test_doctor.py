@@ -23,7 +23,7 @@ NAMES = ["node1", "node2", "node3"]
 OTHER_TORCH = "1.13.1"
 
 
-def told(result: Result, code: int) -> dict[str, Any]:
+def parsed(result: Result, code: int) -> dict[str, Any]:
     assert result.code == code, result.out + result.err
     found: dict[str, Any] = json.loads(result.out)
     assert found["level"] == ("red" if code else found["level"])
@@ -35,7 +35,7 @@ def of(found: dict[str, Any], level: str) -> list[dict[str, str]]:
 
 
 def doctor(lab: Lab, ssh: Sshd, *args: str, code: int = 0) -> dict[str, Any]:
-    return told(lab[0].run("doctor", "--json", *(args or HOSTS), env=ssh.env), code)
+    return parsed(lab[0].run("doctor", "--json", *(args or HOSTS), env=ssh.env), code)
 
 
 def close(lab: Lab, node: int) -> None:
@@ -135,7 +135,7 @@ def test_a_first_node_that_cannot_be_reached(lab: Lab, ssh: Sshd) -> None:
 def test_hosts_that_cannot_take_part_are_named_and_the_others_checked(lab: Lab, ssh: Sshd, tmp_path: Path) -> None:
     other = interpreter(tmp_path, torch=OTHER_TORCH)
     env = {**ssh.env, "PHALANX_REMOTE_PYTHON": other}
-    found = told(lab[0].run("doctor", "--json", "--hosts", "node1,node3,node9", env=env), 1)
+    found = parsed(lab[0].run("doctor", "--json", "--hosts", "node1,node3,node9", env=env), 1)
     reds = {finding["node"]: finding for finding in of(found, "red")}
     assert reds.keys() == {"node3", "node9"}
     assert "its versions differ" in reds["node3"]["fact"]
@@ -182,7 +182,7 @@ def interpreter(folder: Path, torch: str = "") -> str:
 def test_a_python_without_torch_is_red(lab: Lab, ssh: Sshd, tmp_path: Path, hosts: tuple[str, ...]) -> None:
     python = interpreter(tmp_path)
     result = lab[0].run(words=(python, "-m", "phalanx", "doctor", "--json", *hosts), env=ssh.env)
-    reds = of(told(result, 1), "red")
+    reds = of(parsed(result, 1), "red")
     assert any(finding["fact"] == f"torch is not installed for {python}" for finding in reds), reds
     assert "Traceback" not in result.out + result.err
 
@@ -192,7 +192,7 @@ def test_a_python_without_torch_is_red(lab: Lab, ssh: Sshd, tmp_path: Path, host
 
 def test_an_allocation_is_checked_as_a_whole(lab: Lab, slurm: Slurm) -> None:
     result = lab[0].run(words=("salloc", "-N2", *PHALANX, "doctor", "--json"), env=slurm.env)
-    found = told(result, 0)
+    found = parsed(result, 0)
     assert found["nodes"] == NAMES[:2]
     assert [(pair["one"], pair["other"]) for pair in found["pairs"]] == [("node1", "node2")]
     assert found["collectives"][0]["ranks"] == 2
@@ -200,7 +200,7 @@ def test_an_allocation_is_checked_as_a_whole(lab: Lab, slurm: Slurm) -> None:
 
 def test_tasks_of_a_step_give_one_report(lab: Lab, slurm: Slurm) -> None:
     result = lab[0].run(words=("srun", "-N2", "-n3", *PHALANX, "doctor", "--json"), env=slurm.env)
-    found = told(result, 0)
+    found = parsed(result, 0)
     assert found["nodes"] == ["node1 (rank 0)", "node1 (rank 1)", "node2"]
     assert {finding["node"] for finding in found["findings"]} >= {"node1", "node2"}
     assert found["collectives"][0]["ranks"] == 3

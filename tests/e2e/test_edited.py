@@ -83,8 +83,8 @@ def test_a_replacement_runs_what_the_run_began_with(way: str, tmp_path: Path) ->
     for rank, generation in ((0, 0), (1, 0), (0, 1), (1, 1)):
         assert f"rank {rank} {generation} old script old helper old leaf __main__" in done.out
     assert done.out.count(f"end of old script ['a'] {tmp_path}/train.py") == 2
-    told = "train.py, helper.py, pkg/leaf.py have changed on the disk since the run began"
-    assert done.err.count(told) == 1
+    warning = "train.py, helper.py, pkg/leaf.py have changed on the disk since the run began"
+    assert done.err.count(warning) == 1
     assert "new script" in (tmp_path / "train.py").read_text()
 
 

@@ -74,10 +74,10 @@ def test_a_fresh_start_prints_once_and_keeps_the_probe_and_the_environment(tmp_p
 
 def test_values_that_differ_between_ranks_get_an_interpreter_each(tmp_path: Path) -> None:
     write(tmp_path, "import os\nos.environ['TORCH_DISTRIBUTED_DEBUG'] = ['INFO', 'DETAIL'][int(os.environ['RANK'])]\n")
-    for told in ("starting it again as a fresh interpreter", "one interpreter per rank"):
+    for notice in ("starting it again as a fresh interpreter", "one interpreter per rank"):
         result = phalanx("run", "-g", "2", "--cpu", "train.py", cwd=str(tmp_path))
         assert sorted(line.split()[2] for line in seen(result.out)) == ["DebugLevel.DETAIL", "DebugLevel.INFO"]
-        assert told in result.err
+        assert notice in result.err
 
 
 def test_a_variable_that_is_set_after_torch_and_before_its_compiler_counts(tmp_path: Path) -> None:

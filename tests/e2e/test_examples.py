@@ -175,7 +175,7 @@ def test_torchrun_runs_them_too(name: str, torchrun: Torchrun) -> None:
 # From one process to many
 
 
-def told(kind: str, name: str, *options: str) -> list[str]:
+def messages(kind: str, name: str, *options: str) -> list[str]:
     """Return the output: of a single process, or of rank 0 or every rank."""
     if kind == "plain":
         plain = imported.python if imported.in_use() else python
@@ -196,7 +196,7 @@ def last(lines: list[str], epochs: int, pattern: str) -> list[float]:
 @pytest.mark.parametrize("kind", ["plain", "ddp", "phalanx"])
 @pytest.mark.parametrize(("model", "epochs", "percent"), [("digits", 2, 85), ("resnet", 2, 75)])
 def test_images(model: str, epochs: int, percent: float, kind: str) -> None:
-    lines = told(kind, model if kind == "phalanx" else f"{model}_{kind}", "--epochs", str(epochs))
+    lines = messages(kind, model if kind == "phalanx" else f"{model}_{kind}", "--epochs", str(epochs))
     found = last(lines, epochs, r"([\d.]+)% of 360 new \w+ are (?:read right|recognized)$")
     assert len(found) == (2 if kind == "ddp" else 1), lines
     assert len(set(found)) == 1  # the same model on every rank
@@ -205,7 +205,7 @@ def test_images(model: str, epochs: int, percent: float, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "ddp", "phalanx"])
 def test_gpt(kind: str) -> None:
-    lines = told(kind, "gpt" if kind == "phalanx" else f"gpt_{kind}", "--epochs", "1")
+    lines = messages(kind, "gpt" if kind == "phalanx" else f"gpt_{kind}", "--epochs", "1")
     found = last(lines, 1, r"loss ([\d.]+) on new text, 4\.\d+ by blind guess$")
     assert len(found) == (2 if kind == "ddp" else 1), lines
     assert len(set(found)) == 1
@@ -218,7 +218,7 @@ def test_any_number_of_ranks_gives_the_same_numbers(tmp_path: Path, torchrun: To
     text = tmp_path / "text"
     text.write_text((EXAMPLES / "data" / "asyoulikeit.txt").read_text()[:20000])
     options = "--epochs", "2", "--text", str(text)
-    alone = [line for line in told("plain", "gpt", *options) if line.startswith("epoch")]
+    alone = [line for line in messages("plain", "gpt", *options) if line.startswith("epoch")]
     three = [line for line in example("gpt", *options, ranks=3).out.splitlines() if line.startswith("[0] epoch")]
     result = torchrun("--nproc-per-node", "2", "--standalone", str(EXAMPLES / "gpt.py"), *options, timeout=150)
     assert result.code == 0, result.err
@@ -257,7 +257,7 @@ def test_digits_of_mnist(tmp_path: Path) -> None:
         (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(
             gzip.compress(struct.pack(">HBBI", 0, 8, 1, count) + labels)
         )
-    lines = told("phalanx", "digits", "--data", str(tmp_path), "--epochs", "1")
+    lines = messages("phalanx", "digits", "--data", str(tmp_path), "--epochs", "1")
     assert sum("% of 20 new digits are read right" in line for line in lines) == 1
 
 

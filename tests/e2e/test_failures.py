@@ -131,13 +131,13 @@ def test_everything_is_in_the_run_folder() -> None:
     assert (run_folder / "attempt_0/1/stdout.log").read_text() == "before the end\n"
     assert "BadBatch" in (run_folder / "attempt_0/1/stderr.log").read_text()
     assert (run_folder / "attempt_0/0/stdout.log").read_text() == ""
-    told = [events.decode(line) for line in (run_folder / "events.jsonl").read_bytes().splitlines()]
+    recorded = [events.decode(line) for line in (run_folder / "events.jsonl").read_bytes().splitlines()]
     # What the run was started with is found out beside it, at any time.
-    kinds = [type(event).__name__ for event in told if not isinstance(event, events.RunDescribed)]
+    kinds = [type(event).__name__ for event in recorded if not isinstance(event, events.RunDescribed)]
     assert kinds[:3] == ["RunStarted", "ForkServerReady", "AttemptStarted"]
     assert kinds.count("WorkerStarted") == kinds.count("WorkerExited") == 2
     assert kinds[-2:] == ["WorkerFailed", "RunEnded"]
-    failed = next(event for event in told if isinstance(event, events.WorkerFailed))
+    failed = next(event for event in recorded if isinstance(event, events.WorkerFailed))
     assert (failed.rank, failed.code) == (1, 1)
     assert json.loads((run_folder / "run.json").read_text())["code"] == 1
     subprocess.run(["rm", "-r", run_folder.parent], check=True)

@@ -98,15 +98,15 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_no_step(tmp_path: Path) -> N
     done = mounted("size=20m", disk, *words, "--checkpoint-every", "15", "train.py", str(disk), "25", "35")
     assert done.code == 1, done.err
     assert [commits(tmp_path, rank) for rank in (0, 1)] == [list(range(1, 81))] * 2
-    told = done.out + done.err
-    assert "phalanx: the checkpoint of step 45 was not written\n" in told
-    assert "rank 0: No space left on device" in told
-    assert "the checkpoint of step 60 was not written either: No space left on device" in told
+    output = done.out + done.err
+    assert "phalanx: the checkpoint of step 45 was not written\n" in output
+    assert "rank 0: No space left on device" in output
+    assert "the checkpoint of step 60 was not written either: No space left on device" in output
     assert "the training is complete, but its last checkpoint was not written (step 80)" in done.err
     assert "the newest checkpoint is that of step 15" in done.err
     assert "not retrying: the training is complete" in done.err
     assert "regrouped, and step 36 was committed" in done.err
-    assert "done again" not in told
+    assert "done again" not in output
 
 
 @pytest.mark.smoke

@@ -69,13 +69,13 @@ def test_every_command_can_show_such_a_run(tmp_path: Path) -> None:
     assert ended.code == 1
     assert "rank 0 failed: ValueError: café" in ended.err
     for env in ({"PYTHONIOENCODING": "utf-8"}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}):
-        told = {
+        results = {
             verb: phalanx(verb, *more, env=env, cwd=str(tmp_path))
             for verb, *more in (("ps", "--all"), ("why",), ("report", "-f", "-o", "r.html"), ("--help",))
         }
-        assert [one.code for one in told.values()] == [0, 1, 0, 0], [one.err for one in told.values()]
-        assert "ValueError: caf" in told["ps"].out
-        assert "ValueError: caf" in told["why"].out
+        assert [one.code for one in results.values()] == [0, 1, 0, 0], [one.err for one in results.values()]
+        assert "ValueError: caf" in results["ps"].out
+        assert "ValueError: caf" in results["why"].out
         missing = phalanx("plan", name(b"none\xff.py"), env=env, cwd=str(tmp_path))
         assert missing.raw_err.startswith(b"phalanx: no such script: none\xff.py\n")
 
@@ -211,9 +211,9 @@ def test_escapes_of_a_rank_are_shown_and_not_sent(tmp_path: Path) -> None:
     (tmp_path / "\x1b[2J.py").write_text("import torch\nopt = torch.optim.SGD([]); opt.step(")
     ended = phalanx("run", "--cpu", "-g", "2", "bad.py", cwd=str(tmp_path))
     assert r"failed: ValueError: \x1b]0;mine\x07\x1b[2J\x9b1A" in ended.err
-    told = [phalanx(*words, cwd=str(tmp_path)) for words in (("why",), ("ps", "--all"))]
-    told += [phalanx("plan", "--env", "ODD=\x1b]0;mine\x07", "bad.py", cwd=str(tmp_path))]
-    told += [phalanx("lint", "\x1b[2J.py", cwd=str(tmp_path)), phalanx("run", "\x1b[3J.py", cwd=str(tmp_path))]
-    for one in (*told, ended):
+    results = [phalanx(*words, cwd=str(tmp_path)) for words in (("why",), ("ps", "--all"))]
+    results += [phalanx("plan", "--env", "ODD=\x1b]0;mine\x07", "bad.py", cwd=str(tmp_path))]
+    results += [phalanx("lint", "\x1b[2J.py", cwd=str(tmp_path)), phalanx("run", "\x1b[3J.py", cwd=str(tmp_path))]
+    for one in (*results, ended):
         assert b"\x1b" not in one.raw_out + one.raw_err
         assert rb"\x1b" in one.raw_out + one.raw_err or b"ValueError: ]0;mine [2J" in one.raw_out  # ps: one line

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.control.eavesdropper import Eavesdropper
+from tests.control.recording_proxy import RecordingProxy
 from tests.e2e.jobs import PLAIN, TOKEN, all_gone, codes, texts, together
 from tests.e2e.places import READY, script
 from tests.kit.cli import PYTHON, start, until
@@ -211,8 +211,8 @@ def test_unknown_clients_disturb_nothing(lab: Lab, tmp_path: Path) -> None:
         assert "Traceback" not in job.both, texts(jobs)
         assert "is lost" not in job.err, texts(jobs)
     # Not one line per unknown client. A node may note that the other was silent: on a busy machine it gets no core.
-    told = [line for line in jobs[0].err.splitlines() if "has not answered" not in line and "answers again" not in line]
-    assert len(told) <= 5, texts(jobs)
+    lines = [line for line in jobs[0].err.splitlines() if "has not answered" not in line and "answers again" not in line]
+    assert len(lines) <= 5, texts(jobs)
     intruder.end()
     all_gone(lab)
 
@@ -249,13 +249,13 @@ def test_the_store_is_there_until_the_last_rank_of_all_nodes_has_ended(lab: Lab,
 
 
 @contextlib.contextmanager
-def eavesdropping(port: int) -> Iterator[tuple[Eavesdropper, Callable[[Callable[[], None]], object]]]:
+def recording_proxy(port: int) -> Iterator[tuple[RecordingProxy, Callable[[Callable[[], None]], object]]]:
     """Run an attacker between a node and the leader at this port, in a thread; yield a function that calls it."""
-    ear, loop = Eavesdropper(), asyncio.new_event_loop()
+    proxy, loop = RecordingProxy(), asyncio.new_event_loop()
     ready, end = threading.Event(), asyncio.Event()
 
     async def stand() -> None:
-        async with ear.between(port):
+        async with proxy.between(port):
             ready.set()
             await end.wait()
 
@@ -263,7 +263,7 @@ def eavesdropping(port: int) -> Iterator[tuple[Eavesdropper, Callable[[Callable[
     thread.start()
     try:
         assert ready.wait(60)
-        yield ear, loop.call_soon_threadsafe
+        yield proxy, loop.call_soon_threadsafe
     finally:
         loop.call_soon_threadsafe(end.set)
         thread.join()
@@ -286,20 +286,20 @@ def test_a_connection_that_breaks_or_is_tampered_with_is_replaced(tmp_path: Path
         script("until_file.py"),
         str(tmp_path / "end"),
     )
-    with eavesdropping(port) as (ear, call), contextlib.ExitStack() as open_:
+    with recording_proxy(port) as (proxy, call), contextlib.ExitStack() as open_:
         jobs = [
             open_.enter_context(start(*same[:1], "-i", str(place), "--master", f"127.0.0.1:{at}", *same[1:], env=env))
-            for place, at in enumerate((port, ear.port))
+            for place, at in enumerate((port, proxy.port))
         ]
         jobs[0].wait_for(READY, 2)
-        call(ear.cut)
+        call(proxy.cut)
         jobs[1].wait_for(said, 1)
         for count, way in enumerate(("up", "down"), 2):
-            call(lambda way=way: ear.changes.update({way: True}))  # type: ignore[misc]
+            call(lambda way=way: proxy.changes.update({way: True}))  # type: ignore[misc]
             jobs[1].wait_for(said, count)
         (tmp_path / "end").touch()
         assert codes(jobs) == [0, 0], texts(jobs)
         assert "node 1 (" in jobs[0].err, texts(jobs)
         assert ") has connected again: its connection had broken" in jobs[0].err, texts(jobs)
         assert "done 1" in jobs[0].out, texts(jobs)
-        assert b"ready" not in b"".join(ear.seen) + bytes(ear.heard)
+        assert b"ready" not in b"".join(proxy.seen) + bytes(proxy.downstream)

@@ -30,7 +30,7 @@ def reports(folder: Path) -> Told:
 def environments(lab: Lab, folder: Path, *options: str, ranks: tuple[int, ...] = (1, 1)) -> Told:
     """Return the environments of a run without torch."""
     folder.mkdir()
-    jobs = together(lab, *PLAIN, *options, script("told.py"), str(folder), ranks=ranks)
+    jobs = together(lab, *PLAIN, *options, script("environment.py"), str(folder), ranks=ranks)
     assert codes(jobs) == [0] * len(ranks), texts(jobs)
     return reports(folder)
 
@@ -117,7 +117,7 @@ def test_interfaces_are_those_that_lead_to_the_others(lab: Lab, tmp_path: Path) 
     for master, interface, address in (("node1", "eth0", "10.77.0.1"), ("10.88.0.1", "ib0", "10.88.0.1")):
         folder = tmp_path / interface
         folder.mkdir()
-        words = (*same, "--master", master, script("told.py"), str(folder))
+        words = (*same, "--master", master, script("environment.py"), str(folder))
         jobs = [lab[place].start("run", "-i", str(place), *words) for place in (0, 1)]
         assert codes(jobs) == [0, 0], texts(jobs)
         for env in reports(folder).values():
@@ -130,7 +130,7 @@ def test_a_user_who_chose_an_interface_has_it(lab: Lab, tmp_path: Path) -> None:
     for place, node in enumerate(lab, 1):
         node.add_interface("ib0", f"10.88.0.{place}/24")
     own = {"GLOO_SOCKET_IFNAME": "ib0", "TP_SOCKET_IFNAME": "lo"}
-    jobs = together(lab, *PLAIN, script("told.py"), str(tmp_path), ranks=(1, 1), env=own)
+    jobs = together(lab, *PLAIN, script("environment.py"), str(tmp_path), ranks=(1, 1), env=own)
     assert codes(jobs) == [0, 0], texts(jobs)
     for env in reports(tmp_path).values():
         assert {name: env[name] for name in own} == own
@@ -143,7 +143,7 @@ def test_a_user_who_chose_an_interface_has_it(lab: Lab, tmp_path: Path) -> None:
 def test_flags_of_torchrun_for_nodes_that_are_numbered(lab: Lab, tmp_path: Path) -> None:
     words = ("--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "node1", "--master-port", "29555")
     jobs = [
-        lab[place].start("run", *PLAIN, *words, "--node-rank", str(place), script("told.py"), str(tmp_path))
+        lab[place].start("run", *PLAIN, *words, "--node-rank", str(place), script("environment.py"), str(tmp_path))
         for place in (1, 0)
     ]
     jobs[1].wait_for("meeting at 10.77.0.1:29555")
@@ -159,7 +159,7 @@ def test_flags_of_torchrun_for_nodes_that_are_numbered(lab: Lab, tmp_path: Path)
 
 def test_flags_of_torchrun_for_nodes_that_are_not_numbered(lab: Lab, tmp_path: Path) -> None:
     words = ("--nnodes=3", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29400", "--rdzv-id=job7")
-    jobs = [lab[place].start("run", *PLAIN, *words, script("told.py"), str(tmp_path)) for place in (2, 0, 1)]
+    jobs = [lab[place].start("run", *PLAIN, *words, script("environment.py"), str(tmp_path)) for place in (2, 0, 1)]
     assert codes(jobs) == [0, 0, 0], texts(jobs)
     found = reports(tmp_path)
     assert sorted(found) == [0, 1, 2]
@@ -199,7 +199,7 @@ def test_a_host_whose_name_resolves_to_127_0_1_1(lab: Lab, tmp_path: Path) -> No
 def test_a_host_that_does_not_know_its_own_name(lab: Lab, tmp_path: Path) -> None:
     for node in lab:
         node.hosts("none")
-    found = environments(lab, tmp_path / "told", ranks=(1, 1, 1))
+    found = environments(lab, tmp_path / "out", ranks=(1, 1, 1))
     assert [env["MASTER_ADDR"] for env in found.values()] == [lab[0].address] * 3
 
 

@@ -50,7 +50,7 @@ class Browser:
         line.request("GET", "/live", headers={"Cookie": self.cookie})
         with contextlib.closing(line), line.getresponse() as answer:
 
-            def told() -> Iterator[tuple[str, Any]]:
+            def messages() -> Iterator[tuple[str, Any]]:
                 name = ""
                 while text := answer.readline().decode():
                     word, _, rest = text.rstrip("\n").partition(": ")
@@ -58,7 +58,7 @@ class Browser:
                     if word == "data":
                         yield name, json.loads(rest)
 
-            yield told()
+            yield messages()
 
 
 def servers(job: Handle) -> list[int]:
@@ -88,14 +88,14 @@ def test_a_page_from_its_link_to_the_end_of_the_run(tmp_path: Path) -> None:
         assert "shown.py" in browser.ask("GET", "/why")[1]["stacks"]["1"]
         (second,) = servers(job)
         assert second != first
-        with browser.live() as told:
-            name, whole = next(told)
+        with browser.live() as stream:
+            name, whole = next(stream)
             assert (name, whole["head"]["run"], whole["head"]["ended"]) == ("whole", folder.name, None)
             (fork_server,) = (pid for pid in descendants(job.pid) if re.search(r"forkserver \d", command(pid)))
             os.kill(fork_server, signal.SIGKILL)  # its leftovers are removed, and the server is not one of them
             job.wait_for(READY, 4)
             over.touch()
-            rest = list(told)
+            rest = list(stream)
         assert [name for name, _ in rest][-2:] == ["update", "end"]
         assert rest[-2][1]["head"]["state"] == "done"
         assert job.wait() == 0
@@ -105,8 +105,8 @@ def test_a_page_from_its_link_to_the_end_of_the_run(tmp_path: Path) -> None:
     assert link[2] not in (folder / "events.jsonl").read_text()
     with start("watch", "--page", folder.name) as watching:  # once more, from the files
         (link,) = watching.wait_for(re.compile(LINK.pattern.removeprefix("see ")))
-        with Browser(int(link[1]), link[2]).live() as told:
-            assert next(told)[1]["head"]["code"] == 0
+        with Browser(int(link[1]), link[2]).live() as stream:
+            assert next(stream)[1]["head"]["code"] == 0
         watching.signal(signal.SIGINT)
         assert watching.wait() == 0
 
@@ -117,29 +117,29 @@ def test_nothing_is_left_of_a_agent_that_is_killed(tmp_path: Path) -> None:
         (rank,) = job.wait_for(READY)
         browser = Browser(int(link[1]), link[2])
         (server,) = servers(job)
-        with browser.live() as told:
-            next(told)
+        with browser.live() as stream:
+            next(stream)
             os.kill(job.pid, signal.SIGKILL)
             job.wait()
             until(lambda: not alive(server) and not alive(int(rank[2])))
             with contextlib.suppress(ConnectionError, http.client.IncompleteRead):
-                assert "end" not in [name for name, _ in told]  # it did not end: its end is unknown
+                assert "end" not in [name for name, _ in stream]  # it did not end: its end is unknown
     socket.create_server(("127.0.0.1", int(link[1]))).close()  # no process listens there any more
 
 
 def test_what_cannot_be_shown(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = phalanx("run", "--cpu", "--fresh", "--page-at", f"127.0.0.1:{port}", SCRIPT, str(tmp_path / "never"))
-        assert told.code == 2
-        assert f"the page cannot listen on 127.0.0.1 port {port}: the port is in use" in told.err
-        assert "--page-at 127.0.0.1 takes the next free port" in told.err
-    told = phalanx("run", "--page-at", "here:there", SCRIPT)
-    assert (told.code, '--page-at is "here:there": "there" is not a port' in told.err) == (2, True)
-    told = phalanx("run", "--cpu", "--fresh", "--page", SCRIPT, str(tmp_path), env={"PHALANX_PAGE_KEY": "1234"})
-    assert (told.code, "PHALANX_PAGE_KEY is not a valid key" in told.err) == (2, True)
-    told = phalanx("watch", "--page", "nobody")
-    assert (told.code, "no run called nobody is known here" in told.err) == (2, True)
+        result = phalanx("run", "--cpu", "--fresh", "--page-at", f"127.0.0.1:{port}", SCRIPT, str(tmp_path / "never"))
+        assert result.code == 2
+        assert f"the page cannot listen on 127.0.0.1 port {port}: the port is in use" in result.err
+        assert "--page-at 127.0.0.1 takes the next free port" in result.err
+    result = phalanx("run", "--page-at", "here:there", SCRIPT)
+    assert (result.code, '--page-at is "here:there": "there" is not a port' in result.err) == (2, True)
+    result = phalanx("run", "--cpu", "--fresh", "--page", SCRIPT, str(tmp_path), env={"PHALANX_PAGE_KEY": "1234"})
+    assert (result.code, "PHALANX_PAGE_KEY is not a valid key" in result.err) == (2, True)
+    result = phalanx("watch", "--page", "nobody")
+    assert (result.code, "no run called nobody is known here" in result.err) == (2, True)
 
 
 def test_from_another_node(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_from_another_node(tmp_path: Path) -> None:
                     over.touch()
             return found
 
-        told = asyncio.run(asyncio.wait_for(look(), 60))
-        assert isinstance(told[0], events.RunStarted)
-        assert told[0].pid == leader.pid
-        assert isinstance(told[-1], events.RunEnded)
+        received = asyncio.run(asyncio.wait_for(look(), 60))
+        assert isinstance(received[0], events.RunStarted)
+        assert received[0].pid == leader.pid
+        assert isinstance(received[-1], events.RunEnded)
         assert (leader.wait(), node.wait()) == (0, 0)

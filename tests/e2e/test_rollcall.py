@@ -36,7 +36,7 @@ def call(
     return node.start("run", *PLAIN, *words, *options, script, home=home, env=env)
 
 
-def refused(leader: Handle, member: Handle, *, told: str, heard: str) -> None:
+def refused(leader: Handle, member: Handle, *, at_member: str, at_leader: str) -> None:
     """Check that the member ends with its reason at once, and that node 0 prints the rejection and waits until
     Ctrl-C.
     """
@@ -45,8 +45,8 @@ def refused(leader: Handle, member: Handle, *, told: str, heard: str) -> None:
     leader.signal(signal.SIGINT)
     assert leader.wait() == 130
     jobs = texts([leader, member])
-    assert re.search(told, member.err), jobs
-    assert re.search(r"was rejected: .*" + heard, leader.err), jobs
+    assert re.search(at_member, member.err), jobs
+    assert re.search(r"was rejected: .*" + at_leader, leader.err), jobs
     assert "  fix: " in member.err, jobs
     assert not HELLO.search(leader.both + member.both), jobs
 
@@ -75,7 +75,7 @@ def test_why_the_leader_was_not_reached(lab: Lab) -> None:
         "foreign": call(two, 1, master="leader:7004", patience=3),
         "silent": call(two, 1, master="leader:7005", patience=3),
     }
-    told = {
+    at_member = {
         "name": (
             r'could not be reached in \d s: the name "nowhere" of the leader does not resolve here\n'
             r"  the name service says: .*\n"
@@ -112,7 +112,7 @@ def test_why_the_leader_was_not_reached(lab: Lab) -> None:
     }
     for name, job in members.items():
         assert job.wait() == 1, name
-        assert re.search(told[name], job.err), f"{name}:\n{job.err}"
+        assert re.search(at_member[name], job.err), f"{name}:\n{job.err}"
         assert "Traceback" not in job.err, f"{name}:\n{job.err}"
     assert leader.wait() == 1
     assert re.search(
@@ -149,7 +149,12 @@ def test_a_leader_that_comes_later_is_found(lab: Lab) -> None:
 
 def test_another_token(lab: Lab) -> None:
     leader, member = call(lab[0], 0, home="own"), call(lab[1], 1, home="own")
-    refused(leader, member, told=r"node 0 \(node1:29500\) does not know this node's token", heard="a different token")
+    refused(
+        leader,
+        member,
+        at_member=r"node 0 \(node1:29500\) does not know this node's token",
+        at_leader="a different token",
+    )
     mine = re.search(r"this node's token: (?:from )?(\S+/node2/token) \(fingerprint ([0-9a-f]{8})\)", member.err)
     theirs = re.search(r"node 0's token: .*fingerprint ([0-9a-f]{8})", member.err)
     assert mine
@@ -183,22 +188,32 @@ def test_open_on_both_works_with_a_warning(lab: Lab) -> None:
 @pytest.mark.parametrize("opener", [0, 1], ids=["node 0", "node 1"])
 def test_open_on_one_side_only_is_refused(lab: Lab, opener: int) -> None:
     jobs = [call(lab[place], place, *(("--no-auth",) if place == opener else ())) for place in (0, 1)]
-    refused(*jobs, told="does not know this node's token", heard="a different token")
+    refused(*jobs, at_member="does not know this node's token", at_leader="a different token")
     assert "--no-auth" in jobs[1].err, jobs[1].err
 
 
 def test_another_run(lab: Lab) -> None:
     leader, member = call(lab[0], 0, "--rdzv-id", "green"), call(lab[1], 1, "--rdzv-id", "red")
-    told = r"leads another run\n  this node: red\n  node 0 .*: green\n  fix: give the same --rdzv-id on every node"
-    refused(leader, member, told=told, heard="it belongs to the run red, this is green")
+    at_member = r"leads another run\n  this node: red\n  node 0 .*: green\n  fix: give the same --rdzv-id on every node"
+    refused(leader, member, at_member=at_member, at_leader="it belongs to the run red, this is green")
 
 
 def test_another_number_of_nodes_or_ranks(lab: Lab) -> None:
-    told = r"would not start what node 0 .* starts\n  this node: {}\n  node 0 .*: {}\n  fix: type the same command"
+    at_member = r"would not start what node 0 .* starts\n  this node: {}\n  node 0 .*: {}\n  fix: type the same command"
     leader, member = call(lab[0], 0), call(lab[1], 1, nodes=3)
-    refused(leader, member, told=told.format("nodes: 3", "nodes: 2"), heard="it has nodes: 3, node 0 has nodes: 2")
+    refused(
+        leader,
+        member,
+        at_member=at_member.format("nodes: 3", "nodes: 2"),
+        at_leader="it has nodes: 3, node 0 has nodes: 2",
+    )
     leader, member = call(lab[0], 0, ranks="2,1"), call(lab[1], 1, ranks="2,2")
-    refused(leader, member, told=told.format("workers: 2,2", "workers: 2,1"), heard="it has workers: 2,2, node 0 has")
+    refused(
+        leader,
+        member,
+        at_member=at_member.format("workers: 2,2", "workers: 2,1"),
+        at_leader="it has workers: 2,2, node 0 has",
+    )
 
 
 def test_another_script(lab: Lab, tmp_path: Path) -> None:
@@ -209,7 +224,7 @@ def test_another_script(lab: Lab, tmp_path: Path) -> None:
     one, two, three = (str(tmp_path / name / "train.py") for name in ("one", "two", "three"))
     leader, member = call(lab[0], 0, script=one), call(lab[1], 1, script=two)
     digests = r"this node: script: train\.py sha256 (\w+)\n  node 0 .*: script: train\.py sha256 (?!\1)\w+\n"
-    refused(leader, member, told=digests, heard=r"it has script: train\.py sha256")
+    refused(leader, member, at_member=digests, at_leader=r"it has script: train\.py sha256")
     assert "keep the same script there" in member.err
     jobs = [call(lab[0], 0, script=one), call(lab[1], 1, script=three)]
     assert codes(jobs) == [0, 0], texts(jobs)
@@ -225,8 +240,10 @@ def _with_torch(folder: Path, version: str) -> dict[str, str]:
 
 def test_another_major_version_is_refused(lab: Lab, tmp_path: Path) -> None:
     leader, member = call(lab[0], 0), call(lab[1], 1, env=_with_torch(tmp_path, "3.0.0"))
-    told = r"has other versions than node 0 .*\n  this node: torch 3\.0\.0\n  node 0 .*: torch 2\..*\n  fix: install"
-    refused(leader, member, told=told, heard=r"it has torch 3\.0\.0, node 0 has torch 2\.")
+    at_member = (
+        r"has other versions than node 0 .*\n  this node: torch 3\.0\.0\n  node 0 .*: torch 2\..*\n  fix: install"
+    )
+    refused(leader, member, at_member=at_member, at_leader=r"it has torch 3\.0\.0, node 0 has torch 2\.")
 
 
 def test_another_minor_version_and_other_arguments_are_only_noted(lab: Lab, tmp_path: Path) -> None:
@@ -246,8 +263,10 @@ def test_a_number_that_is_taken(lab: Lab) -> None:
     leader, first = call(lab[0], 0, nodes=3), call(lab[1], 1, nodes=3)
     first.wait_for("joined node1 at 10.77.0.1 as node 1")
     second = call(lab[2], 1, nodes=3)
-    told = r"node 1 of this run is already there: node2, pid \d+\n(.*\n)*  fix: give every node its own --node-rank"
-    refused(leader, second, told=told, heard=r"node 1 is taken by node2, pid \d+")
+    at_member = (
+        r"node 1 of this run is already there: node2, pid \d+\n(.*\n)*  fix: give every node its own --node-rank"
+    )
+    refused(leader, second, at_member=at_member, at_leader=r"node 1 is taken by node2, pid \d+")
     assert "node3 at 10.77.0.3 was rejected" in leader.err
     assert first.wait() == 130  # by the Ctrl-C at node 0
 
@@ -299,11 +318,11 @@ def test_waiting_is_one_line_that_is_painted_again(lab: Lab) -> None:
     leader.wait_for("2 of 3 nodes joined, waiting for node 2 (")
     assert leader.wait() == 1
     assert member.wait() == 1
-    waiting, told = leader.out.split("meeting at", 1)[1].split("phalanx: node 2 of 3 has not joined in 30 s\r\n")
+    waiting, at_member = leader.out.split("meeting at", 1)[1].split("phalanx: node 2 of 3 has not joined in 30 s\r\n")
     assert waiting.count("nodes joined") >= 3
     assert waiting.count("\n") == 1, waiting  # that of the announcement: nothing was left standing
     assert re.search(r"nodes joined, waiting for nodes 1, 2 \(\d+ s\)\r\x1b\[J", waiting), waiting
-    assert "joined: node 0 (node1), node 1 (node2)" in told
+    assert "joined: node 0 (node1), node 1 (node2)" in at_member
     # Members that have joined also get the reason for the end.
     assert "node 2 of 3 has not joined in 30 s" in member.out
 

@@ -14,7 +14,7 @@ from tests.e2e.places import script
 from tests.kit import cli
 from tests.kit.cli import Env, free_port, start, until
 
-Told = tuple[list[AnyEvent], list[AnyEvent]]
+RunEvents = tuple[list[AnyEvent], list[AnyEvent]]
 pytestmark = pytest.mark.xdist_group("samples")
 
 
@@ -24,7 +24,7 @@ def env() -> Iterator[Env]:
         yield env
 
 
-def told(env: Env, name: str) -> Told:
+def read_events(env: Env, name: str) -> RunEvents:
     """Return events and samples of the run so far."""
     found: list[list[AnyEvent]] = []
     for kind in ("events", "samples"):
@@ -34,15 +34,15 @@ def told(env: Env, name: str) -> Told:
     return found[0], found[1]
 
 
-def faces(of: Told) -> list[events.RankInfos]:
+def faces(of: RunEvents) -> list[events.RankInfos]:
     return [event for event in of[0] if isinstance(event, events.RankInfos)]
 
 
-def samples(of: Told) -> list[events.ClusterSample]:
+def samples(of: RunEvents) -> list[events.ClusterSample]:
     return [event for event in of[1] if isinstance(event, events.ClusterSample)]
 
 
-def measured(of: Told) -> list[events.MetricsMeasured]:
+def measured(of: RunEvents) -> list[events.MetricsMeasured]:
     return [event for event in of[1] if isinstance(event, events.MetricsMeasured)]
 
 
@@ -55,27 +55,31 @@ def busy(sample: events.ClusterSample, generation: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trained(env: Env, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    folder = tmp_path_factory.mktemp("told")
+def trained(env: Env, tmp_path_factory: pytest.TempPathFactory) -> RunEvents:
+    folder = tmp_path_factory.mktemp("sampled")
     same = ("run", "-n", "2", "-g", "2,1", "--cpu", "--master", f"localhost:{free_port()}")
     what = (script("sampled.py"), str(folder))
     with start(*same, "-i", "0", *what, env=env) as one, start(*same, "-i", "1", *what, env=env) as other:
-        until(lambda: any(busy(sample, 0) for sample in samples(told(env, "sampled"))), 90, "three ranks to be seen")
+        until(
+            lambda: any(busy(sample, 0) for sample in samples(read_events(env, "sampled"))),
+            90,
+            "three ranks to be seen",
+        )
         (folder / "die").touch()
-        until(lambda: any(busy(sample, 1) for sample in samples(told(env, "sampled"))), 90, "another to be seen")
+        until(lambda: any(busy(sample, 1) for sample in samples(read_events(env, "sampled"))), 90, "another to be seen")
         (folder / "end").touch()
         assert [one.wait(60), other.wait(60)] == [0, 0], one.both + other.both
-    return told(env, "sampled")
+    return read_events(env, "sampled")
 
 
-def test_nodes_are_seen_to_gather(trained: Told) -> None:
+def test_nodes_are_seen_to_gather(trained: RunEvents) -> None:
     calls = [event for event in trained[0] if isinstance(event, events.RendezvousProgress)]
     assert [len(call.joined) for call in calls] in ([1, 2], [2])
     assert (calls[-1].expected, calls[-1].missing) == (2, ())
     assert calls[0].missing == ("node 1",) or len(calls) == 1
 
 
-def test_all_ranks_are_known_and_replacements_too(trained: Told) -> None:
+def test_all_ranks_are_known_and_replacements_too(trained: RunEvents) -> None:
     assert all(before.ranks != after.ranks for before, after in itertools.pairwise(faces(trained)))
     last = faces(trained)[-1].ranks
     assert [(face.rank, face.node) for face in last] == [(0, 0), (1, 0), (2, 1)]
@@ -83,7 +87,7 @@ def test_all_ranks_are_known_and_replacements_too(trained: Told) -> None:
     assert len(pids) == 2
 
 
-def test_every_second_has_its_letters(trained: Told) -> None:
+def test_every_second_has_its_letters(trained: RunEvents) -> None:
     seen = samples(trained)
     assert all(before.time <= after.time for before, after in itertools.pairwise(seen))
     assert seen[-1].generation == 1
@@ -105,7 +109,7 @@ def test_every_second_has_its_letters(trained: Told) -> None:
         assert 0 < max(row.compute for row in every) <= 1
 
 
-def test_what_was_measured_is_reported(trained: Told) -> None:
+def test_what_was_measured_is_reported(trained: RunEvents) -> None:
     found = measured(trained)
     last = found[-1]
     assert last.total > last.step > 0
@@ -131,10 +135,10 @@ def test_the_loss_that_a_plain_script_prints_is_seen(env: Env, tmp_path: Path) -
     path = tmp_path / "prints.py"
     path.write_text(PLAIN)
     with start("run", "--fresh", "--cpu", str(path), str(tmp_path / "end"), env=env) as job:
-        until(lambda: bool(measured(told(env, "prints"))), 60, "a loss to be seen")
+        until(lambda: bool(measured(read_events(env, "prints"))), 60, "a loss to be seen")
         (tmp_path / "end").touch()
         assert job.wait(60) == 0, job.err
-    first, *_, last = measured(told(env, "prints"))
+    first, *_, last = measured(read_events(env, "prints"))
     assert (last.values["val_loss"], last.epoch) == (0.5, 2)
     assert first.total == 99
     assert first.values["loss"] == pytest.approx(1 / (first.step + 1), abs=0.001)

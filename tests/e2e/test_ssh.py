@@ -161,7 +161,7 @@ def test_a_node_says_what_is_wrong_with_it(tmp_path: Path, change: dict[str, Any
     options = parse_run(["--env", "A=b", "x.py"], {})
     if devices := change.pop("devices", None):
         options = replace(options, workers=replace(options.workers, devices=devices))
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "node": 1,
         "nodes": 2,
         "token": "00" * 32,
@@ -175,7 +175,7 @@ def test_a_node_says_what_is_wrong_with_it(tmp_path: Path, change: dict[str, Any
         "host": None,
         "port": 0,
     }
-    line = node_spec.encode(NodeSpec(**{**told, **change})).decode()
+    line = node_spec.encode(NodeSpec(**{**fields, **change})).decode()
     result = phalanx("node", input=line, cwd=str(tmp_path))
     marked = [line for line in result.out.splitlines() if line.startswith(node_spec.MARK.decode())]
     assert len(marked) == 1, result.out + result.err

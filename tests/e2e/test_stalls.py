@@ -73,7 +73,7 @@ def folder_of(text: str) -> Path:
     return Path(re.findall(r"output in (\S+)", text)[0])
 
 
-def told(folder: Path) -> list[Any]:
+def recorded(folder: Path) -> list[Any]:
     return [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
 
 
@@ -105,9 +105,9 @@ def test_what_hangs_is_named(tmp_path: Path, kind: str) -> None:
     # It is reported at once, and as the reason of the end.
     assert done.code == 1
     assert done.err.count(first["text"]) == (3 if kind == "loop" else 2)  # again, after it has lasted long enough
-    verdicts = [event for event in told(folder) if isinstance(event, events.VerdictEvent)]
+    verdicts = [event for event in recorded(folder) if isinstance(event, events.VerdictEvent)]
     assert (verdicts[0].kind, verdicts[0].ranks, verdicts[0].text) == (expected, ranks, first["text"])
-    assert any(isinstance(event, events.Stalled) and event.folder == str(stall) for event in told(folder))
+    assert any(isinstance(event, events.Stalled) and event.folder == str(stall) for event in recorded(folder))
     assert sorted(path.name for path in stall.iterdir()) == ["evidence.json", "stacks.txt", "verdict.json"]
     if kind not in ("stopped", "absent"):  # stacks of a stopped process need py-spy
         assert f'hang.py", line {marked(kind)} in ' in (stall / "stacks.txt").read_text()
@@ -151,12 +151,12 @@ def test_what_is_only_slow_is_not_blamed(tmp_path: Path) -> None:
 def test_a_stall_that_ends_by_itself_is_reported_too(tmp_path: Path) -> None:
     with start(*words("goes_on", tmp_path)) as job:
         job.wait_for("rank 2 is sleeping")
-        started = [event for event in told(folder_of(job.err)) if isinstance(event, events.WorkerStarted)]
+        started = [event for event in recorded(folder_of(job.err)) if isinstance(event, events.WorkerStarted)]
         os.kill(next(event.pid for event in started if event.rank == 2), signal.SIGUSR1)
         assert job.wait() == 0, job.err
     assert "the run resumed after" in job.err
     assert "the run was stalled when it ended" not in job.err
-    kinds = [type(event).__name__ for event in told(folder_of(job.err))]
+    kinds = [type(event).__name__ for event in recorded(folder_of(job.err))]
     assert kinds.index("Stalled") < kinds.index("VerdictEvent") < kinds.index("Resumed")
 
 
@@ -181,7 +181,7 @@ def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
     done = phalanx(*words("once", tmp_path, "--on-hang", "kill", "--max-restarts", "1"))
     assert done.code == 0, done.err
     assert "rank 2 stalled: SIGKILL (--on-hang kill)" in done.err
-    ended = [event for event in told(folder_of(done.err)) if isinstance(event, events.WorkerExited)]
+    ended = [event for event in recorded(folder_of(done.err)) if isinstance(event, events.WorkerExited)]
     assert [event.code for event in ended if event.rank == 2] == [-signal.SIGKILL, 0]
 
 

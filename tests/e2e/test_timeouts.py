@@ -80,10 +80,10 @@ def test_who_did_not_come_is_named_and_not_its_victim(tmp_path: Path, backend: s
     else:
         path.write_text(head(backend, 5) + body)
     result = phalanx("run", "-g", "3", "--cpu", str(path))
-    told = result.err[result.err.rindex("phalanx: ") :]
+    message = result.err[result.err.rindex("phalanx: ") :]
     assert result.code == 1
-    assert told.startswith(f"phalanx: {said}")
-    assert " timed out: " in told
+    assert message.startswith(f"phalanx: {said}")
+    assert " timed out: " in message
     why = phalanx("why")  # the run has ended: from its folder only
     assert said in why.out
 
@@ -97,13 +97,13 @@ def test_a_script_that_sets_its_own_port_is_reported_where_each_rank_waits(tmp_p
         "dist.init_process_group('gloo', timeout=timedelta(seconds=6))\n"
     )
     result = phalanx("run", "-g", "2", "--cpu", str(path))
-    told = result.err[result.err.rindex("phalanx: ") :]
-    assert told.startswith(
+    message = result.err[result.err.rindex("phalanx: ") :]
+    assert message.startswith(
         "phalanx: rank 0 waits for a store at 127.0.0.1:1; rank 1 waits for a store at 127.0.0.1:2 in "
         "init_process_group at own.py:4: the script has set MASTER_PORT (no rank listens "
         "there, the launcher's store is at 127.0.0.1:"
     )
-    assert "fix: do not set MASTER_PORT in the script" in told
+    assert "fix: do not set MASTER_PORT in the script" in message
 
 
 def test_a_stall_that_ends_by_a_timeout_is_reported_once_and_not_taken_for_progress(tmp_path: Path) -> None:
@@ -116,11 +116,11 @@ def test_a_stall_that_ends_by_a_timeout_is_reported_once_and_not_taken_for_progr
     assert re.search(
         r"rank 1 is waiting for a process that it has started \(process \d+ `sleep 1000`, sleeping\)", result.err
     )
-    told = result.err[result.err.rindex("phalanx: ") :]
-    assert told.startswith(
+    message = result.err[result.err.rindex("phalanx: ") :]
+    assert message.startswith(
         "phalanx: rank 1 did not reach all_reduce #2 (4 B) at child.py:14 within 15 s: it was waiting for"
     )
-    assert "`sleep 1000`, sleeping" in told
+    assert "`sleep 1000`, sleeping" in message
     assert "the run resumed after" not in result.err
 
 
@@ -134,9 +134,9 @@ def test_nccls_watchdog_names_the_collective_and_aborts(tmp_path: Path) -> None:
         + "os.write(2, said)\nos.abort()\n"
     )
     result = phalanx("run", "-g", "2", "--cpu", str(path))
-    told = result.err[result.err.rindex("phalanx: ") :]
+    message = result.err[result.err.rindex("phalanx: ") :]
     assert result.code == 134
-    assert told.startswith(
+    assert message.startswith(
         "phalanx: rank 1 did not reach all_reduce #2 within 10 min: it was sleeping at watchdog.py:7 in load"
     )
-    assert "rank 0 timed out: SIGABRT (Aborted)" in told
+    assert "rank 0 timed out: SIGABRT (Aborted)" in message

@@ -50,9 +50,9 @@ def test_a_rank_that_computes_longer_is_named_and_equal_ones_are_not(
             until(uneven, 90, "one to be named")
             (tmp_path / "end").touch()
             assert job.wait(240) == 0
-        for told in (found[-1].late[0], capfd.readouterr().err):
-            assert "rank 2 is " in told
-            assert "times slower in compute than the median" in told
+        for text in (found[-1].late[0], capfd.readouterr().err):
+            assert "rank 2 is " in text
+            assert "times slower in compute than the median" in text
         path = Path(job.folder, "events.jsonl")
         (event,) = [
             one

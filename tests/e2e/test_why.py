@@ -22,19 +22,19 @@ def test_of_a_run_that_continues_and_of_its_remains(tmp_path: Path) -> None:
     env = {"PHALANX_HOME": str(tmp_path)}
     with start("run", "-g", "2", "--fresh", "--cpu", SCRIPT, env=env) as job:
         job.wait_for("here", count=2)
-        told = phalanx("why", "--stacks", env=env)
-        assert told.code == 0, told.err  # no rank waits for anything
-        assert "ranks 0, 1: sleeping at outsider.py:10 in linger" in told.out
-        assert told.out.count(f'File "{SCRIPT}", line 10 in linger') == 2
+        result = phalanx("why", "--stacks", env=env)
+        assert result.code == 0, result.err  # no rank waits for anything
+        assert "ranks 0, 1: sleeping at outsider.py:10 in linger" in result.out
+        assert result.out.count(f'File "{SCRIPT}", line 10 in linger') == 2
         facts = json.loads(phalanx("why", "--json", env=env).out)
         assert [rank["process"]["state"] for rank in facts["evidence"]["ranks"]] == ["S", "S"]
         assert facts["verdicts"] == []
         os.kill(job.pid, signal.SIGKILL)
         job.wait()
-    told = phalanx("why", env=env)
-    assert told.code == 1
-    assert f"its agent (process {job.pid}) was killed" in told.out
-    assert "ranks 0, 1 were running" in told.out
+    result = phalanx("why", env=env)
+    assert result.code == 1
+    assert f"its agent (process {job.pid}) was killed" in result.out
+    assert "ranks 0, 1 were running" in result.out
 
 
 def test_of_a_run_that_imports_and_has_no_ranks_yet(tmp_path: Path) -> None:
@@ -46,10 +46,10 @@ def test_of_a_run_that_imports_and_has_no_ranks_yet(tmp_path: Path) -> None:
     env = {"PHALANX_HOME": str(tmp_path / "home"), "PYTHONPATH": path}
     with start("run", "-g", "1", "--cpu", "--no-warm", "--preload", "slow", SCRIPT, env=env) as job:
         until(lambda: [*(tmp_path / "home" / "runs").glob("*/run.json")], 60, "the run to be listed")
-        told = phalanx("why", env=env)
-        assert told.code == 1, told.err
-        assert "cannot be asked: none of its ranks has started" in told.err
-        assert "in a moment" in told.err.splitlines()[-1]
+        result = phalanx("why", env=env)
+        assert result.code == 1, result.err
+        assert "cannot be asked: none of its ranks has started" in result.err
+        assert "in a moment" in result.err.splitlines()[-1]
         (tmp_path / "go").touch()
         job.wait_for("here")
         assert phalanx("why", env=env).code == 0
@@ -59,10 +59,10 @@ def test_of_a_run_that_imports_and_has_no_ranks_yet(tmp_path: Path) -> None:
 def test_of_a_run_that_failed(tmp_path: Path) -> None:
     env = {"PHALANX_HOME": str(tmp_path)}
     assert phalanx("run", "-g", "2", "--fresh", "--cpu", SCRIPT, "fails", env=env).code == 1
-    told = phalanx("why", env=env)
-    assert told.code == 1
-    assert "rank 1 failed: ValueError: no such sample" in told.out
-    assert "outsider.py:14 in fail" in told.out
+    result = phalanx("why", env=env)
+    assert result.code == 1
+    assert "rank 1 failed: ValueError: no such sample" in result.out
+    assert "outsider.py:14 in fail" in result.out
     facts = json.loads(phalanx("why", "--json", env=env).out)
     assert facts["first"] == "rank 1 failed: ValueError: no such sample"
     assert {event["event"] for event in facts["events"]} >= {"worker-started", "worker-exited", "worker-failed"}
@@ -77,8 +77,8 @@ def test_only_what_is_wrong_is_an_error(tmp_path: Path, code: int, preempted: bo
     """A run that its user has stopped, or that the scheduler has preempted, has not failed."""
     record = left("ended", [], code=code, where=tmp_path / "runs")
     record_at(record, preempted=preempted)
-    told = phalanx("why", "ended", env={"PHALANX_HOME": str(tmp_path)})
-    assert told.code == answer, told.out + told.err
+    result = phalanx("why", "ended", env={"PHALANX_HOME": str(tmp_path)})
+    assert result.code == answer, result.out + result.err
 
 
 @pytest.mark.smoke
@@ -91,8 +91,8 @@ def test_nothing_to_ask_about(tmp_path: Path) -> None:
         (("--slurm", "x"), "a job is a number"),
         (("this", "--pid", "1"), "this and --pid or --slurm are two different jobs"),
     ):
-        told = phalanx("why", *words, env=env)
-        assert (told.code, seen in told.err) == (2, True), told.err
+        result = phalanx("why", *words, env=env)
+        assert (result.code, seen in result.err) == (2, True), result.err
 
 
 def test_of_a_job_that_someone_else_started() -> None:
@@ -105,9 +105,9 @@ def test_of_a_job_that_someone_else_started() -> None:
     )
     with start(words=(sys.executable, "-c", launcher, SCRIPT)) as job:
         job.wait_for("here", count=2)
-        told = phalanx("why", "--pid", str(job.pid))
-    assert told.code == 0, told.err
-    assert "ranks 0, 1: sleeping at outsider.py:10 in linger" in told.out
+        result = phalanx("why", "--pid", str(job.pid))
+    assert result.code == 0, result.err
+    assert "ranks 0, 1: sleeping at outsider.py:10 in linger" in result.out
 
 
 def test_of_a_slurm_job(lab: Lab, slurm: Slurm) -> None:
@@ -116,8 +116,8 @@ def test_of_a_slurm_job(lab: Lab, slurm: Slurm) -> None:
     with lab[0].start(words=words, env=slurm.env) as job:
         job.wait_for("here", count=3)
         listed = lab[0].run(words=("squeue", "--noheader", "--name=outsider", "--format=%A"), env=slurm.env)
-        told = lab[2].run("why", "--slurm", listed.out.strip(), env=slurm.env)
+        result = lab[2].run("why", "--slurm", listed.out.strip(), env=slurm.env)
         job.signal(signal.SIGTERM)
         job.wait()
-    assert told.code == 0, told.err
-    assert "ranks 0-2: sleeping at outsider.py:10 in linger" in told.out
+    assert result.code == 0, result.err
+    assert "ranks 0-2: sleeping at outsider.py:10 in linger" in result.out

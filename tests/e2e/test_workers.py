@@ -25,13 +25,13 @@ def write(folder: Path, **files: str) -> None:
         (folder / f"{name}.py").write_text(text)
 
 
-def told(err: str) -> list[events.AnyEvent]:
+def printed_events(err: str) -> list[events.AnyEvent]:
     path = err[err.index("output in ") :].split("output in ", 1)[1].splitlines()[0]
     return [events.decode(line) for line in Path(path, "events.jsonl").read_bytes().splitlines()]
 
 
 def way(err: str) -> str:
-    return next(event.mode for event in told(err) if isinstance(event, events.ForkServerReady))
+    return next(event.mode for event in printed_events(err) if isinstance(event, events.ForkServerReady))
 
 
 # Whether the fork server has imported it: a script does not see it before its own import.

@@ -93,20 +93,20 @@ def text(row: Row, full: bool = False) -> Iterator[str]:
     yield f"{row.kind.name:20}{code:>6}{row.expected.seconds:>9.1f}  {words}".rstrip()
     if row.expected.code is None:
         yield "    torchrun itself does not end" + (f"\n{row.expected.note}" if full else "")
-    told: set[Difference] = set()
+    reported: set[Difference] = set()
     for run in row.runs:
         if run.outcome.note and (full or run.outcome.code is not None):  # the stacks of a run that hangs are long
             yield f"    {run.way} {run.turn}: {run.outcome.note}"
         for one in run.new:
-            if one not in told:
+            if one not in reported:
                 yield f"    {run.way} {run.turn}: {one.field}: {one.brief}"
                 if full:
                     yield one.text
-            told.add(one)
+            reported.add(one)
         for one, why in run.known:
-            if full and one not in told:
+            if full and one not in reported:
                 yield f"    {run.way} {run.turn}: {one.field}, known: {why}"
-            told.add(one)
+            reported.add(one)
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], object] = print) -> int:

@@ -28,25 +28,25 @@ class Campaign:
     seeds: tuple[int, ...]
     kills: int  # per seed
     steps: int = 40  # per kill: enough that the last kill comes before the end
-    told: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 CAMPAIGNS = {
-    "ddp": Campaign((1, 2, 3, 4), 50, told={"pause": 0.03}),
-    "hsdp": Campaign((1, 2), 50, told={"strategy": "hsdp", "pause": 0.02}),
-    "fsdp": Campaign((1,), 50, told={"strategy": "fsdp", "pause": 0.02}),
-    "compile": Campaign((1,), 50, told={"compile": True, "pause": 0.03}),
+    "ddp": Campaign((1, 2, 3, 4), 50, settings={"pause": 0.03}),
+    "hsdp": Campaign((1, 2), 50, settings={"strategy": "hsdp", "pause": 0.02}),
+    "fsdp": Campaign((1,), 50, settings={"strategy": "fsdp", "pause": 0.02}),
+    "compile": Campaign((1,), 50, settings={"compile": True, "pause": 0.03}),
 }
 
 
 def one_run(name: str, seed: int | None, asked: argparse.Namespace) -> Outcome:
     """Run a campaign with a seed; None: without kills."""
     campaign, kills = CAMPAIGNS[name], kills_of(name, asked)
-    told = {**campaign.told, "steps": kills * campaign.steps, "samples": 2 * asked.ranks, "limit": LIMIT}
+    settings = {**campaign.settings, "steps": kills * campaign.steps, "samples": 2 * asked.ranks, "limit": LIMIT}
     if seed is None:
-        return run(asked.ranks, **{**told, "pause": 0.0})
+        return run(asked.ranks, **{**settings, "pause": 0.0})
     options = ["--times", str(kills), "--kill-every", EVERY, "--seed", str(seed)]
-    return run(asked.ranks, options, command="chaos", **told)
+    return run(asked.ranks, options, command="chaos", **settings)
 
 
 def kills_of(name: str, asked: argparse.Namespace) -> int:
@@ -55,13 +55,13 @@ def kills_of(name: str, asked: argparse.Namespace) -> int:
 
 def judged(name: str, seed: int, found: Outcome, asked: argparse.Namespace, digest: str) -> bool:
     kills = kills_of(name, asked)
-    told = re.search(r"chaos: (\d+) faults? .*", found.text)
+    done = re.search(r"chaos: (\d+) faults? .*", found.text)
     facts = {
         "exit code 0": found.code == 0,
         "all recovered": "all recovered" in found.text,
         "same end": bool(digest) and found.end.get("digest") == digest,
         "samples exact": accounted(found, kills * CAMPAIGNS[name].steps, 2 * asked.ranks),
-        f"{kills} kills": bool(told) and int(told[1]) == kills,
+        f"{kills} kills": bool(done) and int(done[1]) == kills,
         "no step done again": name == "fsdp" or not again(found.text),
         "nothing left": not [pid for pid in found.pids if Path(f"/proc/{pid}").exists()],
     }
@@ -69,7 +69,7 @@ def judged(name: str, seed: int, found: Outcome, asked: argparse.Namespace, dige
     wrong = ", ".join(fact for fact, holds in facts.items() if not holds)
     print(
         f"{'ok    ' if good else 'FAILED'} {name}, seed {seed}: {len(found.pids)} processes, "
-        f"{again(found.text)} steps done again; {told[0] if told else 'no kill'}{'; not: ' + wrong if wrong else ''}",
+        f"{again(found.text)} steps done again; {done[0] if done else 'no kill'}{'; not: ' + wrong if wrong else ''}",
         flush=True,
     )
     if not good:

@@ -78,7 +78,7 @@ class Outcome:
 
 
 def run(
-    ranks: int, options: Sequence[str] = (), *, limit: float = 75.0 * JOBS, command: str = "run", **told: Any
+    ranks: int, options: Sequence[str] = (), *, limit: float = 75.0 * JOBS, command: str = "run", **settings: Any
 ) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="survive-"))
     environ = {**os.environ, "PHALANX_HOME": str(folder / "home"), "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}
@@ -87,7 +87,7 @@ def run(
     began = time.monotonic()
     with open(folder / "console", "wb") as console:
         job = subprocess.Popen(
-            [*line, json.dumps({"folder": str(folder), **told})], env=environ, stdout=console, stderr=console
+            [*line, json.dumps({"folder": str(folder), **settings})], env=environ, stdout=console, stderr=console
         )
         try:
             code: int | None = job.wait(limit)
@@ -207,12 +207,12 @@ def pace(outcome: Outcome) -> float:
 
 def cost(ranks: int = 4) -> int:
     for strategy, layers in (("ddp", 6), ("hsdp", 6), ("fsdp", 6), ("fsdp", 24)):
-        told = {"strategy": strategy, "layers": layers, "width": 2048, "steps": 240}
+        settings = {"strategy": strategy, "layers": layers, "width": 2048, "steps": 240}
         paces: dict[str, list[float]] = {"off": [], "ready": []}
         said = ""
         for _ in range(3):  # alternately, so that other load affects both
-            paces["off"].append(pace(run(ranks, [*OFF], ready=False, **told)))
-            ready = run(ranks, **told)
+            paces["off"].append(pace(run(ranks, [*OFF], ready=False, **settings)))
+            ready = run(ranks, **settings)
             paces["ready"].append(pace(ready))
             found = re.search(r"snapshots of the sharded state: .*", ready.text)
             said = found[0] if found else ""

@@ -21,7 +21,7 @@ from torch import nn
 
 import phalanx
 
-told: dict[str, Any] = {
+settings: dict[str, Any] = {
     "layers": 3,
     "width": 1024,
     "steps": 60,
@@ -36,11 +36,11 @@ told: dict[str, Any] = {
     "kills": [],
     **json.loads(sys.argv[1]),
 }
-folder = Path(told["folder"])
+folder = Path(settings["folder"])
 
 
 def dies(run: phalanx.Run, place: str) -> None:
-    for step, rank, where in told["kills"]:
+    for step, rank, where in settings["kills"]:
         mark = folder / f"killed.{step}.{rank}.{where}"
         if (run.steps, run.rank, place) == (step, rank, where) and not mark.exists():
             mark.write_text(repr(time.time()))
@@ -81,21 +81,21 @@ class Dies(torch.autograd.Function):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        width = told["width"]
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(told["layers"]))
+        width = settings["width"]
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(settings["layers"]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for place, layer in enumerate(self.layers):
             x = torch.relu(layer(x)) + x
-            if place == len(self.layers) // 2 and not told["compile"] and not told["graph"]:
+            if place == len(self.layers) // 2 and not settings["compile"] and not settings["graph"]:
                 x = Dies.apply(x)
         return x
 
 
 def make() -> tuple[Net, torch.optim.Optimizer]:
     net = Net().to("cuda")
-    if told["graph"]:
-        alike = torch.randn(told["samples"] // int(os.environ["WORLD_SIZE"]), told["width"], device="cuda")
+    if settings["graph"]:
+        alike = torch.randn(settings["samples"] // int(os.environ["WORLD_SIZE"]), settings["width"], device="cuda")
         net = torch.cuda.make_graphed_callables(net, (alike,))
     return net, torch.optim.AdamW(net.parameters(), lr=1e-4)
 
@@ -113,16 +113,16 @@ def train(run: phalanx.Run) -> None:
     steps = open(folder / f"steps.{os.getpid()}", "a", buffering=1)  # noqa: SIM115
     print(f"formed {run.rank} {run.group.generation} {time.time():.3f}", file=steps)
     dies(run, "start")
-    data = Rows(told["steps"] * told["samples"], told["width"])
-    loader = run.loader(data, global_batch=told["samples"], shuffle=True)
+    data = Rows(settings["steps"] * settings["samples"], settings["width"])
+    loader = run.loader(data, global_batch=settings["samples"], shuffle=True)
     model, opt = run.once(make)
-    if told["checkpoints"]:
+    if settings["checkpoints"]:
         run.checkpoints(folder / "checkpoints", every=10)
     run.keep(model=model, opt=opt, data=loader)
-    wrapping = {"compile": True} if told["compile"] else {}
-    if told["precision"]:
-        wrapping["precision"] = told["precision"]
-    net = run.wrap(model, told["strategy"], **wrapping)
+    wrapping = {"compile": True} if settings["compile"] else {}
+    if settings["precision"]:
+        wrapping["precision"] = settings["precision"]
+    net = run.wrap(model, settings["strategy"], **wrapping)
     print(f"wrapped {run.rank} {run.group.generation} {time.time():.3f}", file=steps)
     for _ in run.epochs(1):
         for x, number in run.batches(loader):
@@ -135,8 +135,8 @@ def train(run: phalanx.Run) -> None:
             ids = ",".join(map(str, number.tolist()))
             print(f"step {run.rank} {run.steps} {run.group.generation} {time.time():.4f} {ids}", file=steps)
             dies(run, "idle")
-            if told["pause"]:
-                time.sleep(told["pause"])
+            if settings["pause"]:
+                time.sleep(settings["pause"])
     found = digest(model)
     peak = torch.cuda.mem_get_info()
     if run.group.is_main:
@@ -145,7 +145,7 @@ def train(run: phalanx.Run) -> None:
 
 if __name__ == "__main__":
     (folder / f"began.{os.getpid()}").write_text(f"{time.time():.3f}")
-    if told["ready"]:
+    if settings["ready"]:
         phalanx.main(train)
     else:
         run = phalanx.Run(phalanx.init())

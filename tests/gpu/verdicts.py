@@ -299,7 +299,7 @@ def judge(case: Case, folder: Path) -> list[str]:
     return wrong
 
 
-def untold(folder: Path) -> bool:
+def unexplained(folder: Path) -> bool:
     """Return whether the GPU utilization of rank 1 is unknown, or others use that GPU too."""
     for path in sorted(folder.glob("home/**/stall_*/evidence.json"))[:1]:
         gpu = json.loads(path.read_text())["ranks"][1].get("gpu") or {}
@@ -348,7 +348,7 @@ def main(argv: list[str]) -> int:
             continue
         began = time.monotonic()
         text, folder = run(case, options)
-        if case.alone and untold(folder):
+        if case.alone and unexplained(folder):
             print(f"skipped  {name}: the driver does not report the utilization of each GPU", flush=True)
             continue
         wrong = judge(case, folder)

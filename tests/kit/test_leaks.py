@@ -193,8 +193,8 @@ def test_every_leak_fails_its_test_and_no_other(suite: pytest.Pytester) -> None:
     suite.makepyfile(LEAKING)
     result = suite.runpytest_subprocess("-p", "tests.kit.plugin", "--tb=short", "-rA")
     result.assert_outcomes(passed=len(WORDS) + 1, failed=1, errors=len(WORDS))
-    told = re.split(r"_+ ERROR at teardown of test_(\w+) _+\n", result.stdout.str().split("= FAILURES =")[0])
-    reports = dict(zip(told[1::2], told[2::2], strict=True))
+    sections = re.split(r"_+ ERROR at teardown of test_(\w+) _+\n", result.stdout.str().split("= FAILURES =")[0])
+    reports = dict(zip(sections[1::2], sections[2::2], strict=True))
     assert reports.keys() == WORDS.keys()
     for name, words in WORDS.items():
         assert re.search(words, reports[name]), f"{name}: {reports[name]}"

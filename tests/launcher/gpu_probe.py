@@ -25,7 +25,7 @@ def read() -> Any:
     return SLOT.read(own._memory, own._base // SLOT.SIZE)
 
 
-def told() -> dict[str, Any]:
+def probe() -> dict[str, Any]:
     """Read from another thread, like requests of the agent; twice, because a group in motion is not read."""
     found: list[dict[str, Any]] = []
     asker = threading.Thread(target=lambda: found.append(REPORT.full()))
@@ -112,7 +112,7 @@ def main() -> None:
     print("raw:", {name: value for name, value in raw.items() if name != "entries"})
     for entry in raw["entries"]:
         print("raw:", entry)
-    found = told()
+    found = probe()
     print("groups:", found["groups"])
     for call in found["calls"]:
         print("call:", short(call), call["site"][-1:])

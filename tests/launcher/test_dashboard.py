@@ -80,6 +80,6 @@ def test_a_full_disk() -> None:
         assert looks._listener is None  # nothing would ever answer
         return said
 
-    (told,) = asyncio.run(work())
-    assert "the page is not available" in told
-    assert "/nowhere/page cannot be written" in told
+    (message,) = asyncio.run(work())
+    assert "the page is not available" in message
+    assert "/nowhere/page cannot be written" in message

@@ -107,7 +107,7 @@ class Node:
         return {"came": self.comes} if what == "interrupt" else {"how": "stopped"}
 
 
-def play(scene: Callable[[Network], Awaitable[None]]) -> None:
+def run_scene(scene: Callable[[Network], Awaitable[None]]) -> None:
     async def whole() -> None:
         network = Network()
         try:
@@ -139,7 +139,7 @@ def test_ctrl_c_from_one_node_to_another_goes_one_way() -> None:
         assert found.sock is not None
         found.sock.close()
 
-    play(scene)
+    run_scene(scene)
 
 
 def test_attaching_from_another_node_needs_permission() -> None:
@@ -159,7 +159,7 @@ def test_attaching_from_another_node_needs_permission() -> None:
             await opened(network, nodes[0], 2)
         assert not closed.asked
 
-    play(scene)
+    run_scene(scene)
 
 
 def test_without_a_token_no_node_debugs_ranks_of_another() -> None:
@@ -174,7 +174,7 @@ def test_without_a_token_no_node_debugs_ranks_of_another() -> None:
         assert not nodes[0].asked
         assert (await opened(network, nodes[0], 0)).how == "stopped"  # on its own node
 
-    play(scene)
+    run_scene(scene)
 
 
 async def flood(lead: Node) -> None:
@@ -210,7 +210,7 @@ def test_what_another_node_writes_may_be_anything() -> None:
         await asyncio.sleep(0)
         assert len(lead.debugging._streams) <= 2 * 64
 
-    play(scene)
+    run_scene(scene)
 
 
 def test_messages_that_never_end_or_are_too_long_cost_little_and_are_not_read() -> None:

@@ -105,7 +105,7 @@ def test_only_workers_whose_script_is_over_are_checked(
     async def look(_: Exits, __: Any, name: str, *___: Any) -> None:
         looked.append(name)
 
-    async def play() -> None:
+    async def scenario() -> None:
         exits = Exits(lambda _: None, ProcessStatsReader())
         exits.observe(seen)
         exits.observe(seen)  # the first check still runs
@@ -113,5 +113,5 @@ def test_only_workers_whose_script_is_over_are_checked(
         await exits.end()
 
     monkeypatch.setattr(Exits, "_look", look)
-    asyncio.run(play())
+    asyncio.run(scenario())
     assert looked == ["1"] * checked

@@ -21,14 +21,14 @@ from phalanx.launcher.forking.fork_servers import ForkServerClient
 def fresh(tmp_path: Path) -> Iterator[ForkServerClient]:
     with open(tmp_path / "forkserver.log", "wb") as log:
         fork_server = fork_servers.fresh(os.environ, log=log.fileno())
-    assert heard(fork_server)["is"] == "ready"
+    assert next_message(fork_server)["is"] == "ready"
     yield fork_server
     fork_server.send({"do": "end"})
-    assert heard(fork_server) == {"is": "ended", "left": []}
+    assert next_message(fork_server) == {"is": "ended", "left": []}
     assert fork_server.gone() == 0
 
 
-def heard(fork_server: ForkServerClient) -> dict[str, Any]:
+def next_message(fork_server: ForkServerClient) -> dict[str, Any]:
     message = fork_server.receive()
     assert message is not None
     return message
@@ -39,14 +39,14 @@ def start(fork_server: ForkServerClient, folder: Path, **order: object) -> str:
     with open(os.devnull) as nothing, open(folder / "err", "wb") as err:
         fds = [nothing.fileno(), err.fileno(), err.fileno()]
         fork_server.send({"do": "start", "name": "0", "environ": {}, "exec": ["true"], **order}, fds)
-    started = heard(fork_server)
+    started = next_message(fork_server)
     assert (started["is"], started["name"]) == ("started", "0")
     return (folder / "err").read_text()
 
 
 def test_a_child_is_started_and_its_end_is_reported(fresh: ForkServerClient, tmp_path: Path) -> None:
     start(fresh, tmp_path, exec=["sh", "-c", "exit 7"])
-    ended = heard(fresh)
+    ended = next_message(fresh)
     assert (ended["is"], os.waitstatus_to_exitcode(ended["status"])) == ("exited", 7)
 
 
@@ -63,18 +63,18 @@ def test_a_child_that_cannot_be_set_up_becomes_nothing_else(
     fresh: ForkServerClient, tmp_path: Path, order: dict[str, object], code: int, words: str
 ) -> None:
     start(fresh, tmp_path, **order)
-    assert os.waitstatus_to_exitcode(heard(fresh)["status"]) == code
+    assert os.waitstatus_to_exitcode(next_message(fresh)["status"]) == code
     assert words in (tmp_path / "err").read_text()
 
 
 def test_what_a_child_left_behind_is_swept(fresh: ForkServerClient, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     start(fresh, tmp_path, exec=["sh", "-c", f"setsid sleep 600 & echo $! > {pid_file}"])
-    assert heard(fresh)["is"] == "exited"
+    assert next_message(fresh)["is"] == "exited"
     left = int(pid_file.read_text())
     assert os.path.exists(f"/proc/{left}")
     fresh.send({"do": "end_orphans", "id": 1})
-    assert heard(fresh) == {"is": "orphans_ended", "id": 1}
+    assert next_message(fresh) == {"is": "orphans_ended", "id": 1}
     assert not os.path.exists(f"/proc/{left}")
 
 
@@ -82,19 +82,19 @@ def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> Non
     """Shared memory named after a live process, whether or not it is open at the moment."""
     with open(tmp_path / "forkserver.log", "wb") as log:
         fork_server = fork_servers.fresh(os.environ, log=log.fileno())
-    assert heard(fork_server)["is"] == "ready"
+    assert next_message(fork_server)["is"] == "ready"
     pid_file = tmp_path / "pid"
     start(fork_server, tmp_path, exec=["sh", "-c", f"setsid sleep 600 & echo $! > {pid_file}"])
-    dead = heard(fork_server)["pid"]
+    dead = next_message(fork_server)["pid"]
     left = int(pid_file.read_text())
     mine, orphaned = Path(f"/dev/shm/torch_{left}_0"), Path(f"/dev/shm/torch_{dead}_0")
     mine.touch()
     orphaned.touch()
     try:
         fork_server.send({"do": "orphans", "id": 2})
-        assert heard(fork_server) == {"is": "orphans", "id": 2, "pids": [left]}
+        assert next_message(fork_server) == {"is": "orphans", "id": 2, "pids": [left]}
         fork_server.send({"do": "end", "leave": True})
-        assert heard(fork_server) == {"is": "ended", "left": [left]}
+        assert next_message(fork_server) == {"is": "ended", "left": [left]}
         assert fork_server.gone() == 0
         assert os.path.exists(f"/proc/{left}")
         assert mine.exists()
@@ -106,9 +106,9 @@ def test_what_a_child_left_behind_may_stay_with_its_files(tmp_path: Path) -> Non
 
 def test_nobody_is_left_when_a_child_has_left_nothing(fresh: ForkServerClient, tmp_path: Path) -> None:
     start(fresh, tmp_path)
-    assert heard(fresh)["is"] == "exited"
+    assert next_message(fresh)["is"] == "exited"
     fresh.send({"do": "orphans", "id": 3})
-    assert heard(fresh) == {"is": "orphans", "id": 3, "pids": []}
+    assert next_message(fresh) == {"is": "orphans", "id": 3, "pids": []}
 
 
 def test_a_hook_that_fails_does_not_let_the_script_run(tmp_path: Path) -> None:

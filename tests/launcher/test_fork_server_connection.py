@@ -41,7 +41,7 @@ class Server:
         self._sock.close()
 
 
-def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run_scene(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
@@ -54,7 +54,7 @@ def test_imports_are_waited_for_and_messages_about_processes_passed_on() -> None
         assert server.received == [{"is": "started", "name": "0", "pid": 8}]
         assert await Server(ready=READY).connection.ready() == READY
 
-    play(scene)
+    run_scene(scene)
 
 
 @pytest.mark.parametrize("end", ["stop_waiting", "close"])
@@ -67,7 +67,7 @@ def test_a_wait_for_imports_ends_without_a_report(end: str) -> None:
         assert await waiting == {}
         assert server.connection.lost == ("unknown" if end == "close" else "")
 
-    play(scene)
+    run_scene(scene)
 
 
 def test_a_request_has_an_answer_which_is_empty_if_the_fork_server_is_lost() -> None:
@@ -86,7 +86,7 @@ def test_a_request_has_an_answer_which_is_empty_if_the_fork_server_is_lost() -> 
         assert server.received == ["lost"]
         assert await server.connection.ask("end_orphans") == {}
 
-    play(scene)
+    run_scene(scene)
 
 
 @pytest.mark.parametrize(("left", "ended"), [([], True), ([9], False)])
@@ -105,4 +105,4 @@ def test_it_ends_on_request(left: list[int], ended: bool) -> None:
         assert server.received == []
         await server.connection.end()  # once more does nothing
 
-    play(scene)
+    run_scene(scene)

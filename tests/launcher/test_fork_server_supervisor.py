@@ -97,7 +97,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         folder.close()
 
 
-def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run_scene(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
@@ -111,7 +111,7 @@ def test_what_imports_printed_is_shown_once(run: Run, tmp_path: Path) -> None:
         assert await supervisor.replace(PLAN)
         assert len(run.notes) == 1
 
-    play(scene)
+    run_scene(scene)
 
 
 @pytest.mark.parametrize("report", [{"failed": {"torch": "no module"}}, {"unsafe": "a thread runs"}])
@@ -126,7 +126,7 @@ def test_ranks_are_new_interpreters_where_forking_is_not_safe(run: Run, report: 
         assert supervisor.hints is None
         assert "every rank gets its own interpreter" in run.notes[0]
 
-    play(scene)
+    run_scene(scene)
 
 
 def test_a_module_of_the_user_must_exist(run: Run) -> None:
@@ -135,7 +135,7 @@ def test_a_module_of_the_user_must_exist(run: Run) -> None:
         with pytest.raises(LaunchError, match="--preload mine cannot be imported: no module"):
             await run.supervisor().wait_until_ready()
 
-    play(scene)
+    run_scene(scene)
 
 
 def test_a_killed_one_is_replaced_unless_the_run_ends(run: Run) -> None:
@@ -154,4 +154,4 @@ def test_a_killed_one_is_replaced_unless_the_run_ends(run: Run) -> None:
         assert supervisor.lost == ""
         assert [server.way for server in run.servers] == ["cold", "cold"]
 
-    play(scene)
+    run_scene(scene)

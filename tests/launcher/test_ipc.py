@@ -209,7 +209,7 @@ async def until(done: Any) -> None:
 
 
 def test_only_workers_speak_and_only_sense() -> None:
-    heard: list[str] = []
+    received: list[str] = []
     known = SimpleNamespace(pid=os.getpid())
 
     def call(name: str, *packets: bytes) -> socket.socket:
@@ -222,10 +222,10 @@ def test_only_workers_speak_and_only_sense() -> None:
     async def scene() -> None:
         decoder: Decoder[Note] = Decoder(Note)
         server = PacketServer(
-            "phalanx-test", decoder, lambda pid: pid == known.pid, lambda _, note: heard.append(note.text)
+            "phalanx-test", decoder, lambda pid: pid == known.pid, lambda _, note: received.append(note.text)
         )
         with call(server.name, encoding.encode(Note("one")), encoding.encode(Note("\udcff"))):
-            await until(lambda: heard == ["one", "\\xff"])
+            await until(lambda: received == ["one", "\\xff"])
             assert list(server.connections.values()) == [os.getpid()]
         await until(lambda: not server.connections)
         for packet in (b"{", b"\xff", b'{"type":"other"}', b"[" * 60_000):
@@ -240,7 +240,7 @@ def test_only_workers_speak_and_only_sense() -> None:
         server.close()
 
     asyncio.run(scene())
-    assert heard == ["one", "\\xff"]
+    assert received == ["one", "\\xff"]
 
 
 _CONNECTS = """

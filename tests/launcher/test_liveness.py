@@ -23,7 +23,7 @@ from tests.kit.cli import until
 LONG = 60.0
 
 
-def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run_scene(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scene(), LONG))
 
 
@@ -44,16 +44,16 @@ def looks(found: Liveness, *states: tuple[str, int]) -> str:
 )
 def test_a_process_that_does_not_answer(timeout: float, states: list[tuple[str, int]], why: str) -> None:
     found = Liveness(timeout)
-    found.heard()
+    found.record_answer()
     assert looks(found, *states) == why
 
 
 def test_imports_may_take_any_time_and_an_answer_counts() -> None:
     found = Liveness(60.0)
     assert looks(found, ("computes", 1000)) == ""
-    found.heard()
+    found.record_answer()
     assert looks(found, ("computes", 60)) == ""
-    found.heard()
+    found.record_answer()
     assert looks(found, ("computes", 60)) == ""
 
 
@@ -95,7 +95,7 @@ def test_a_stopped_fork_server_is_killed_and_lost(at_once: bool, monkeypatch: py
         assert connection.lost.endswith(", so it was killed")
         assert process.returncode == -signal.SIGKILL
 
-    play(scene)
+    run_scene(scene)
 
 
 def test_a_stopped_fork_server_does_not_delay_the_end() -> None:
@@ -105,7 +105,7 @@ def test_a_stopped_fork_server_does_not_delay_the_end() -> None:
         await connection.end()
         assert process.wait() == -signal.SIGKILL
 
-    play(scene)
+    run_scene(scene)
 
 
 def test_an_order_that_a_stopped_fork_server_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,4 +141,4 @@ def test_what_has_outlived_its_fork_server_is_signalled_and_reaped_here() -> Non
         adopted.close()
         first.poll(), second.poll()
 
-    play(scene)
+    run_scene(scene)

@@ -54,9 +54,9 @@ def test_nothing_can_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_in_words(before: MemoryKills, after: MemoryKills, words: str) -> None:
-    told = after.since(before)
-    assert words in told
-    assert bool(told) == bool(words)
+    cause = after.since(before)
+    assert words in cause
+    assert bool(cause) == bool(words)
 
 
 def test_a_kill_for_memory_explains_the_workers_that_die_with_it_and_no_later_one() -> None:

@@ -119,8 +119,8 @@ def test_names_that_are_no_text() -> None:
         seen = process_stats.describe(process.pid, process_stats.ProcessStatsReader().read(process.pid), [])
         process.kill()
     assert seen.resident > 0
-    told = evidence_reply.read({"threads": [{"name": "MainThread", "frames": [["/a/\udcff.py", 3, "f"]]}]})
-    assert msgspec.json.encode(told)
+    reply = evidence_reply.read({"threads": [{"name": "MainThread", "frames": [["/a/\udcff.py", 3, "f"]]}]})
+    assert msgspec.json.encode(reply)
 
 
 def test_a_process_without_a_handler_gets_no_signal() -> None:
@@ -205,7 +205,7 @@ def test_unread_bytes_of_a_socket_are_seen() -> None:
 
 def test_reports_of_a_rank_are_parsed() -> None:
     frame = ["train.py", 7, "step"]
-    told = evidence_reply.read(
+    reply = evidence_reply.read(
         {
             "is": "answer",
             "threads": [{"name": "MainThread", "main": True, "frames": [frame]}],
@@ -213,8 +213,8 @@ def test_reports_of_a_rank_are_parsed() -> None:
             "calls": [{"group": "0", "seq": 4, "op": "all_reduce", "shapes": [[4]], "site": [frame]}],
         }
     )
-    assert told.threads[0].frames == told.calls[0].site
-    assert (told.calls[0].site[0].file, told.groups[0].ranks) == ("train.py", (0, 1))
+    assert reply.threads[0].frames == reply.calls[0].site
+    assert (reply.calls[0].site[0].file, reply.groups[0].ranks) == ("train.py", (0, 1))
 
 
 def test_a_stall_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_stall_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_message_in_parts_does_not_block() -> None:
-    messages = [{"is": "answer", "text": "x" * 1000}, {"is": "heard"}]
+    messages = [{"is": "answer", "text": "x" * 1000}, {"is": "received"}]
     left, right = socket.socketpair()
     with left, right:
         for message in messages:

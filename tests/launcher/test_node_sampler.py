@@ -102,13 +102,13 @@ def sampler(node: Any, *consumers: Any) -> NodeSampler:
 def test_a_worker_is_read_once_per_tick_and_sent_once_per_second(node: Any) -> None:
     one, other = Recorder("one"), Recorder("other")
 
-    async def play() -> None:
+    async def scenario() -> None:
         made = sampler(node, one, other)
         for _ in range(4):
             made.sample()
             node.now += 0.5
 
-    asyncio.run(play())
+    asyncio.run(scenario())
     assert node.probe.reads == 4
     assert one.readings == other.readings
     assert [len(each.workers) for each in one.readings] == [1] * 4
@@ -133,7 +133,7 @@ def test_each_of_many_nodes_sends_in_its_turn_what_all_have_sampled_at_once(node
     one = Recorder("one")
     node.now, node.group.node_rank, node.group.node_count = 52.0, 6, 4096
 
-    async def play() -> None:
+    async def scenario() -> None:
         made = sampler(node, one)
         for _ in range(9):
             made.sample()
@@ -145,7 +145,7 @@ def test_each_of_many_nodes_sends_in_its_turn_what_all_have_sampled_at_once(node
         node.now -= 0.3
         made.concluded()
 
-    asyncio.run(play())
+    asyncio.run(scenario())
     due = [each for each in one.readings if each.due]
     assert [each.now for each in due] == [52.0, 56.0, 56.2]
     assert [each.tick for each in due] == [10520, 10560, 10562]
@@ -156,7 +156,7 @@ def test_each_of_many_nodes_sends_in_its_turn_what_all_have_sampled_at_once(node
 def test_one_that_fails_costs_the_others_nothing(node: Any) -> None:
     broken, sound = Broken("broken"), Recorder("sound")
 
-    async def play() -> None:
+    async def scenario() -> None:
         made = sampler(node, broken, sound)
         made.sample()
         assert [frame.content for frame in node.links.sent] == [b'{"sound":{"count":1}}']
@@ -164,14 +164,14 @@ def test_one_that_fails_costs_the_others_nothing(node: Any) -> None:
         for content in (b"[", b'{"broken":1,"sound":[2],"unknown":3}'):
             made._rpc.receive(1, messages.RpcFrame(kind="telemetry", number=0, content=content))
 
-    asyncio.run(play())
+    asyncio.run(scenario())
     assert sound.received == [(1, b"[2]")]
 
 
 def test_the_last_reading_is_sent_and_slots_are_not_read_after_it(node: Any) -> None:
     one = Recorder("one")
 
-    async def play() -> None:
+    async def scenario() -> None:
         made = sampler(node, one)
         made.sample()
         node.now += 0.2
@@ -179,7 +179,7 @@ def test_the_last_reading_is_sent_and_slots_are_not_read_after_it(node: Any) -> 
         node.now += 0.5
         made.sample()
 
-    asyncio.run(play())
+    asyncio.run(scenario())
     assert [each.last for each in one.readings] == [False, True, False]
     assert [each.tick for each in one.readings] == [10500, 10502, 10500]
     assert [each.workers[0].status is None for each in one.readings] == [False, False, True]

@@ -69,17 +69,17 @@ def test_of_a_rank_of_another_node(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "stderr.log").write_text("Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n")
     remains = postmortem.read(record(tmp_path, *started(0, 1.0), exited(0, 1, 0, 2.0), failed))
-    told = postmortem.report(remains)
-    assert "rank 7 failed: ValueError: x\n  on another node" in told
-    assert "Connection closed" not in told
+    lines = postmortem.report(remains)
+    assert "rank 7 failed: ValueError: x\n  on another node" in lines
+    assert "Connection closed" not in lines
     there = tmp_path / "node_1" / "attempt_0" / "7"  # they share a disk
     there.mkdir(parents=True)
     (there / "stderr.log").write_text(
         'Traceback (most recent call last):\n  File "a.py", line 3, in f\nValueError: x\n'
     )
-    told = postmortem.report(remains)
-    assert "a.py:3 in f" in told
-    assert f"all of its output: {there}" in told
+    lines = postmortem.report(remains)
+    assert "a.py:3 in f" in lines
+    assert f"all of its output: {there}" in lines
 
 
 def test_a_stall_that_was_reported_again_counts_once(tmp_path: Path) -> None:

@@ -42,7 +42,9 @@ class Agent:
         pass
 
 
-def among(play: Callable[[SingleNodeCoordinator, Agent], Coroutine[Any, Any, None]], most: int | None = None) -> None:
+def among(
+    scenario: Callable[[SingleNodeCoordinator, Agent], Coroutine[Any, Any, None]], most: int | None = None
+) -> None:
     async def main() -> None:
         plan = SimpleNamespace(
             shutdown=SHUTDOWN,
@@ -54,13 +56,13 @@ def among(play: Callable[[SingleNodeCoordinator, Agent], Coroutine[Any, Any, Non
         alone: Any = SingleNodeCoordinator(plan, agent, None)  # type: ignore[arg-type]
         alone.attach(agent)
         alone.regroup_ready(True, False, True)
-        await play(alone, agent)
+        await scenario(alone, agent)
 
     asyncio.run(main())
 
 
 def test_all_have_to_say_where_they_stand() -> None:
-    async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
+    async def scenario(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert alone.preempt(signal.SIGTERM)
         alone.halt_message(0, worker_messages.HaltAck(7, 0))
         alone.halt_message(0, worker_messages.HaltAck(7, 0))
@@ -68,14 +70,14 @@ def test_all_have_to_say_where_they_stand() -> None:
         alone.halt_message(1, worker_messages.HaltAck(8, 0))
         assert agent.actions == [HaltWorkers(None), HaltWorkers(9)]
 
-    among(play)
+    among(scenario)
 
 
 @pytest.mark.parametrize("last", [True, False])
 def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
     """Otherwise the run would wait for the last one until the checkpoint timeout."""
 
-    async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
+    async def scenario(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert alone.preempt(signal.SIGTERM)
         alone.halt_message(0, worker_messages.HaltedAt(9))
         assert alone.worker_failed(FAILURE) == AcceptLoss()
@@ -85,16 +87,16 @@ def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
         assert isinstance(found, RunResult)
         assert found.code == os.EX_TEMPFAIL
 
-    among(play)
+    among(scenario)
 
 
 @pytest.mark.parametrize("preempted", [True, False])
 def test_nothing_is_started_again_where_the_machine_is_taken_away(preempted: bool) -> None:
-    async def play(alone: SingleNodeCoordinator, agent: Agent) -> None:
+    async def scenario(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert not preempted or alone.preempt(signal.SIGTERM)
         alone.regroup_ready(True, True, True)  # one has finished: no group can form any more
         assert alone.worker_failed(FAILURE) == StopWorkers(signal.SIGTERM, FAILURE.reason, SHUTDOWN.failure_timeout)
         assert alone.is_last_attempt(failed=True) is preempted
         assert isinstance(await alone.attempt_ended(DEAD), RunResult) is preempted
 
-    among(play, most=3)
+    among(scenario, most=3)

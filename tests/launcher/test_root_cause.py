@@ -102,7 +102,7 @@ COUNTED = {
     "by an exit code": (ProcessFailure(1, 3, 10.0), 1),
     "by a signal": (ProcessFailure(1, -9, 10.0), 1),
     "stopped by us": (ProcessFailure(1, -15, 10.0, True, stop_sent=9.0), 0),
-    "ended by itself when we told it to": (
+    "ended by itself after a request to stop": (
         ProcessFailure(1, 1, 10.0, True, stop_sent=9.0, error=error("KeyError: 1", 9.5)),
         0,
     ),
@@ -248,7 +248,7 @@ def test_codes_in_words(code: int, words: str, shell: int) -> None:
 
 
 def test_a_mismatch_of_collectives_is_reported_with_both_places_whatever_torch_puts_before_its_lines() -> None:
-    told = [
+    mismatch = [
         "rank 1 called broadcast where rank 0 called all_reduce (collective 6 of all ranks)",
         "  rank 1: broadcast(float32 [10], root 0) at train.py:8",
         "      dist.broadcast(x, 0)",
@@ -256,10 +256,10 @@ def test_a_mismatch_of_collectives_is_reported_with_both_places_whatever_torch_p
         "      dist.all_reduce(x)",
     ]
     trace = ["Traceback (most recent call last):", '  File "train.py", line 8, in <module>', "    dist.broadcast(x, 0)"]
-    lines = [*trace, f"phalanx.CollectiveMismatchError: {told[0]}", *told[1:]]
+    lines = [*trace, f"phalanx.CollectiveMismatchError: {mismatch[0]}", *mismatch[1:]]
     death = ProcessFailure(1, 1, 3.0, stderr=[*(f"[rank1]: {line}" for line in lines), "something else"])
     text = block(death, tail=[], folder="/runs/x/1")
-    assert text.splitlines()[:5] == [f"rank 1 failed: CollectiveMismatchError: {told[0]}", *told[1:]]
+    assert text.splitlines()[:5] == [f"rank 1 failed: CollectiveMismatchError: {mismatch[0]}", *mismatch[1:]]
 
 
 def test_the_block_has_all_that_is_known() -> None:
@@ -284,12 +284,12 @@ def test_the_block_has_all_that_is_known() -> None:
 
 
 def test_a_kill_is_explained_where_the_kernel_tells() -> None:
-    told = block(ProcessFailure(0, -signal.SIGKILL, 1.0, memory="the kernel killed it"), tail=[], folder="f")
-    assert told.splitlines()[0] == "rank 0 failed: SIGKILL (Killed), the kernel killed it"
-    assert "killed from outside" not in told
-    untold = block(ProcessFailure(0, -signal.SIGKILL, 1.0, stderr=["last words"]), tail=[], folder="f")
-    assert "killed from outside" in untold
-    assert "    last words" in untold
+    shown = block(ProcessFailure(0, -signal.SIGKILL, 1.0, memory="the kernel killed it"), tail=[], folder="f")
+    assert shown.splitlines()[0] == "rank 0 failed: SIGKILL (Killed), the kernel killed it"
+    assert "killed from outside" not in shown
+    unexplained = block(ProcessFailure(0, -signal.SIGKILL, 1.0, stderr=["last words"]), tail=[], folder="f")
+    assert "killed from outside" in unexplained
+    assert "    last words" in unexplained
     assert report_of(ProcessFailure(0, 1, 1.0)).exception == ""
 
 
@@ -408,5 +408,10 @@ def test_whether_another_try_can_succeed(text: str, is_permanent: bool, is_raise
 
 def test_what_follows_ctrl_c_is_not_reported() -> None:
     assert stopped_by_signal("Traceback (most recent call last):\n  …\nKeyboardInterrupt\n")
+    in_c = "RuntimeError: Cannot extract tensors from value: KeyboardInterrupt: <EMPTY MESSAGE>\n\nAt:\n  a.py(3): f\n"
+    assert stopped_by_signal(f"Traceback (most recent call last):\n  …\n{in_c}\n")
+    assert not stopped_by_signal(
+        f"Traceback …\n  …\n{in_c}\nDuring handling …\n\nTraceback …\n  …\nOSError: disk full\n"
+    )
     assert stopped_by_signal(f"Traceback (most recent call last):\n  …\n{LOST}\n")
     assert not stopped_by_signal("KeyboardInterrupt\n\nDuring handling …\n\nTraceback …\n  …\nOSError: disk full\n")

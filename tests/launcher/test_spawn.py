@@ -166,9 +166,9 @@ def test_a_training_function_gets_its_run() -> None:
 
     with pytest.raises(RankError, match=r"^rank \d of 2: UsageError: backward\(\) was given a float") as caught:
         spawn(fail, 2)
-    told = str(caught.value).splitlines()
-    assert f"  {__file__}:{fail.__code__.co_firstlineno + 1} in fail" in told
-    assert re.fullmatch(r"  afterwards: rank \d failed in the same way", told[-1]), told
+    lines = str(caught.value).splitlines()
+    assert f"  {__file__}:{fail.__code__.co_firstlineno + 1} in fail" in lines
+    assert re.fullmatch(r"  afterwards: rank \d failed in the same way", lines[-1]), lines
 
 
 @pytest.mark.parametrize(

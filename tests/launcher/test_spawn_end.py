@@ -80,12 +80,12 @@ def test_ctrl_c(sleepers: str) -> None:
 def test_ctrl_c_twice(tmp_path: Path) -> None:
     """Processes that do not end on request are not waited for."""
     path = tmp_path / "script.py"
-    heard = tmp_path / "heard"
-    path.write_text(SLEEPERS.format(fresh=False, stubborn=str(heard)))
+    began = tmp_path / "ready"
+    path.write_text(SLEEPERS.format(fresh=False, stubborn=str(began)))
     job = terminal(words=(*PYTHON, str(path)))
     pids = ready(job)
     job.send(b"\x03")
-    until(heard.exists, 20, "the first one to be heard")
+    until(began.exists, 20, "the first signal to arrive")
     job.send(b"\x03")
     assert job.wait() == -signal.SIGINT
     until(lambda: not any(map(alive, pids)), 10, "the end of ranks and what they had started")

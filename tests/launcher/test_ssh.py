@@ -49,12 +49,12 @@ def child(node: int, host: str, script: str) -> SshLink:
 
 def listen(*links: SshLink, patience: float = 20) -> Received:
     async def run() -> Received:
-        heard = Received()
-        starter = SshStarter(links, heard, hosts=len(links), timeout=patience)
+        received = Received()
+        starter = SshStarter(links, received, hosts=len(links), timeout=patience)
         starter.listen()
-        await asyncio.wait_for(heard.done.wait(), 20)
+        await asyncio.wait_for(received.done.wait(), 20)
         await starter.end(together=False)
-        return heard
+        return received
 
     return asyncio.run(run())
 
@@ -63,7 +63,7 @@ def listen(*links: SshLink, patience: float = 20) -> Received:
 
 
 def test_words_survive_the_way() -> None:
-    told = NodeSpec(
+    spec = NodeSpec(
         node=1,
         nodes=2,
         token="ab" * 32,
@@ -77,13 +77,13 @@ def test_words_survive_the_way() -> None:
         host=None,
         port=0,
     )
-    for word in (told, Go(addresses=("10.0.0.1", "fd00::1"), port=4), Signal(number=2)):
+    for word in (spec, Go(addresses=("10.0.0.1", "fd00::1"), port=4), Signal(number=2)):
         line = node_spec.encode(word)
         assert line.count(b"\n") == 1
         assert node_spec.to_node(line) == word
     assert node_spec.from_node(node_spec.encode(NodeRefused(what="no"))) == NodeRefused(what="no")
     with pytest.raises(ValueError, match="order"):
-        node_spec.from_node(node_spec.encode(told))
+        node_spec.from_node(node_spec.encode(spec))
 
 
 @pytest.mark.parametrize(
@@ -190,27 +190,27 @@ def test_a_noisy_shell_is_skipped_and_what_follows_the_answer_is_output() -> Non
     link = child(0, "b", f"echo Welcome; printf 'to b> '; echo '{READY}'; printf 'out 1'; echo oops >&2; exit 3")
     shown = bytearray()
     link.out = shown.extend
-    heard = listen(link)
-    assert (heard.hosts, heard.codes, heard.error) == (["b"], {"b": 3}, None)
+    received = listen(link)
+    assert (received.hosts, received.codes, received.error) == (["b"], {"b": 3}, None)
     assert link.answer == Ready(host="b", pid=7)
     assert bytes(shown) == b"out 1"
     assert list(link.stderr) == ["oops"]
 
 
 def test_endless_noise_is_not_waited_for() -> None:
-    heard = listen(child(0, "b", "yes hello"))
-    assert heard.error is not None
-    assert heard.error.what.startswith("b: it keeps writing")
+    received = listen(child(0, "b", "yes hello"))
+    assert received.error is not None
+    assert received.error.what.startswith("b: it keeps writing")
 
 
 def test_all_that_fail_are_reported_at_once() -> None:
-    heard = listen(
+    received = listen(
         child(0, "a", "sleep 0.3; exit 93"),
         child(1, "b", "echo 'b: Permission denied (publickey).' >&2; exit 255"),
         child(2, "c", f"echo '{READY}'; cat"),
     )
-    text = str(heard.error)
-    assert heard.hosts == ["c"]
+    text = str(received.error)
+    assert received.hosts == ["c"]
     assert text.startswith("2 of 3 hosts cannot take part")
     assert "a: the current folder does not exist there" in text
     assert "/work" in text
@@ -219,9 +219,9 @@ def test_all_that_fail_are_reported_at_once() -> None:
 
 
 def test_a_host_that_never_answers() -> None:
-    heard = listen(child(0, "b", "cat"), patience=0.1)
-    assert heard.error is not None
-    assert heard.error.what.startswith("b: it has not answered")
+    received = listen(child(0, "b", "cat"), patience=0.1)
+    assert received.error is not None
+    assert received.error.what.startswith("b: it has not answered")
 
 
 @pytest.mark.parametrize(
@@ -237,11 +237,11 @@ def test_a_host_that_never_answers() -> None:
     ],
 )
 def test_why_a_host_does_not_answer(script: str, what: str, fix: str) -> None:
-    heard = listen(child(0, "b", script))
-    assert heard.error is not None
-    assert what in heard.error.what
-    assert heard.error.what.startswith("b: ")
-    assert fix in heard.error.fix
+    received = listen(child(0, "b", script))
+    assert received.error is not None
+    assert what in received.error.what
+    assert received.error.what.startswith("b: ")
+    assert fix in received.error.fix
 
 
 def test_last_words_are_those_of_the_node() -> None:

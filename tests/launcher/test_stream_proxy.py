@@ -51,7 +51,7 @@ async def read(sock: socket.socket) -> bytes:
 
 
 def test_bytes_both_ways_and_one_direction_after_the_other() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         pair, loop = Pair(), asyncio.get_running_loop()
         question, answer = b"where\n" * 20_000, b"> here\n" * 50_000
         await loop.sock_sendall(pair.left, b"early\n")
@@ -73,11 +73,11 @@ def test_bytes_both_ways_and_one_direction_after_the_other() -> None:
         await pair.until_ended()
         pair.left.close()
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def test_a_lost_end_closes_the_other() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         for lost in ("left", "right", "node"):
             pair = Pair()
             pair.meet()
@@ -95,11 +95,11 @@ def test_a_lost_end_closes_the_other() -> None:
             for sock in (pair.left, pair.right):
                 sock.close()
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def test_who_does_not_read_holds_back_who_writes() -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         pair, loop = Pair(), asyncio.get_running_loop()
         pair.meet()
         much = b"p everything\n" * 300_000
@@ -119,4 +119,4 @@ def test_who_does_not_read_holds_back_who_writes() -> None:
         pair.right.close()
         await pair.until_ended()
 
-    asyncio.run(play())
+    asyncio.run(scenario())

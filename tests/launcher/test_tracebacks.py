@@ -97,9 +97,9 @@ ROOTS = {
 def test_the_root_of_a_chain(story: str, expected: Root | str | None) -> None:
     found = root(story)
     assert (found.exception if isinstance(expected, str) and found else found) == expected
-    told = read_traceback(story.splitlines())
-    assert told.root == found
-    assert told.exception.startswith(("RuntimeError: Failed to import", "KeyError: Caught"))
+    parsed = read_traceback(story.splitlines())
+    assert parsed.root == found
+    assert parsed.exception.startswith(("RuntimeError: Failed to import", "KeyError: Caught"))
 
 
 def failed(text: object) -> Exception:
@@ -126,13 +126,13 @@ GROUPS = {
 @pytest.mark.parametrize(("error", "link", "exception"), GROUPS.values(), ids=GROUPS.keys())
 def test_the_first_of_an_exception_group(error: Exception, link: str, exception: str) -> None:
     lines = "".join(traceback.format_exception(error)).splitlines()
-    told = read_traceback(["noise", *lines])
-    assert told.exception.startswith("ExceptionGroup: g (")
-    assert [name for _, _, name, _ in told.frames] == ["group"]
-    assert told.root is not None
-    assert (told.root.link, told.root.exception) == (link, exception)
-    assert told.root.place is not None
-    assert told.root.place[2] == "failed"
+    parsed = read_traceback(["noise", *lines])
+    assert parsed.exception.startswith("ExceptionGroup: g (")
+    assert [name for _, _, name, _ in parsed.frames] == ["group"]
+    assert parsed.root is not None
+    assert (parsed.root.link, parsed.root.exception) == (link, exception)
+    assert parsed.root.place is not None
+    assert parsed.root.place[2] == "failed"
 
 
 def test_what_python_ignores_is_no_reason_to_end() -> None:
@@ -162,8 +162,8 @@ def test_a_recursion_is_one_frame_and_a_syntax_error_has_its_line() -> None:
 
 def test_the_innermost_line_of_the_users_own_is_shown_however_deep_a_library_raises() -> None:
     deep = [frame(LIB, number, "f") for number in range(5)]
-    told = read_traceback(trace("ValueError: x", frame("/w/a.py", 6, "work"), *deep).splitlines())
-    assert [line for _, line, _, _ in told.frames] == [6, 3, 4]
+    parsed = read_traceback(trace("ValueError: x", frame("/w/a.py", 6, "work"), *deep).splitlines())
+    assert [line for _, line, _, _ in parsed.frames] == [6, 3, 4]
 
 
 DUMP = """Fatal Python error: Segmentation fault

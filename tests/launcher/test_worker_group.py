@@ -111,7 +111,7 @@ def test_a_worker_in_a_debugger_is_not_interrupted() -> None:
     folder: Any = SimpleNamespace(event=lambda event: None)
     notes: list[str] = []
 
-    async def play() -> None:
+    async def scenario() -> None:
         stopper = Stopper(workers, channels, folder, notes.append)
         assert not stopper.stopping
         stopper.stop(signal.SIGINT, "SIGINT received", 0.03)
@@ -122,7 +122,7 @@ def test_a_worker_in_a_debugger_is_not_interrupted() -> None:
             await asyncio.sleep(0.005)
         stopper.cancel()
 
-    asyncio.run(asyncio.wait_for(play(), 20.0))
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))
     assert server.signals[2:] == [("0", signal.SIGTERM), ("0", signal.SIGKILL)]
     assert [message.signal for pid, message in channels.sent if pid == 100] == [
         signal.SIGINT,

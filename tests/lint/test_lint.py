@@ -30,11 +30,11 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import torch\n")
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "other.py").write_text("no Python")
-    told = phalanx("lint", "train.py", "model.py", cwd=str(tmp_path))
+    result = phalanx("lint", "train.py", "model.py", cwd=str(tmp_path))
     line = next(number for number, text in enumerate(WRONG.splitlines(), 1) if text.endswith("# !"))
-    assert told.code == 1
-    assert told.err == ""
-    assert told.out == (
+    assert result.code == 1
+    assert result.err == ""
+    assert result.out == (
         f"train.py:{line}: error [rank-collective]\n"
         f"  only ranks with `rank == 0` (line {line - 1}) come to it: all_reduce waits forever for the others\n"
         "  fix: call all_reduce on every rank, outside the condition\n"
@@ -42,9 +42,9 @@ def test_the_command(tmp_path: Path) -> None:
     )
 
     (tmp_path / "old.py").write_text("print 'hello'\n")
-    told = phalanx("lint", "--json", str(tmp_path))
-    facts = json.loads(told.out)
-    assert told.code == 2
+    result = phalanx("lint", "--json", str(tmp_path))
+    facts = json.loads(result.out)
+    assert result.code == 2
     assert facts["files"] == 2
     assert [(one["file"], one["line"], one["rule"], one["level"]) for one in facts["findings"]] == [
         (str(tmp_path / "train.py"), line, "rank-collective", "error")

@@ -60,10 +60,10 @@ def launched(folder: Path, backend: str, dies: int, nodes: int) -> tuple[list[ob
         )
         for place in where
     ]
-    told = "".join(job.communicate(timeout=180)[0] for job in jobs)
+    output = "".join(job.communicate(timeout=180)[0] for job in jobs)
     if any(job.returncode for job in jobs):
-        return [], told
-    return json.loads((folder / "end").read_text()), told
+        return [], output
+    return json.loads((folder / "end").read_text()), output
 
 
 def main() -> int:
@@ -72,9 +72,9 @@ def main() -> int:
         ends, texts = [], []
         for dies in (-1, DIES):
             with tempfile.TemporaryDirectory() as folder:
-                end, told = launched(Path(folder), backend, dies, nodes)
+                end, output = launched(Path(folder), backend, dies, nodes)
                 ends.append(end)
-                texts.append(told)
+                texts.append(output)
         handed = nodes == 1 or "resumed from a snapshot in memory" not in texts[1]
         good = (
             handed

@@ -53,10 +53,10 @@ def test_ranks_agree(tmp_path: Path) -> None:
     """One that cannot write, one that dies, one with bad files, folders that differ or are not accessible, saves that
     are skipped.
     """
-    plays = ("one_fails", "one_dies", "one_is_bad", "no_entry", "not_shared", "skips")
-    done = python(str(SCRIPTS / "checkpoint_ranks.py"), str(tmp_path), *plays, timeout=100)
+    scenarios = ("one_fails", "one_dies", "one_is_bad", "no_entry", "not_shared", "skips")
+    done = python(str(SCRIPTS / "checkpoint_ranks.py"), str(tmp_path), *scenarios, timeout=100)
     assert done.code == 0, done.err
-    assert done.out.split("\n")[:-1] == [f"{play} done" for play in plays]
+    assert done.out.split("\n")[:-1] == [f"{scenario} done" for scenario in scenarios]
 
 
 MOUNTED = """

@@ -43,12 +43,12 @@ def test_a_loss_for_every_sample_leaves_padding_out() -> None:
         found = rank["padded"]
         assert found["each"] == pytest.approx(found["plain"], rel=1e-4)
         assert found["mean"] != pytest.approx(found["plain"], rel=1e-2)
-        assert found["each told"] == []
+        assert found["each warnings"] == []
     # By the rank that has both padding and a counted sample, once in two epochs.
-    (told,), nothing = (rank["padded"]["mean told"] for rank in seen())
+    (warning,), nothing = (rank["padded"]["mean warnings"] for rank in seen())
     assert nothing == []
-    assert told.startswith("7 of this batch's 8 samples are padding")
-    assert "run.backward(losses)" in told
+    assert warning.startswith("7 of this batch's 8 samples are padding")
+    assert "run.backward(losses)" in warning
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
@@ -107,8 +107,8 @@ def test_two_models_and_two_optimizers(how: str) -> None:
     ],
 )
 def test_a_mistake_is_told_once_by_one_rank(mistake: str, fix: str) -> None:
-    (told,), nothing = (rank["misused"][mistake] for rank in seen())
-    assert fix in told
+    (warning,), nothing = (rank["misused"][mistake] for rank in seen())
+    assert fix in warning
     assert nothing == []
 
 

@@ -161,7 +161,7 @@ def test_a_scheduler_outside_of_the_step_is_told(run: phalanx.Run, way: str) -> 
     training, data = Training(run), run.loader(numbers(), batch_size=4)
     decay = torch.optim.lr_scheduler.ExponentialLR(training.opt, 0.9)
     run.keep(training.model, training.opt, decay, data)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         for _ in run.epochs(2):
             for x, y in data:
@@ -171,7 +171,7 @@ def test_a_scheduler_outside_of_the_step_is_told(run: phalanx.Run, way: str) -> 
                     decay.step()
             if way == "after the epoch":
                 decay.step()
-    found = [str(warning.message) for warning in told if "scheduler" in str(warning.message)]
+    found = [str(warning.message) for warning in raised if "scheduler" in str(warning.message)]
     assert len(found) == (way == "after the step"), found
     assert all("run.step(opt, scheduler=scheduler, loss=loss)" in text for text in found)
 
@@ -213,12 +213,12 @@ def test_windows_of_a_stream(run: phalanx.Run, dataset: Stream, updates: list[in
     training = Training(run, accumulate=3)
     data = run.loader(dataset, batch_size=1)
     done: list[bool] = []
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         for _ in run.epochs(2):
             done += [training.step(x, x[:, :1]) for x in run.batches(data)]
     assert [number for number, update in enumerate(done, 1) if update] == updates
-    assert ["made no update" in str(warning.message) for warning in told] == [True] * (updates[-1] < 10)
+    assert ["made no update" in str(warning.message) for warning in raised] == [True] * (updates[-1] < 10)
 
 
 def test_steps_of_one_batch_are_one_commit(run: phalanx.Run, tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_two_commits_of_a_batch_are_told(run: phalanx.Run) -> None:
             for opt in opts:
                 run.step(opt)
 
-    with pytest.warns(UserWarning, match="commit=False") as told:
+    with pytest.warns(UserWarning, match="commit=False") as raised:
         epoch()
-    assert [warning.filename for warning in told] == [__file__]
+    assert [warning.filename for warning in raised] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for x, y in run.batches(data):
@@ -264,9 +264,9 @@ def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) ->
             mse_loss(training.net(x), y).backward()
             run.step(training.opt)
 
-    with pytest.warns(UserWarning, match="averages by sample") as told:
+    with pytest.warns(UserWarning, match="averages by sample") as raised:
         epoch()
-    assert [warning.filename for warning in told] == [__file__]
+    assert [warning.filename for warning in raised] == [__file__]
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (2, 3)])
@@ -339,9 +339,9 @@ def test_what_cannot_be_kept_is_told_at_once(tmp_path: Path) -> None:
 
 def test_checkpoints_without_a_folder_are_told(run: phalanx.Run) -> None:
     run.checkpoints(every=100)
-    with pytest.warns(UserWarning, match="--checkpoints DIR") as told:
+    with pytest.warns(UserWarning, match="--checkpoints DIR") as raised:
         run.keep(model=nn.Linear(1, 1))
-    assert [warning.filename for warning in told] == [__file__]
+    assert [warning.filename for warning in raised] == [__file__]
 
 
 def test_other_data_is_refused(tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ def test_errors_of_phalanx_are_reported_without_a_traceback(
     with pytest.raises(SystemExit) as caught:
         phalanx.main(raising(error("a rate of zero", details=["rates: 0.1"], fix="lr=0.1")))
     assert caught.value.code == code
-    told = capsys.readouterr().err
-    assert told.startswith(WORDS)
-    where = told.removeprefix(WORDS).splitlines()
+    output = capsys.readouterr().err
+    assert output.startswith(WORDS)
+    where = output.removeprefix(WORDS).splitlines()
     assert where[0].startswith(f"  {__file__}:")  # the rejected call, without a line of phalanx
     assert (where[0].endswith(" in train"), where[1:]) == (True, ["      raise error"])
     found = json.loads(report.read_text())
@@ -218,8 +218,8 @@ def test_phalanx_run_reports_errors_of_phalanx_without_a_traceback(script: str) 
     done = command("run", "-g", "1", "--cpu", script, "words")
     assert done.code == 2
     assert WORDS in done.err
-    told = WORDS.removeprefix("phalanx: ").partition("\n")[0]  # the rest is above
-    assert f"phalanx: rank 0 failed: {told}\n  all of its output: " in done.err
+    output = WORDS.removeprefix("phalanx: ").partition("\n")[0]  # the rest is above
+    assert f"phalanx: rank 0 failed: {output}\n  all of its output: " in done.err
     assert "Traceback" not in done.err
 
 

@@ -34,7 +34,7 @@ def steps(folder: Path, rank: int = 0) -> list[int]:
     return []
 
 
-def in_its_midst(folder: Path, job: Handle, *, after: int = 6) -> None:
+def wait_for_steps(folder: Path, job: Handle, *, after: int = 6) -> None:
     until(lambda: job.process.poll() is not None or after in steps(folder), 60, "some steps to be made")
 
 
@@ -45,14 +45,14 @@ def checkpoints(folder: Path) -> list[int]:
 def preempted(folder: Path, job: Handle) -> int:
     """Return the reported step at which it ended, and check that the newest checkpoint has that step."""
     assert job.wait() == 75, job.both
-    (told,) = re.findall(rf"preempted by SIG\w+: step (\d+) is in {folder}/kept; the same command resumes", job.err)
-    assert checkpoints(folder)[-1] == int(told)
+    (step,) = re.findall(rf"preempted by SIG\w+: step (\d+) is in {folder}/kept; the same command resumes", job.err)
+    assert checkpoints(folder)[-1] == int(step)
     assert "after the training" not in job.out
     assert not list((folder / "kept").glob(".writing*"))
-    return int(told)
+    return int(step)
 
 
-class Play:
+class Trainings:
     """Runs of the script, and undisturbed ones to compare them with."""
 
     def __init__(self, env: Env) -> None:
@@ -83,12 +83,12 @@ class Play:
 
 
 @pytest.fixture(scope="module")
-def play() -> Iterator[Play]:
+def trainings() -> Iterator[Trainings]:
     with warm_environment("torch.distributed.checkpoint") as env:
-        yield Play(env)
+        yield Trainings(env)
 
 
-def everybody(folder: Path, job: Handle) -> list[int]:
+def all_processes(folder: Path, job: Handle) -> list[int]:
     """Return all processes of a run: its agent, its fork server and all descendants."""
     worker = proc.read(int((folder / "steps.0").read_text().split()[-1]))
     assert worker is not None
@@ -96,24 +96,24 @@ def everybody(folder: Path, job: Handle) -> list[int]:
 
 
 @pytest.mark.extended
-def test_what_was_trained_is_gone_on_with(tmp_path: Path, play: Play) -> None:
-    job = play.start(tmp_path)
-    in_its_midst(tmp_path, job)
+def test_a_preempted_run_resumes_after_its_last_step(tmp_path: Path, trainings: Trainings) -> None:
+    job = trainings.start(tmp_path)
+    wait_for_steps(tmp_path, job)
     job.signal(signal.SIGTERM)
     step = preempted(tmp_path, job)
     for rank in range(2):
         assert steps(tmp_path, rank) == list(range(1, step + 1))  # none of them is lost
     (folder,) = re.findall(r"output in (\S+)", job.err)
-    told = [events.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
-    (event,) = [event for event in told if isinstance(event, events.Preempted)]
+    recorded = [events.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
+    (event,) = [event for event in recorded if isinstance(event, events.Preempted)]
     assert event.step == step
-    assert not [event for event in told if isinstance(event, events.FaultEvent)]
-    assert told[-1] == replace(told[-1], code=75, preempted=True)
+    assert not [event for event in recorded if isinstance(event, events.FaultEvent)]
+    assert recorded[-1] == replace(recorded[-1], code=75, preempted=True)
     name = Path(folder).name
-    (shown,) = [line for line in phalanx("ps", "--all", env=play.env).out.splitlines() if name in line]
+    (shown,) = [line for line in phalanx("ps", "--all", env=trainings.env).out.splitlines() if name in line]
     assert " preempted " in shown
-    assert f"{name}: preempted after" in phalanx("watch", "--plain", name, env=play.env).out
-    play.to_its_end(tmp_path, step)
+    assert f"{name}: preempted after" in phalanx("watch", "--plain", name, env=trainings.env).out
+    trainings.to_its_end(tmp_path, step)
     for rank in range(2):
         assert steps(tmp_path, rank) == list(range(1, STEPS + 1))
 
@@ -123,35 +123,35 @@ def test_what_was_trained_is_gone_on_with(tmp_path: Path, play: Play) -> None:
     [pytest.param("TERM", ("workers",), 2, marks=pytest.mark.extended), ("USR1", ("raw",), 1)],
 )
 def test_a_scheduler_may_signal_every_process(
-    tmp_path: Path, name: str, words: tuple[str, ...], ranks: int, play: Play
+    tmp_path: Path, name: str, words: tuple[str, ...], ranks: int, trainings: Trainings
 ) -> None:
     options = ("--preempt-signal", name)
     # Processes that load data die from it, and leave temporary files there.
-    env = {"TMPDIR": str(tmp_path)} if words == ("workers",) else {**play.env, "OMP_NUM_THREADS": "1"}
+    env = {"TMPDIR": str(tmp_path)} if words == ("workers",) else {**trainings.env, "OMP_NUM_THREADS": "1"}
     job = start(*command(tmp_path, *words, ranks=ranks, options=options), env=env)
-    in_its_midst(tmp_path, job)
-    for pid in everybody(tmp_path, job):
+    wait_for_steps(tmp_path, job)
+    for pid in all_processes(tmp_path, job):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.Signals[f"SIG{name}"])
     step = preempted(tmp_path, job)
     assert step >= max(steps(tmp_path))
     if words == ("workers",):
-        play.to_its_end(tmp_path, step, *words, ranks=ranks)
+        trainings.to_its_end(tmp_path, step, *words, ranks=ranks)
 
 
 @pytest.mark.extended
-def test_one_that_hangs_in_a_collective_is_cut_loose(tmp_path: Path, play: Play) -> None:
-    job = play.start(tmp_path, "hang", options=("--grace", "12s"))
-    in_its_midst(tmp_path, job)
+def test_one_that_hangs_in_a_collective_is_cut_loose(tmp_path: Path, trainings: Trainings) -> None:
+    job = trainings.start(tmp_path, "hang", options=("--grace", "12s"))
+    wait_for_steps(tmp_path, job)
     until(lambda: (tmp_path / "hung").exists(), 60, "rank 1 to hang")
     job.signal(signal.SIGTERM)
-    play.to_its_end(tmp_path, preempted(tmp_path, job), "hang")
+    trainings.to_its_end(tmp_path, preempted(tmp_path, job), "hang")
 
 
 @pytest.mark.extended
-def test_a_death_while_the_checkpoint_is_written(tmp_path: Path, play: Play) -> None:
-    job = play.start(tmp_path, "slow")
-    in_its_midst(tmp_path, job)
+def test_a_death_while_the_checkpoint_is_written(tmp_path: Path, trainings: Trainings) -> None:
+    job = trainings.start(tmp_path, "slow")
+    wait_for_steps(tmp_path, job)
     job.signal(signal.SIGTERM)
     until(lambda: (tmp_path / "saving").exists(), 60, "the checkpoint to be written")
     os.kill(int((tmp_path / "steps.1").read_text().split()[-1]), signal.SIGKILL)
@@ -159,9 +159,9 @@ def test_a_death_while_the_checkpoint_is_written(tmp_path: Path, play: Play) -> 
 
 
 @pytest.mark.extended
-def test_preemption_while_a_checkpoint_is_written(tmp_path: Path, play: Play) -> None:
+def test_preemption_while_a_checkpoint_is_written(tmp_path: Path, trainings: Trainings) -> None:
     """It is also no failure that all ranks end with an error, once it is written."""
-    job = play.start(tmp_path, "slow", "often", "badly", options=("--grace", "10m"))
+    job = trainings.start(tmp_path, "slow", "often", "badly", options=("--grace", "10m"))
     until(lambda: (tmp_path / "saving").exists(), 60, "a checkpoint to be written")
     job.signal(signal.SIGTERM)
     assert preempted(tmp_path, job) == max(steps(tmp_path), default=1)
@@ -169,10 +169,10 @@ def test_preemption_while_a_checkpoint_is_written(tmp_path: Path, play: Play) ->
 
 @pytest.mark.extended
 @pytest.mark.parametrize("how", ["twice", "late"])
-def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str, play: Play) -> None:
+def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str, trainings: Trainings) -> None:
     # Within half a second a stuck rank is not replaced, and its state not saved.
-    job = play.start(tmp_path, "stuck", "slow", options=("--grace", "1s" if how == "late" else "10m"))
-    in_its_midst(tmp_path, job)
+    job = trainings.start(tmp_path, "stuck", "slow", options=("--grace", "1s" if how == "late" else "10m"))
+    wait_for_steps(tmp_path, job)
     job.signal(signal.SIGTERM)
     job.wait_for("a checkpoint at the next step")
     if how == "twice":
@@ -185,9 +185,9 @@ def test_who_does_not_get_to_a_step_ends_as_ever(tmp_path: Path, how: str, play:
     assert checkpoints(tmp_path) == []
 
 
-def test_without_a_folder_there_is_no_checkpoint(tmp_path: Path, play: Play) -> None:
-    job = start("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), env=play.env)
-    in_its_midst(tmp_path, job)
+def test_without_a_folder_there_is_no_checkpoint(tmp_path: Path, trainings: Trainings) -> None:
+    job = start("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path), env=trainings.env)
+    wait_for_steps(tmp_path, job)
     job.signal(signal.SIGTERM)
     assert job.wait() == 143, job.both
     assert "SIGTERM received; no folder for checkpoints is known (--checkpoints DIR" in job.err
@@ -204,11 +204,13 @@ def test_any_other_script_ends_as_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_signal_at_either_node_preempts_the_run(tmp_path: Path, play: Play) -> None:
+def test_a_signal_at_either_node_preempts_the_run(tmp_path: Path, trainings: Trainings) -> None:
     port = free_port()
     same = ("-n", "2", "-g", "1", "--master", f"127.0.0.1:{port}", "--cpu", "--checkpoints", f"{tmp_path}/kept")
-    first, second = [start("run", *same, "-i", str(node), SCRIPT, str(tmp_path), env=play.env) for node in range(2)]
-    in_its_midst(tmp_path, first)
+    first, second = [
+        start("run", *same, "-i", str(node), SCRIPT, str(tmp_path), env=trainings.env) for node in range(2)
+    ]
+    wait_for_steps(tmp_path, first)
     second.signal(signal.SIGTERM)
     step = preempted(tmp_path, first)
     assert second.wait() == 75, second.both

@@ -21,7 +21,7 @@ from tests.kit.cli import Env, Result, phalanx, warm_environment
 pytestmark = pytest.mark.xdist_group("resume")  # they share undisturbed runs
 SCRIPT = str(Path(__file__).parent / "scripts" / "resume.py")
 LENGTH, STEPS, EPOCHS = 51, 15, 3  # as in the script
-PLAY: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "how": "ddp",
     "stream": False,
     "accumulate": 1,
@@ -53,18 +53,18 @@ class Stage:
         self.env = env
         self.wholes: dict[str, dict[str, torch.Tensor]] = {}
 
-    def run(self, folder: Path, ranks: int, name: str, *options: str, **play: Any) -> Result:
-        said = json.dumps({**PLAY, **play, "name": name})
+    def run(self, folder: Path, ranks: int, name: str, *options: str, **settings: Any) -> Result:
+        said = json.dumps({**SETTINGS, **settings, "name": name})
         print(f"{ranks} ranks: {said}")
         # A death ends the run: the next one is tested.
         words = ("run", "-g", str(ranks), "--cpu", "--max-restarts", "0", *options, SCRIPT, str(folder), said)
         return phalanx(*words, env=self.env, timeout=120)
 
-    def whole(self, folder: Path, **play: Any) -> dict[str, torch.Tensor]:
+    def whole(self, folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
         """Return the parameters of an undisturbed run on 2 ranks."""
-        key = json.dumps(play)
+        key = json.dumps(settings)
         if key not in self.wholes:
-            self.wholes[key] = finished(self.run(folder, 2, "whole", **play), folder, "whole")
+            self.wholes[key] = finished(self.run(folder, 2, "whole", **settings), folder, "whole")
         return self.wholes[key]
 
 
@@ -127,18 +127,18 @@ def exactly_once(epochs: dict[int, Counter[int]]) -> bool:
 @pytest.mark.parametrize("case", ["ddp", FSDP, STREAM])
 def test_bit_for_bit_at_the_same_number_of_ranks(case: str, tmp_path: Path, dice: random.Random, stage: Stage) -> None:
     """With dropout, and data with new noise every time."""
-    play = {**CASES.get(case, {"stream": True, "workers": 1}), "dropout": 0.2, "noise": 0.1}
+    settings = {**CASES.get(case, {"stream": True, "workers": 1}), "dropout": 0.2, "noise": 0.1}
     kept = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "1")
-    assert stage.run(tmp_path, 2, "again", *kept, **play, **kill(dice, 2, range(4, STEPS))).code
-    done = stage.run(tmp_path, 2, "again", *kept, **play)
+    assert stage.run(tmp_path, 2, "again", *kept, **settings, **kill(dice, 2, range(4, STEPS))).code
+    done = stage.run(tmp_path, 2, "again", *kept, **settings)
     found = finished(done, tmp_path, "again")
     epochs, lives = committed(tmp_path, [("again", 2)])
     assert len(lives) == 2
     assert lives[1]["resumed"] >= 1
     if lives[1]["resumed"] % (STEPS // EPOCHS):  # in mid-epoch a stream continues from its own state
-        assert lives[1]["told"] is (case == "stream")
+        assert lives[1]["workers_known"] is (case == "stream")
     assert exactly_once(epochs)
-    expected = stage.whole(tmp_path, **play)
+    expected = stage.whole(tmp_path, **settings)
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
@@ -147,12 +147,12 @@ def test_bit_for_bit_at_the_same_number_of_ranks(case: str, tmp_path: Path, dice
 @pytest.mark.parametrize("case", ["ddp", FSDP])
 def test_at_another_number_of_ranks(case: str, tmp_path: Path, dice: random.Random, stage: Stage) -> None:
     """From 2 to 3 to 1, each in its own run."""
-    play = CASES[case]
+    settings = CASES[case]
     kept = ("--checkpoints", str(tmp_path / "kept"), "--checkpoint-every", "1")
     for ranks, steps in ((2, range(4, 8)), (3, range(10, STEPS))):
-        dead = stage.run(tmp_path, ranks, f"on{ranks}", *kept, **play, **kill(dice, ranks, steps))
+        dead = stage.run(tmp_path, ranks, f"on{ranks}", *kept, **settings, **kill(dice, ranks, steps))
         assert dead.code == 128 + signal.SIGKILL, dead.out + dead.err
-    found = finished(stage.run(tmp_path, 1, "on1", *kept, **play), tmp_path, "on1")
+    found = finished(stage.run(tmp_path, 1, "on1", *kept, **settings), tmp_path, "on1")
     epochs, lives = committed(tmp_path, [("on2", 2), ("on3", 3), ("on1", 1)])
     assert 0 == lives[0]["resumed"] < lives[1]["resumed"] < lives[2]["resumed"]
     assert exactly_once(epochs)

@@ -44,11 +44,13 @@ def test_snapshots_are_as_frequent_as_they_are_cheap(measured: list[MeasuredCopy
 
 
 def test_the_choice_is_explained_in_one_line() -> None:
-    told = reason([MeasuredCopy(0.004, 0.01, 0.04)], 4)
-    assert told.startswith("phalanx: snapshots of the sharded state: every 4 steps (each costs 4.0 ms, a step takes ")
-    assert "40.0 ms: 2.5% of the time, at most 3% allowed" in told
+    explanation = reason([MeasuredCopy(0.004, 0.01, 0.04)], 4)
+    assert explanation.startswith(
+        "phalanx: snapshots of the sharded state: every 4 steps (each costs 4.0 ms, a step takes "
+    )
+    assert "40.0 ms: 2.5% of the time, at most 3% allowed" in explanation
     assert "every step (" in reason([MeasuredCopy(0.001, 0.01, 0.04)], 1)
-    assert "\n" not in told
+    assert "\n" not in explanation
 
 
 class Measuring:
@@ -172,7 +174,7 @@ def env() -> Iterator[Env]:
         yield env
 
 
-class Play:
+class Trainings:
     def __init__(self, env: Env) -> None:
         self.env = env
         self._ends: dict[tuple[str, int], Any] = {}
@@ -200,8 +202,8 @@ class Play:
 
 
 @pytest.fixture(scope="module")
-def play(env: Env) -> Play:
-    return Play(env)
+def trainings(env: Env) -> Trainings:
+    return Trainings(env)
 
 
 def ended(folder: Path, ranks: int = 2) -> tuple[list[str], Any]:
@@ -213,64 +215,66 @@ def ended(folder: Path, ranks: int = 2) -> tuple[list[str], Any]:
     return begun[0], ends[0]
 
 
-def test_a_lost_shard_costs_no_committed_step(tmp_path: Path, play: Play) -> None:
+def test_a_lost_shard_costs_no_committed_step(tmp_path: Path, trainings: Trainings) -> None:
     """With default settings: the first snapshots are at every step."""
-    done = play.trained(tmp_path, "fsdp", [5, 1, "backward"])
-    assert ended(tmp_path) == (["0 new 2", "5 memory 2"], play.undisturbed("fsdp"))
+    done = trainings.trained(tmp_path, "fsdp", [5, 1, "backward"])
+    assert ended(tmp_path) == (["0 new 2", "5 memory 2"], trainings.undisturbed("fsdp"))
     assert "steps done again" not in done.err
 
 
 @pytest.mark.extended
-def test_a_rank_that_dies_before_its_copy_leads_all_to_the_step_before(tmp_path: Path, play: Play) -> None:
-    play.trained(tmp_path, "fsdp keep", [4, 0, "commit"])
-    assert ended(tmp_path) == (["0 new 2", "3 memory 2"], play.undisturbed("fsdp"))
+def test_a_rank_that_dies_before_its_copy_leads_all_to_the_step_before(tmp_path: Path, trainings: Trainings) -> None:
+    trainings.trained(tmp_path, "fsdp keep", [4, 0, "commit"])
+    assert ended(tmp_path) == (["0 new 2", "3 memory 2"], trainings.undisturbed("fsdp"))
 
 
 @pytest.mark.extended
-def test_an_interval_that_was_asked_for_wins(tmp_path: Path, play: Play) -> None:
-    done = play.trained(tmp_path, "fsdp", [7, 1, "backward"], options=("--snapshot-every", "2"))
-    assert ended(tmp_path) == (["0 new 2", "6 memory 2"], play.undisturbed("fsdp"))
+def test_an_interval_that_was_asked_for_wins(tmp_path: Path, trainings: Trainings) -> None:
+    done = trainings.trained(tmp_path, "fsdp", [7, 1, "backward"], options=("--snapshot-every", "2"))
+    assert ended(tmp_path) == (["0 new 2", "6 memory 2"], trainings.undisturbed("fsdp"))
     assert "snapshots of the sharded state" not in done.err
 
 
 @pytest.mark.extended
-def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, play: Play) -> None:
+def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, trainings: Trainings) -> None:
     """Also one after another, wherever it dies; with either order of `run.keep` and `run.wrap`."""
-    done = play.trained(tmp_path, "hsdp", [5, 3, "backward"], [9, 0, "backward"], ranks=4, options=OFF)
+    done = trainings.trained(tmp_path, "hsdp", [5, 3, "backward"], [9, 0, "backward"], ranks=4, options=OFF)
     begun = ["0 new 4", "5 living 4", "9 living 4"]
-    assert ended(tmp_path, 4) == (begun, play.undisturbed("hsdp", 4))
+    assert ended(tmp_path, 4) == (begun, trainings.undisturbed("hsdp", 4))
     assert done.err.count("no step lost") == 2
 
 
 @pytest.mark.extended
-def test_survivors_that_were_prepared_commit_a_step_that_others_have_committed(tmp_path: Path, play: Play) -> None:
+def test_survivors_that_were_prepared_commit_a_step_that_others_have_committed(
+    tmp_path: Path, trainings: Trainings
+) -> None:
     """Otherwise half of the shards would be of step 5 and half of step 6, and neither complete."""
-    done = play.trained(tmp_path, "hsdp", [5, 0, "prepared"], [9, 3, "prepared"], ranks=4, options=OFF)
-    assert ended(tmp_path, 4) == (["0 new 4", "6 living 4", "10 living 4"], play.undisturbed("hsdp", 4))
+    done = trainings.trained(tmp_path, "hsdp", [5, 0, "prepared"], [9, 3, "prepared"], ranks=4, options=OFF)
+    assert ended(tmp_path, 4) == (["0 new 4", "6 living 4", "10 living 4"], trainings.undisturbed("hsdp", 4))
     assert done.err.count("no step lost") == 2
 
 
 @pytest.mark.extended
-def test_every_shard_may_be_lost_once_at_the_same_time(tmp_path: Path, play: Play) -> None:
+def test_every_shard_may_be_lost_once_at_the_same_time(tmp_path: Path, trainings: Trainings) -> None:
     faults = ([5, 0, "backward"], [5, 3, "backward"])
-    play.trained(tmp_path, "hsdp keep", *faults, ranks=4, options=OFF)
-    assert ended(tmp_path, 4) == (["0 new 4", "5 living 4"], play.undisturbed("hsdp", 4))
+    trainings.trained(tmp_path, "hsdp keep", *faults, ranks=4, options=OFF)
+    assert ended(tmp_path, 4) == (["0 new 4", "5 living 4"], trainings.undisturbed("hsdp", 4))
 
 
 @pytest.mark.extended
-def test_both_replicas_of_a_shard_are_lost(tmp_path: Path, play: Play) -> None:
+def test_both_replicas_of_a_shard_are_lost(tmp_path: Path, trainings: Trainings) -> None:
     faults = ([5, 1, "backward"], [5, 3, "backward"])
-    play.trained(tmp_path, "hsdp", *faults, ranks=4, options=("--snapshot-every", "3"))
+    trainings.trained(tmp_path, "hsdp", *faults, ranks=4, options=("--snapshot-every", "3"))
     begun, end = ended(tmp_path, 4)
     assert begun == ["0 new 4", "4 memory 4"]  # the third was left out while its memory was made
-    assert end == play.undisturbed("hsdp", 4)
+    assert end == trainings.undisturbed("hsdp", 4)
 
 
-def lose_a_node(folder: Path, play: Play, how: str, options: tuple[str, ...] = ()) -> tuple[list[str], Any]:
+def lose_a_node(folder: Path, trainings: Trainings, how: str, options: tuple[str, ...] = ()) -> tuple[list[str], Any]:
     """Two nodes of two ranks, of which the second is killed when step 5 is committed."""
     where = ("-n", "1:2", "--last-call", "60s", "-g", "2,2", "--master", f"127.0.0.1:{free_port()}", "--cpu", *options)
     what = (SCRIPT, str(folder), how, '[[5, 3, "node"]]')
-    jobs = [start("run", *where, "-i", str(node), *what, env=play.env) for node in range(2)]
+    jobs = [start("run", *where, "-i", str(node), *what, env=trainings.env) for node in range(2)]
     until(lambda: (folder / "fault 0").exists(), 60, "step 5")
     jobs[1].signal(signal.SIGKILL)
     assert [job.wait(120) for job in jobs] == [0, -signal.SIGKILL], "\n".join(job.both for job in jobs)
@@ -279,19 +283,19 @@ def lose_a_node(folder: Path, play: Play, how: str, options: tuple[str, ...] = (
 
 @pytest.mark.extended
 @pytest.mark.parametrize("how", ["hsdp", "hsdp keep"])
-def test_a_lost_node_is_a_lost_replica(tmp_path: Path, play: Play, how: str) -> None:
+def test_a_lost_node_is_a_lost_replica(tmp_path: Path, trainings: Trainings, how: str) -> None:
     """The two remaining ranks have a replica each, from their own state; then no shard is at risk either."""
-    begun, (steps, _, values) = lose_a_node(tmp_path, play, how, OFF)
+    begun, (steps, _, values) = lose_a_node(tmp_path, trainings, how, OFF)
     assert begun == ["0 new 4", "5 living 2"]
-    theirs = play.undisturbed("hsdp", 4)
+    theirs = trainings.undisturbed("hsdp", 4)
     assert (steps, values) == (theirs[0], pytest.approx(theirs[2], rel=1e-4, abs=1e-6))
 
 
 @pytest.mark.extended
-def test_shards_of_a_lost_node_come_from_its_partner_without_a_lost_step(tmp_path: Path, play: Play) -> None:
-    begun, (steps, _, values) = lose_a_node(tmp_path, play, "fsdp")
+def test_shards_of_a_lost_node_come_from_its_partner_without_a_lost_step(tmp_path: Path, trainings: Trainings) -> None:
+    begun, (steps, _, values) = lose_a_node(tmp_path, trainings, "fsdp")
     assert begun == ["0 new 4", "5 memory 2"]
-    theirs = play.undisturbed("fsdp")
+    theirs = trainings.undisturbed("fsdp")
     assert (steps, values) == (theirs[0], pytest.approx(theirs[2], rel=1e-4, abs=1e-6))
 
 

@@ -288,7 +288,7 @@ def env() -> Iterator[Env]:
         yield env
 
 
-class Play:
+class Trainings:
     """Trainings of two ranks, and undisturbed ones to compare them with."""
 
     def __init__(self, env: Env) -> None:
@@ -310,8 +310,8 @@ class Play:
 
 
 @pytest.fixture(scope="module")
-def play(env: Env) -> Play:
-    return Play(env)
+def trainings(env: Env) -> Trainings:
+    return Trainings(env)
 
 
 def ended(folder: Path) -> tuple[list[str], Any]:
@@ -323,54 +323,54 @@ def ended(folder: Path) -> tuple[list[str], Any]:
 
 
 @pytest.mark.extended
-def test_a_lost_shard_comes_from_memory(tmp_path: Path, play: Play) -> None:
-    done = play.trained(tmp_path, "fsdp", [7, 1])
-    assert ended(tmp_path) == (["0", "5"], play.undisturbed("fsdp"))
-    told = r"rank 1 failed: SIGKILL[^;]*; regrouped, and step 6 was committed [\d.]+ s later, 2 steps done again"
-    assert re.search(told, done.err)
+def test_a_lost_shard_comes_from_memory(tmp_path: Path, trainings: Trainings) -> None:
+    done = trainings.trained(tmp_path, "fsdp", [7, 1])
+    assert ended(tmp_path) == (["0", "5"], trainings.undisturbed("fsdp"))
+    expected = r"rank 1 failed: SIGKILL[^;]*; regrouped, and step 6 was committed [\d.]+ s later, 2 steps done again"
+    assert re.search(expected, done.err)
 
 
 @pytest.mark.extended
-def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path, play: Play) -> None:
+def test_shards_of_a_lost_node_come_from_its_neighbour(tmp_path: Path, trainings: Trainings) -> None:
     """The rest continues with fewer ranks; then one of them dies too."""
     where = ("-n", "1:2", "-g", "2,1", "--master", f"127.0.0.1:{free_port()}", "--cpu", "--last-call", "60s", *EVERY)
     what = (SCRIPT, str(tmp_path), "fsdp", '[[7, 2, "node"], [12, 0]]')
-    jobs = [start("run", *where, "-i", str(node), *what, env=play.env) for node in range(2)]
+    jobs = [start("run", *where, "-i", str(node), *what, env=trainings.env) for node in range(2)]
     until(lambda: (tmp_path / "fault 0").exists(), 60, "step 7")
     jobs[1].signal(signal.SIGKILL)
     assert [job.wait(120) for job in jobs] == [0, -signal.SIGKILL], "\n".join(job.both for job in jobs)
     begun, (steps, end) = ended(tmp_path)
     assert begun == ["0", "5", "10"]
-    theirs = play.undisturbed("fsdp")
+    theirs = trainings.undisturbed("fsdp")
     assert steps == theirs[0]
     assert end == {name: pytest.approx(values, rel=1e-4, abs=1e-6) for name, values in theirs[1].items()}
 
 
 @pytest.mark.extended
-def test_all_ranks_die_at_once_and_again(tmp_path: Path, play: Play) -> None:
-    done = play.trained(tmp_path, "ddp", [7, 0], [7, 1], [12, 0], [12, 1])
-    assert ended(tmp_path) == (["0", "5", "10"], play.undisturbed("ddp"))
+def test_all_ranks_die_at_once_and_again(tmp_path: Path, trainings: Trainings) -> None:
+    done = trainings.trained(tmp_path, "ddp", [7, 0], [7, 1], [12, 0], [12, 1])
+    assert ended(tmp_path) == (["0", "5", "10"], trainings.undisturbed("ddp"))
     assert done.err.count("2 steps done again") == 2
 
 
 @pytest.mark.extended
-def test_the_disk_may_have_a_newer_one(tmp_path: Path, play: Play) -> None:
+def test_the_disk_may_have_a_newer_one(tmp_path: Path, trainings: Trainings) -> None:
     kept = str(tmp_path / "kept")
     options = (*EVERY, "--checkpoints", kept, "--checkpoint-every", "6")
-    done = play.trained(tmp_path, "saved", [7, 0], [7, 1], [11, 0], [11, 1], options=options)
-    assert ended(tmp_path) == (["0", "6", "10"], play.undisturbed("ddp"))
+    done = trainings.trained(tmp_path, "saved", [7, 0], [7, 1], [11, 0], [11, 1], options=options)
+    assert ended(tmp_path) == (["0", "6", "10"], trainings.undisturbed("ddp"))
     assert "resumed at step 6" in done.out
 
 
 @pytest.mark.extended
-def test_a_script_that_cannot_regroup_is_started_again_from_memory(tmp_path: Path, play: Play) -> None:
-    play.trained(tmp_path, "init", [7, 1], options=(*EVERY, "--max-restarts", "1"))
-    assert ended(tmp_path) == (["0", "5"], play.undisturbed("ddp"))
+def test_a_script_that_cannot_regroup_is_started_again_from_memory(tmp_path: Path, trainings: Trainings) -> None:
+    trainings.trained(tmp_path, "init", [7, 1], options=(*EVERY, "--max-restarts", "1"))
+    assert ended(tmp_path) == (["0", "5"], trainings.undisturbed("ddp"))
 
 
 @pytest.mark.extended
-def test_off_is_off_and_nothing_is_left_by_a_agent_that_was_killed(tmp_path: Path, play: Play) -> None:
-    play.trained(tmp_path, "ddp", [7, 0], [7, 1], options=("--snapshot-every", "off"))
+def test_off_is_off_and_nothing_is_left_by_a_agent_that_was_killed(tmp_path: Path, trainings: Trainings) -> None:
+    trainings.trained(tmp_path, "ddp", [7, 0], [7, 1], options=("--snapshot-every", "off"))
     assert ended(tmp_path)[0] == ["0", "0"]
     (tmp_path / "long").mkdir()
     with start("run", "-g", "2", "--cpu", *EVERY, SCRIPT, str(tmp_path / "long"), "long", "[]") as job:

@@ -66,12 +66,12 @@ def test_a_dead_rank_costs_no_step(tmp_path: Path) -> None:
     again = r"rank 1 failed: [^;\n]*; regrouped, and step (\d+) was committed [\d.]+ s later, (.*)"
     lines = re.findall(again, done.err)
     folder = Path(re.findall(r"output in (\S+)", done.err)[0])
-    told = [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
-    faults = [event for event in told if isinstance(event, events.FaultEvent)]
+    recorded = [events.decode(line) for line in (folder / "events.jsonl").read_bytes().splitlines()]
+    faults = [event for event in recorded if isinstance(event, events.FaultEvent)]
     assert {fault.recovery for fault in faults} == {"regroup"}
     assert sum(fault.rank == 1 for fault in faults) == 4
     assert len(faults) == generation
-    recovered = [event for event in told if isinstance(event, events.Recovered)]
+    recovered = [event for event in recorded if isinstance(event, events.Recovered)]
     assert len(recovered) == 4
     for number, one in enumerate(recovered):
         # Whether the survivor has completed the step that the dead rank had committed depends on the network. At most
@@ -179,9 +179,11 @@ def test_a_spare_worker_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert ended(tmp_path, 2)[0] == undisturbed(2)
     (folder,) = re.findall(r"output in (\S+)", done.err)
-    told = [events.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
-    spares = [event.pid for event in told if isinstance(event, events.WorkerStarted) and event.spare]
-    seated = [(event.pid, event.rank, event.previous_rank) for event in told if isinstance(event, events.RankChanged)]
+    recorded = [events.decode(line) for line in (Path(folder) / "events.jsonl").read_bytes().splitlines()]
+    spares = [event.pid for event in recorded if isinstance(event, events.WorkerStarted) and event.spare]
+    seated = [
+        (event.pid, event.rank, event.previous_rank) for event in recorded if isinstance(event, events.RankChanged)
+    ]
     assert seated[0] == (spares[0], 1, 2)
 
 

@@ -22,7 +22,7 @@ class Stage:
         self.chromium = chromium
         self._runner = runner
 
-    def play(self, act: Coroutine[Any, Any, None]) -> None:
+    def run(self, act: Coroutine[Any, Any, None]) -> None:
         self._runner.run(act)
 
 

@@ -47,11 +47,11 @@ class Made:
             await self.tell(*simulation.second(number, self.ranks, now=time.time() - ago - (last - number)))
 
     async def events(self) -> AsyncIterator[AnyEvent]:
-        told = 0
+        sent = 0
         while True:
-            while told < len(self._past):
-                yield self._past[told]
-                told += 1
+            while sent < len(self._past):
+                yield self._past[sent]
+                sent += 1
             self._news.clear()
             await self._news.wait()
 

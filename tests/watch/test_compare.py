@@ -22,9 +22,9 @@ from tests.watch.finished_run import START, home, left
 
 def compared(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     code = main(["compare", *args])
-    told = capsys.readouterr()
-    assert code == 0, told.err
-    return told.out
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return output.out
 
 
 def rows(out: str) -> dict[str, list[str]]:
@@ -115,10 +115,10 @@ def test_of_a_short_run_every_step_is_there(capsys: pytest.CaptureFixture[str]) 
         {"step": step, "epoch": 0, "time": START + 2 + step / 20, "loss": 10.0 / (step + 1)} for step in range(200)
     ]
     (Path(run.folder) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = json.loads(compared(capsys, "short", "--json"))["runs"][0]
-    assert [point[0] for point in told["curves"]["loss"]] == list(range(200))
-    assert told["final"] == 10.0 / 200
-    assert told["rates"]["samples/s"] == 122.0
+    output = json.loads(compared(capsys, "short", "--json"))["runs"][0]
+    assert [point[0] for point in output["curves"]["loss"]] == list(range(200))
+    assert output["final"] == 10.0 / 200
+    assert output["rates"]["samples/s"] == 122.0
 
 
 def test_what_other_ranks_have_logged_has_its_rank_and_its_place() -> None:
@@ -167,11 +167,11 @@ def test_a_picture_is_written_whole_and_over_nothing_else(capsys: pytest.Capture
 def test_json_has_curves_and_ratios(capsys: pytest.CaptureFixture[str]) -> None:
     left("one", simulation.run(2, 60))
     left("two", simulation.run(4, 60), ranks=4)
-    told = json.loads(compared(capsys, "one", "two", "--json"))
-    assert [run["run"] for run in told["runs"]] == ["one", "two"]
-    assert told["runs"][0]["curves"].keys() == {"loss", "steps/s", "samples/s"}
-    assert told["ratios"]["samples/s"] == [1.0, 2.0]
-    assert told["runs"][0]["faults"] == 1
+    output = json.loads(compared(capsys, "one", "two", "--json"))
+    assert [run["run"] for run in output["runs"]] == ["one", "two"]
+    assert output["runs"][0]["curves"].keys() == {"loss", "steps/s", "samples/s"}
+    assert output["ratios"]["samples/s"] == [1.0, 2.0]
+    assert output["runs"][0]["faults"] == 1
 
 
 def test_who_is_not_known_or_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

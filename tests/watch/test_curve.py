@@ -16,12 +16,12 @@ def test_a_long_one_keeps_its_shape() -> None:
 
 
 def test_what_is_new_whatever_was_thinned_out() -> None:
-    curve, heard, given = Curve(), [], 0
+    curve, sent, given = Curve(), [], 0
     for step in range(3 * MOST):
         curve.add(step, -float(step), 0.0)  # whatever the clock does
         if step % 7 == 0:
-            heard += curve.points[curve.before(given) :]
+            sent += curve.points[curve.before(given) :]
             given = curve.given
-    steps = [step for step, _, _ in heard]
+    steps = [step for step, _, _ in sent]
     assert steps == sorted(set(steps)), "none twice"
     assert {step for step, _, _ in curve.points[: curve.before(given)]} <= set(steps)

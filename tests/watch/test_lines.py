@@ -24,21 +24,21 @@ class Past(Simulated):
 def test_a_run_that_has_ended() -> None:
     out = io.StringIO()
     assert lines.show(Past(4, 60, start=1.7e9, code=3), out=out) == 3
-    told = out.getvalue().splitlines()
-    assert any("fault: rank 1 failed: SIGKILL" in line for line in told)
-    assert any("recovered in 0.31 s" in line for line in told)
-    assert any("verdict: rank 2 is in data loading" in line for line in told)
-    assert told[-1].startswith("train-simulated: failed with exit code 3 after 1:02")
-    assert not any("steps/s" in line for line in told)  # an old rate is not shown
+    printed = out.getvalue().splitlines()
+    assert any("fault: rank 1 failed: SIGKILL" in line for line in printed)
+    assert any("recovered in 0.31 s" in line for line in printed)
+    assert any("verdict: rank 2 is in data loading" in line for line in printed)
+    assert printed[-1].startswith("train-simulated: failed with exit code 3 after 1:02")
+    assert not any("steps/s" in line for line in printed)  # an old rate is not shown
 
 
 def test_how_far_it_is_now_and_then() -> None:
     out = io.StringIO()
     assert lines.show(Past(4, 35, start=time.time() + 1), out=out) == 0
-    told = [line for line in out.getvalue().splitlines() if "running, step" in line]
-    assert len(told) == 3
-    assert "steps/s, 244 samples/s, loss" in told[-1]
-    assert "/1000" in told[-1]
+    printed = [line for line in out.getvalue().splitlines() if "running, step" in line]
+    assert len(printed) == 3
+    assert "steps/s, 244 samples/s, loss" in printed[-1]
+    assert "/1000" in printed[-1]
     assert "succeeded" in out.getvalue().splitlines()[-1]
 
 

@@ -42,7 +42,7 @@ def test_without_the_key_nothing_is_shown(stage: Stage) -> None:
                     assert "simulated" not in await page.evaluate("document.documentElement.outerHTML")
                     assert await page.evaluate("document.title") == "phalanx"
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_the_key_goes_from_the_address_bar_and_is_not_needed_again(stage: Stage) -> None:
@@ -56,15 +56,15 @@ def test_the_key_goes_from_the_address_bar_and_is_not_needed_again(stage: Stage)
                 "performance.getEntriesByType('resource').every(one => one.name.startsWith(origin))"
             )
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_another_server_on_this_host_is_not_sent_the_cookie(stage: Stage) -> None:
     """Browsers send the cookies of a host to all its ports, and another user may listen there."""
-    heard: list[str] = []
+    requests: list[str] = []
 
     async def other(request: web.BaseRequest) -> web.StreamResponse:
-        heard.append(f"{request.headers.get('Cookie', '')} {request.headers.get('Referer', '')}")
+        requests.append(f"{request.headers.get('Cookie', '')} {request.headers.get('Referer', '')}")
         return web.Response(text="<p>come in", content_type="text/html")
 
     async def act() -> None:
@@ -81,10 +81,10 @@ def test_another_server_on_this_host_is_not_sent_the_cookie(stage: Stage) -> Non
                 await is_(page, "document.getElementById('name').textContent", "train-simulated")
         finally:
             await runner.cleanup()
-        assert heard
-        assert not any("phalanx" in told for told in heard), heard
+        assert requests
+        assert not any("phalanx" in request for request in requests), requests
 
-    stage.play(act())
+    stage.run(act())
 
 
 # -- what is shown
@@ -132,7 +132,7 @@ def test_a_run_from_the_roll_call_to_its_end(stage: Stage) -> None:
             assert await page.evaluate(row(3, "step")) == "21"
             assert errors == []
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_a_stuck_rank_is_named_and_all_stacks_stand_side_by_side(stage: Stage) -> None:
@@ -161,7 +161,7 @@ def test_a_stuck_rank_is_named_and_all_stacks_stand_side_by_side(stage: Stage) -
             await wait_for(page, "document.getElementById('verdicts').hidden")
             await wait_for(page, "document.getElementById('stacks').hidden")
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_what_a_run_says_is_text(stage: Stage) -> None:
@@ -176,11 +176,11 @@ def test_what_a_run_says_is_text(stage: Stage) -> None:
         made.said[0, "stdout"] = f"{evil}\n\x1b[31mred\x1b[0m\n10%\r20%\r30%\n"
         made.because = WhyAnswer(report=evil, stacks={0: evil})
         await made.seconds(1, 2)
-        told = events.VerdictEvent(time=time.time(), kind="data", text=evil, ranks=(0,))
+        verdict = events.VerdictEvent(time=time.time(), kind="data", text=evil, ranks=(0,))
         await made.tell(
             events.MetricsMeasured(time=time.time(), step=1, values={evil: 1.0}),
             events.NoteEvent(time=time.time(), text=evil),
-            told,
+            verdict,
         )
         async with looked_at(stage.chromium, made) as page:
             await page.keyboard.press("l")
@@ -194,7 +194,7 @@ def test_what_a_run_says_is_text(stage: Stage) -> None:
             assert await page.evaluate("document.querySelectorAll('img, script:not([src])').length") == 0
             assert await page.evaluate("document.getElementById('name').textContent") == f"{evil}�"
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_curves_and_the_timeline_are_drawn(stage: Stage) -> None:
@@ -240,7 +240,7 @@ def test_curves_and_the_timeline_are_drawn(stage: Stage) -> None:
             await page.keyboard.press("f")
             await is_(page, live, "true")
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_a_constant_curve_stands_at_its_value_and_curves_are_smoothed_scaled_and_saved(
@@ -307,7 +307,7 @@ def test_a_constant_curve_stands_at_its_value_and_curves_are_smoothed_scaled_and
         assert any(line.startswith("'=cmd") for line in lines)
         assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_what_ran_is_shown(stage: Stage) -> None:
@@ -337,7 +337,7 @@ def test_what_ran_is_shown(stage: Stage) -> None:
             await page.reload()
             await is_(page, "document.getElementById('about-line').textContent", line)
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_a_run_that_is_stopped_and_epochs(stage: Stage) -> None:
@@ -358,7 +358,7 @@ def test_a_run_that_is_stopped_and_epochs(stage: Stage) -> None:
             await is_(page, "document.getElementById('notice').textContent", notice)
             await is_(page, row(1, "health"), "□ stopped")
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_a_run_that_is_preempted(stage: Stage) -> None:
@@ -375,7 +375,7 @@ def test_a_run_that_is_preempted(stage: Stage) -> None:
             notice = "The run was preempted. This is its last state."
             await is_(page, "document.getElementById('notice').textContent", notice)
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_links_and_the_slow_one(stage: Stage) -> None:
@@ -388,4 +388,4 @@ def test_links_and_the_slow_one(stage: Stage) -> None:
             assert await page.evaluate("document.querySelectorAll('.ring line.slow').length") == 3
             assert await page.evaluate("document.querySelectorAll('#nodes .rank-cell').length") == 32
 
-    stage.play(act())
+    stage.run(act())

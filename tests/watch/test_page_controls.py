@@ -89,7 +89,7 @@ def test_by_keyboard(stage: Stage) -> None:
             await page.click("#healths [data-health=healthy]")
             await is_(page, "document.querySelector('#healths button').getAttribute('aria-pressed')", "true")
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_light_and_dark(stage: Stage) -> None:
@@ -107,7 +107,7 @@ def test_light_and_dark(stage: Stage) -> None:
             await is_(page, paper, light)  # the choice is restored
             await page.evaluate("localStorage.clear()")
 
-    stage.play(act())
+    stage.run(act())
 
 
 @pytest.mark.parametrize("ranks", [4, 512])
@@ -127,7 +127,7 @@ def test_on_a_phone_nothing_lies_beside_the_screen(stage: Stage, ranks: int) -> 
                 .map(one => one.outerHTML.slice(0, 80))"""
             assert await page.evaluate(beside) == []
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_names_and_contrast(stage: Stage) -> None:
@@ -160,7 +160,7 @@ def test_names_and_contrast(stage: Stage) -> None:
             await page.emulate_media(color_scheme="dark")
             assert await page.evaluate(faint) == []
 
-    stage.play(act())
+    stage.run(act())
 
 
 # -- many ranks, and lost connections
@@ -197,7 +197,7 @@ def test_many_ranks_stay_smooth(stage: Stage) -> None:
             await is_(page, row(511, "step"), "35")
             assert await page.evaluate("document.activeElement === document.body")
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
@@ -226,7 +226,7 @@ def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
             assert "No more updates" in await page.evaluate("document.getElementById('notice').textContent")
             assert await page.evaluate(row(0, "step")) == "5"
 
-    stage.play(act())
+    stage.run(act())
 
 
 # -- in one file
@@ -256,7 +256,7 @@ def test_one_file_shows_a_run_that_has_ended(stage: Stage, tmp_path: Path) -> No
             assert await page.evaluate("performance.getEntriesByType('resource').length") == 0
             assert errors == []
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_every_script_is_in_the_one_file_and_in_the_page() -> None:

@@ -153,7 +153,7 @@ def test_secrets_stay_at_home(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("text", "expected"),
     [
         ("token=abc", "token=•••"),
         ('{"password":"abc"}', '{"password":"•••"}'),
@@ -165,8 +165,8 @@ def test_secrets_stay_at_home(tmp_path: Path) -> None:
         ("loss=0.3 tokenizer=gpt2", "loss=0.3 tokenizer=gpt2"),
     ],
 )
-def test_what_looks_like_a_secret(said: str, told: str) -> None:
-    assert masking.hidden(said) == told
+def test_what_looks_like_a_secret(said: str, metrics: str) -> None:
+    assert masking.hidden(said) == metrics
 
 
 def test_it_is_written_whole_and_over_nothing_else(
@@ -212,8 +212,8 @@ def test_a_report_of_a_running_run(tmp_path: Path) -> None:
 
 
 def test_a_metric_may_be_called_tokens_and_a_run_may_be_stopped(tmp_path: Path) -> None:
-    told = events.MetricsMeasured(time=START + 5, step=2, values={"tokens": 512.0})
-    outline = Outline(reported(tmp_path, left("stopped", [*simulation.run(2, 3, code=130), told], code=130)))
+    metrics = events.MetricsMeasured(time=START + 5, step=2, values={"tokens": 512.0})
+    outline = Outline(reported(tmp_path, left("stopped", [*simulation.run(2, 3, code=130), metrics], code=130)))
     assert data(outline)["whole"]["curves"]["tokens"] == [[2, START + 5, 512.0]]
     assert "It was stopped by Ctrl-C after 5.0 s, at step 2." in outline.text("p")
     assert outline.texts["span"][0] == "stopped by Ctrl-C"

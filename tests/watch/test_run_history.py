@@ -49,13 +49,13 @@ def test_how_far_each_got_and_why_no_further(capsys: pytest.CaptureFixture[str])
     left("killed", simulation.run(2, 5), code=None)
     asked = events.Stopping(time=START, reason="SIGINT", signal="SIGTERM")
     left("asked", [asked, events.RunEnded(time=START + 1, code=130, seconds=1.0)], code=130)
-    told = listed(capsys)
-    assert (told["well"]["step"], told["well"]["faults"], told["well"]["why"]) == (59, 1, "")
-    assert 0 < told["well"]["loss"] < 3
-    assert told["badly"]["why"].startswith("rank 1 failed: ValueError: no such key x")
-    assert len(told["badly"]["why"]) == 100
-    assert told["killed"]["why"] == "its agent was killed"
-    assert (told["asked"]["step"], told["asked"]["loss"], told["asked"]["why"]) == (None, None, "")
+    summary_ = listed(capsys)
+    assert (summary_["well"]["step"], summary_["well"]["faults"], summary_["well"]["why"]) == (59, 1, "")
+    assert 0 < summary_["well"]["loss"] < 3
+    assert summary_["badly"]["why"].startswith("rank 1 failed: ValueError: no such key x")
+    assert len(summary_["badly"]["why"]) == 100
+    assert summary_["killed"]["why"] == "its agent was killed"
+    assert (summary_["asked"]["step"], summary_["asked"]["loss"], summary_["asked"]["why"]) == (None, None, "")
 
 
 def test_of_long_files_only_the_end_is_read() -> None:
@@ -68,17 +68,17 @@ def test_of_long_files_only_the_end_is_read() -> None:
     (Path(record.folder) / "events.jsonl").write_bytes(events.encode(fault) * 100_000)
     (Path(record.folder) / "samples.jsonl").write_bytes(events.encode(sample) * 500 + events.encode(loss))
     before = io_read()
-    told = summary.of(record)
+    summary_ = summary.of(record)
     assert io_read() - before < 2_000_000
-    assert told.faults > 1000
-    assert (told.step, str(told.loss)) == (7, "nan")
+    assert summary_.faults > 1000
+    assert (summary_.step, str(summary_.loss)) == (7, "nan")
 
 
 def test_the_latest_loss_is_shown_although_an_evaluation_came_after_it() -> None:
     steps = [events.MetricsMeasured(time=START + n, step=n, values={"loss": 1 / n}) for n in range(1, 5)]
     last = events.MetricsMeasured(time=START + 5, step=5, values={"accuracy": 0.5})
-    told = summary.of(left("evaluated", [*steps, last]))
-    assert (told.step, told.loss) == (5, 0.25)
+    summary_ = summary.of(left("evaluated", [*steps, last]))
+    assert (summary_.step, summary_.loss) == (5, 0.25)
 
 
 def test_the_last_steps_of_a_run_that_failed_are_in_its_metrics() -> None:
@@ -87,8 +87,8 @@ def test_the_last_steps_of_a_run_that_failed_are_in_its_metrics() -> None:
     lines = [f'{{"step": {step}, "epoch": 0, "time": {START}, "loss": {1 / step}}}\n' for step in (1, 2, 4)]
     lines.append(f'{{"step": 4, "epoch": 0, "time": {START}, "accuracy": 0.5}}\n')
     (Path(record.folder) / "metrics.jsonl").write_text("".join(lines))
-    told = summary.of(record)
-    assert (told.step, told.loss) == (4, 0.25)
+    summary_ = summary.of(record)
+    assert (summary_.step, summary_.loss) == (4, 0.25)
 
 
 def test_a_viewer_of_an_ended_run_gets_every_step() -> None:
@@ -118,8 +118,8 @@ def test_the_table_fits_a_terminal_and_a_pipe_has_it_all() -> None:
         left("well-1115-101500-ab12", simulation.run(2, 60)),
         left("badly-1115-101501-cd34", failed_with("x" * 90), code=1),
     ]
-    told = [(run, summary.of(run)) for run in runs]
-    narrow = ps.table(told, 100, now=START)
+    summary_ = [(run, summary.of(run)) for run in runs]
+    narrow = ps.table(summary_, 100, now=START)
     assert max(map(len, narrow)) <= 100
     assert [line.split()[:2] for line in narrow] == [
         ["RUN", "STATE"],
@@ -127,7 +127,7 @@ def test_the_table_fits_a_terminal_and_a_pipe_has_it_all() -> None:
         ["badly-1115-101501-cd34", "failed"],
         ["x" * 90],
     ]
-    piped = ps.table(told, None, now=START)
+    piped = ps.table(summary_, None, now=START)
     assert [line.split()[-1] for line in piped] == ["FOLDER", runs[0].folder, runs[1].folder]
     assert "train.py --lr 0.1" in piped[1]
     assert "x" * 90 in piped[2]
@@ -172,9 +172,9 @@ def test_one_that_cannot_be_forgotten_does_not_keep_the_others(capsys: pytest.Ca
     record_at(part, id="a", host="other", ended=None, code=None)
     left("b", simulation.run(2, 5))
     assert main(["ps", "--forget", "--older", "30d"]) == 2
-    told = capsys.readouterr()
-    assert told.out == "forgot b\n"
-    assert "a may still be running on other" in told.err
+    summary_ = capsys.readouterr()
+    assert summary_.out == "forgot b\n"
+    assert "a may still be running on other" in summary_.err
     assert os.listdir(home() / "runs") == ["a"]
 
 
@@ -253,16 +253,16 @@ def test_a_real_run_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path
     done = phalanx("run", "-g", "2", "--cpu", SCRIPT, str(tmp_path))
     assert done.code == 0, done.err
     (run,) = run_folder.all_runs(str(home()))
-    told = summary.of(run)
-    assert (told.step, told.faults, told.why) == (32, 1, "")
-    assert told.loss is not None
-    assert 0 <= told.loss < 10
+    summary_ = summary.of(run)
+    assert (summary_.step, summary_.faults, summary_.why) == (32, 1, "")
+    assert summary_.loss is not None
+    assert 0 <= summary_.loss < 10
     assert main(["compare", run.id, run.folder, "--json"]) == 0
     compared = json.loads(capsys.readouterr().out)
     one, other = compared["runs"]
     assert one["curves"] == other["curves"]
     assert (one["steps"], one["faults"], one["ranks"]) == (32, 1, 2)
-    assert one["final"] == pytest.approx(told.loss)
+    assert one["final"] == pytest.approx(summary_.loss)
     assert one["lost"] > 0
     path = tmp_path / "report.html"
     assert main(["report", "-o", str(path)]) == 0

@@ -128,7 +128,7 @@ def test_list_filter_compare_open_and_delete(stage: Stage, tmp_path: Path) -> No
             await wait_for(page, "document.querySelectorAll('#rows tr').length === 2")
             assert not (home() / "runs" / "third").exists()
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_a_comparison_shows_how_a_live_run_ended(stage: Stage) -> None:
@@ -181,7 +181,7 @@ def test_two_hundred_runs_and_nothing_of_them_is_markup(stage: Stage) -> None:
                 .map(one => one.outerHTML.slice(0, 80))"""
             assert await page.evaluate(nameless) == []
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_who_may_ask_and_delete() -> None:

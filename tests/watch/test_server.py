@@ -47,11 +47,11 @@ class Served:
         line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
             line.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-            told = {"Host": f"127.0.0.1:{self.port}"}
-            told |= {name.replace("_", "-"): value for name, value in headers.items()}
+            sent_headers = {"Host": f"127.0.0.1:{self.port}"}
+            sent_headers |= {name.replace("_", "-"): value for name, value in headers.items()}
             if body is not None:
-                told["Content-Length"] = str(len(body))
-            for name, value in told.items():
+                sent_headers["Content-Length"] = str(len(body))
+            for name, value in sent_headers.items():
                 line.putheader(name, value)
             line.endheaders(body.encode() if body is not None else None)
             answer = line.getresponse()
@@ -68,7 +68,7 @@ class Served:
             assert answer.status == 200
             assert answer.getheader("Content-Type") == "text/event-stream"
 
-            def told() -> Iterator[tuple[str, dict[str, object]]]:
+            def messages() -> Iterator[tuple[str, dict[str, object]]]:
                 name = ""
                 while line := answer.readline():
                     word, _, rest = line.decode().rstrip("\n").partition(": ")
@@ -77,7 +77,7 @@ class Served:
                     elif word == "data":
                         yield name, json.loads(rest)
 
-            yield told()
+            yield messages()
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +114,8 @@ def test_a_client_with_the_cookie_sees_everything(page: Served) -> None:
     because = page.ask("/why", Cookie=page.cookie, Sec_Fetch_Site="same-origin")
     assert json.loads(because.text) == {"report": "nothing is wrong", "verdicts": [], "stacks": {"0": "train.py"}}
     assert "phalanx_up" in page.ask("/metrics", Cookie=page.cookie).text
-    with page.live() as told:
-        (first, whole), (then, update) = next(told), next(told)
+    with page.live() as stream:
+        (first, whole), (then, update) = next(stream), next(stream)
     assert (first, then) == ("whole", "update")
     assert len(whole["rows"]) == 4  # type: ignore[arg-type]
     assert float(update["at"]) >= float(whole["at"])  # type: ignore[arg-type]
@@ -247,14 +247,14 @@ def test_a_thousand_unauthenticated_clients(page: Served) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        with contextlib.ExitStack() as held, page.live() as told:
-            next(told)
+        with contextlib.ExitStack() as held, page.live() as stream:
+            next(stream)
             for _ in range(1000):
                 line = held.enter_context(socket.create_connection(("127.0.0.1", page.port), timeout=20))
                 with contextlib.suppress(ConnectionError):
                     line.sendall(b"GET / HTTP/1.1\r\n")
             began = time.time()
-            while float(next(told)[1]["at"]) < began:  # type: ignore[arg-type]
+            while float(next(stream)[1]["at"]) < began:  # type: ignore[arg-type]
                 pass
             assert page.ask("/why", Cookie=page.cookie).status == 200
     finally:
@@ -285,17 +285,17 @@ def test_places(text: str | None, found: PageAddress, loopback: bool) -> None:
 
 @pytest.mark.parametrize("text", ["", "a:b", "host:99999", "http://host", "[::1]80", "user@host", "a b", "²"])
 def test_what_is_no_place(text: str) -> None:
-    with pytest.raises(OptionError, match="--page-at is") as told:
+    with pytest.raises(OptionError, match="--page-at is") as caught:
         address.parse(text)
-    assert "--page-at 127.0.0.1:29580" in told.value.fix
+    assert "--page-at 127.0.0.1:29580" in caught.value.fix
 
 
 def test_a_port_that_is_taken() -> None:
     with address.listen(PageAddress("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortError, match=f"port {port}: the port is in use") as told:
+        with pytest.raises(PortError, match=f"port {port}: the port is in use") as caught:
             address.listen(PageAddress("127.0.0.1", port))
-        assert told.value.fix == "--page-at 127.0.0.1 takes the next free port"
+        assert caught.value.fix == "--page-at 127.0.0.1 takes the next free port"
     with pytest.raises(PortError, match="no interface has this address"):
         address.listen(PageAddress("192.0.2.1", 0))
     with pytest.raises(PortError, match="unknown host name"):

@@ -85,7 +85,9 @@ def test_a_slow_browser_delays_no_other_and_gets_the_whole_state_again(monkeypat
         assert slow.names.count("whole") == 2
         assert slow.names.index("whole", 1) <= 2
         points = [
-            tuple(point) for name, told in slow.got[slow.names.index("whole", 1) :] for point in told["curves"]["loss"]
+            tuple(point)
+            for name, message in slow.got[slow.names.index("whole", 1) :]
+            for point in message["curves"]["loss"]
         ]
         assert len(points) == len(set(points))
         feed.queue.put_nowait(events.RunEnded(time=40.0, code=0, seconds=39.0))
@@ -113,10 +115,10 @@ def test_an_event_is_reported_at_once_and_many_together() -> None:
             await asyncio.sleep(0.001)
         feed.queue.put_nowait(events.RunEnded(time=400.0, code=0, seconds=39.0))
         await asyncio.gather(following, shown)
-        updates = [told for name, told in browser.got if name == "update"]
+        updates = [message for name, message in browser.got if name == "update"]
         took = browser.when[-1] - browser.when[0]
         assert len(updates) <= took / subscribers.EVERY + 3
-        told = [each["text"] for update in updates for each in update.get("events", ())]
-        assert [text for text in told if text.isdigit()] == [str(number) for number in range(200)]
+        message = [each["text"] for update in updates for each in update.get("events", ())]
+        assert [text for text in message if text.isdigit()] == [str(number) for number in range(200)]
 
     asyncio.run(work())

@@ -39,8 +39,8 @@ def test_a_picture_is_xml_and_holds_what_it_was_given() -> None:
 
 def test_text_of_others_cannot_become_markup() -> None:
     chart = Chart(EVIL, [Series(EVIL, [(0, 1)]), Series(EVIL, [(0, 1)])], across=EVIL, marks=[ChartMark(0, EVIL)])
-    told = svg.picture([chart], comment=EVIL)
-    assert not list(parsed(told).iter(f"{SVG}script"))
+    drawing = svg.picture([chart], comment=EVIL)
+    assert not list(parsed(drawing).iter(f"{SVG}script"))
     whole = timeline.whole(0.0, 1.0, 10.0, [Incident(2.0, "fault", EVIL, seconds=1.0)])
     assert not list(parsed(whole).iter(f"{SVG}script"))
 
@@ -55,9 +55,9 @@ def test_gaps_break_the_line_and_nothing_is_said_to_be_nothing() -> None:
 
 def test_many_points_are_a_small_picture_with_every_peak() -> None:
     points = [(float(step), 100.0 if step == 33_333 else math.sin(step)) for step in range(60_000)]
-    told = svg.picture([Chart("loss", [Series("a", points)])])
-    assert len(told) < 80_000
-    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", told)]
+    drawing = svg.picture([Chart("loss", [Series("a", points)])])
+    assert len(drawing) < 80_000
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", drawing)]
     assert min(heights) == 0.0  # the peak
 
 

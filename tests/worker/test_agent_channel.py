@@ -1,4 +1,4 @@
-"""The channel between a worker and its agent. The test plays the agent."""
+"""The channel between a worker and its agent. The test takes the part of the agent."""
 
 from __future__ import annotations
 

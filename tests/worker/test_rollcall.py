@@ -87,7 +87,7 @@ def test_the_store_stays_until_all_ranks_have_read_why() -> None:
     def come(rank: int) -> None:
         with pytest.raises(JoinError, match="1 of 3 ranks did not come in 1 s: rank 2"):
             roll_call.call(store, person(rank, 3), 1, place="a")
-        leaving.append(store.add("heard", 0))
+        leaving.append(store.add("read", 0))
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -33,6 +33,9 @@ def _register() -> None:
         return
     backend.register_backend("shm", _shm, extended_api=True, devices=["cpu"])
     backend._plugins = _Plugins(backend._plugins)
+    # torch 2.15 attaches its flight recorder to the groups of all other backends, which fails for groups in Python.
+    # These groups record their calls themselves.
+    getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).update({"shm", "mpi"})
     if not c10d.is_mpi_available():  # a torch built with MPI keeps its own backend
         # Only where groups are created. `dist.is_mpi_available()` is unchanged: some scripts choose mpi if it is
         # available, under launchers other than mpirun.

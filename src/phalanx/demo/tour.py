@@ -154,7 +154,7 @@ def store(t: Any, rank: int, world: int) -> Any:
     return [following.decode(), shared.add("tour/count", 0)]
 
 
-def play(name: str, held: list[Any], rank: int, world: int) -> dict[str, Any]:
+def run_scene(name: str, held: list[Any], rank: int, world: int) -> dict[str, Any]:
     """Run one scene on one rank. Return `before`, `after`, and the `code` that ran between."""
     call: Callable[..., Any] = globals()[name]
     thing = torch.tensor(held, dtype=torch.long) if held and isinstance(held[0], int) else list(held)
@@ -183,7 +183,7 @@ def perform(names: list[str]) -> list[dict[str, Any]]:
         if scene.name in names:
             dist.barrier()
             held = [cell.value for cell in scene.before(rank, world) if cell is not None]
-            found.append(play(scene.name, held, rank, world))
+            found.append(run_scene(scene.name, held, rank, world))
     return found
 
 
@@ -193,13 +193,13 @@ def main() -> int:
     ranks, names = int(sys.argv[1]), sys.argv[2:]
     try:
         with contextlib.redirect_stdout(sys.stderr):  # only the result goes to stdout
-            played = spawn(perform, ranks, (names,), backend="gloo", timeout=_TIMEOUT)
+            results = spawn(perform, ranks, (names,), backend="gloo", timeout=_TIMEOUT)
     except PhalanxError as error:
         sys.stderr.write(f"phalanx: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    json.dump(played, sys.stdout)
+    json.dump(results, sys.stdout)
     return 0
 
 

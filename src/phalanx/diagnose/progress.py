@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from phalanx.diagnose.evidence import Phase
-from phalanx.diagnose.rank_state import LONGER, UNHEARD
+from phalanx.diagnose.rank_state import LONGER, SILENT_AFTER
 
 STALL_AFTER = 30.0
 AGAIN = 600.0  # seconds after which a lasting stall is reported again
@@ -77,7 +77,7 @@ class ProgressWatch:
     _past: dict[int, _Past] = field(default_factory=dict)
     _alarm: Alarm | None = None
     _marks: dict[int, float] = field(default_factory=dict)  # when each rank of the alarm last made progress
-    _told: float = 0.0
+    _reported: float = 0.0
     _idle: float = 0.0  # seconds without progress of any rank, if they have used collectives
     _resting: float = 0.0  # seconds since any rank computed
     _now: float = 0.0  # time of the newest reading: a rank without readings makes no progress
@@ -98,7 +98,7 @@ class ProgressWatch:
         if self._alarm is not None:
             return self._ongoing(self._alarm, now)
         self._alarm = self._judge(alive, alone=len(readings) < 2)
-        self._told = now
+        self._reported = now
         if self._alarm is not None:
             self._marks = {rank: self._past[rank].moved for rank in (*self._alarm.ranks, *self._alarm.waiting)}
         return self._alarm
@@ -136,9 +136,9 @@ class ProgressWatch:
         ):
             self._alarm = None
             return Alarm("resumed", alarm.ranks, alarm.since, alarm.limit, alarm.proven)
-        if now - self._told < AGAIN:
+        if now - self._reported < AGAIN:
             return None
-        self._told = now
+        self._reported = now
         return Alarm("again", alarm.ranks, alarm.since, alarm.limit, alarm.proven)
 
     def _judge(self, alive: list[Reading], *, alone: bool) -> Alarm | None:
@@ -209,4 +209,4 @@ class ProgressWatch:
 
 
 def _waits(reading: Reading) -> bool:
-    return reading.waiting and reading.silent < UNHEARD
+    return reading.waiting and reading.silent < SILENT_AFTER

@@ -12,7 +12,7 @@ from phalanx.diagnose.frames import Act
 PATIENCE = 2.0  # minimum seconds at one place before it is reported
 SEVERAL = 3.0  # likewise, in usual steps
 LONGER = 10.0  # times the limit, for ranks that compute, or do something that may take long
-UNHEARD = 3.0  # seconds without a status update after which the GIL counts as held
+SILENT_AFTER = 3.0  # seconds without a status update after which the GIL counts as held
 SPINS = 0.7  # cores: it computes without waiting
 COMPUTES = 0.1  # cores: it computes occasionally
 RESTS = 0.05  # cores: it does not compute
@@ -32,7 +32,7 @@ class RankState:
     place: Frame | None  # in user code, else the innermost frame
     call: CallEvidence | None  # the call in which it waits
     stuck: bool  # it has been at one place long enough to be reported
-    unheard: float = UNHEARD  # seconds without a status update after which the GIL counts as held
+    silent_after: float = SILENT_AFTER  # seconds without a status update after which the GIL counts as held
 
     @property
     def number(self) -> int:
@@ -82,7 +82,9 @@ class RankState:
     @property
     def held(self) -> bool:
         """Whether the GIL is held: the process does not answer and is not stopped."""
-        return self.rank.silent >= self.unheard and not (self.gone or self.stopped) and self.rank.process is not None
+        return (
+            self.rank.silent >= self.silent_after and not (self.gone or self.stopped) and self.rank.process is not None
+        )
 
     @cached_property
     def long(self) -> str:
@@ -162,9 +164,9 @@ def state_of(evidence: Evidence, rank: Rank) -> RankState:
     patience = min(PATIENCE, evidence.limit)  # with a shorter --stall-timeout, no rank has been at one place for longer
     stuck = max(rank.since, evidence.waited) >= max(patience, SEVERAL * usual)
     place = frames.own(stack) or (stack[0] if stack else None)
-    unheard = min(UNHEARD, max(evidence.limit, 1.0))  # the alarm for a silent rank comes after the limit
-    bare = RankState(rank, act, place, None, stuck, unheard)
-    return RankState(rank, act, place, _waits_in(bare), stuck, unheard)
+    silent_after = min(SILENT_AFTER, max(evidence.limit, 1.0))  # the alarm for a silent rank comes after the limit
+    bare = RankState(rank, act, place, None, stuck, silent_after)
+    return RankState(rank, act, place, _waits_in(bare), stuck, silent_after)
 
 
 def _waits_in(state: RankState) -> CallEvidence | None:

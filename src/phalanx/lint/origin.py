@@ -47,11 +47,13 @@ class Origin:
         if node not in self._deep:
             self._deep[node] = False
             self._deep[node] = any(
-                self.depends(part) or self._told(part) for part in ast.walk(node) if isinstance(part, ast.expr)
+                self.depends(part) or self._assigned_from_source(part)
+                for part in ast.walk(node)
+                if isinstance(part, ast.expr)
             )
         return self._deep[node]
 
-    def _told(self, part: ast.expr) -> bool:
+    def _assigned_from_source(self, part: ast.expr) -> bool:
         if not isinstance(part, ast.Name | ast.Attribute):
             return False
         return any(one.value is not None and self.mentions(one.value) for one in self.script.lookup(part))

@@ -205,9 +205,9 @@ static void *rank(void *arg) {
     return NULL;
 }
 
-static void play(void) {
+static void run_ranks(void) {
     size_t size = phx_memory(RANKS, SLOT);
-    memory_fd = memfd_create("parcels", 0);
+    memory_fd = memfd_create("p2p", 0);
     EXPECT(ftruncate(memory_fd, (off_t)size) == 0);
     memory = __real_mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, memory_fd, 0);
     pthread_t t[RANKS];
@@ -263,7 +263,7 @@ static int32_t *forked(int victim, long point) {
     int32_t *pids = __real_mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     int go[2];
     size_t size = phx_memory(2, SLOT);
-    memory_fd = memfd_create("parcels", 0);
+    memory_fd = memfd_create("p2p", 0);
     EXPECT(ftruncate(memory_fd, (off_t)size) == 0 && pipe(go) == 0);
     memory = __real_mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, memory_fd, 0);
     for (int r = 0; r < 2; r++) {
@@ -313,9 +313,9 @@ int main(int argc, char **argv) {
     }
 #endif
     (void)argc, (void)argv;
-    play();
+    run_ranks();
     staged = 1; /* no rank reads the memory of another */
-    play();
+    run_ranks();
     puts("ok");
     return 0;
 }

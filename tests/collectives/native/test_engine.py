@@ -97,8 +97,8 @@ def test_different_reductions_are_named() -> None:
     def body(engine: ShmEngine, rank: int) -> object:
         return raised(lambda: engine.all_reduce(torch.ones(4), Reduction(average=rank == 1), LIMIT))[1]
 
-    told = "rank 0 all_reduce of 4 float32 (SUM), rank 1 all_reduce of 4 float32 (AVG)"
-    assert ranks(2, body) == [f"ranks called different things: {told}"] * 2
+    difference = "rank 0 all_reduce of 4 float32 (SUM), rank 1 all_reduce of 4 float32 (AVG)"
+    assert ranks(2, body) == [f"ranks called different things: {difference}"] * 2
 
 
 def test_two_threads_wait_for_one_message() -> None:

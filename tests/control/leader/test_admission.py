@@ -12,7 +12,7 @@ from phalanx.control.endpoint import Endpoint
 from phalanx.control.member import member
 from phalanx.control.member.member import Member
 from phalanx.errors import JoinError
-from tests.control.parties import OTHER, TOKEN, MemberEars, arrival, joined, leading, until
+from tests.control.parties import OTHER, TOKEN, MemberEvents, arrival, joined, leading, until
 
 ANOTHER_TOKEN = (
     f"a different token than ours, which is from a test (fingerprint {TOKEN.fingerprint}): "
@@ -58,7 +58,7 @@ def test_a_refusal_names_what_differs(changes: dict[str, object], what: str, not
                     pass
             assert time.monotonic() - began < 15  # no wait for a timeout
             assert what in refused.value.what
-            assert [note for note in led.ears.notes if noted in note], led.ears.notes
+            assert [note for note in led.events.notes if noted in note], led.events.notes
             with pytest.raises(JoinError) as missed:
                 await led.leader.wait_for_members(0.1)
             fix = refused.value.fix or "see why it was rejected"  # node 0 and the rejected node show the same fix
@@ -81,8 +81,8 @@ def test_a_node_that_cannot_take_part_declines() -> None:
     async def meet() -> None:
         async with leading() as led:
             where = [Endpoint("127.0.0.1", led.port)]
-            await Member(TOKEN, arrival(1, trouble="no GPU"), lambda: where, events=MemberEars()).decline()
-            assert led.ears.notes == ["host1 at 127.0.0.1 was rejected: no GPU"]
+            await Member(TOKEN, arrival(1, trouble="no GPU"), lambda: where, events=MemberEvents()).decline()
+            assert led.events.notes == ["host1 at 127.0.0.1 was rejected: no GPU"]
 
     asyncio.run(meet())
 
@@ -91,7 +91,7 @@ def test_a_warning_is_shown_on_both_sides() -> None:
     async def meet() -> None:
         own = arrival(0, versions={"torch": "2.9"})
         async with leading(own=own) as led, joined(led.port, versions={"torch": "2.11"}) as (one, _):
-            assert list(one.connection.welcome.notes) == led.ears.notes == ["host1 has torch 2.11, host0 2.9"]
+            assert list(one.connection.welcome.notes) == led.events.notes == ["host1 has torch 2.11, host0 2.9"]
 
     asyncio.run(meet())
 
@@ -101,7 +101,7 @@ def test_escape_sequences_in_a_host_name_are_quoted() -> None:
         own = arrival(0, versions={"torch": "2.9"})
         odd = {"host": "gpu\x1b]0;mine\x07\nphalanx: all is well", "versions": {"torch": "2.\x9b2J"}}
         async with leading(own=own) as led, joined(led.port, **odd):
-            assert led.ears.notes == ["gpu\\x1b]0;mine\\x07\\nphalanx: all is well has torch 2.\\x9b2J, host0 2.9"]
+            assert led.events.notes == ["gpu\\x1b]0;mine\\x07\\nphalanx: all is well has torch 2.\\x9b2J, host0 2.9"]
             assert led.members.name(1).isprintable()
 
     asyncio.run(meet())
@@ -117,7 +117,7 @@ def test_another_token_is_rejected() -> None:
             details = "\n".join(refused.value.details)
             assert TOKEN.fingerprint in details
             assert OTHER.fingerprint in details
-            assert led.ears.notes == [f"127.0.0.1 was rejected: {ANOTHER_TOKEN}"]
+            assert led.events.notes == [f"127.0.0.1 was rejected: {ANOTHER_TOKEN}"]
 
     asyncio.run(meet())
 
@@ -130,7 +130,7 @@ def test_invalid_addresses_raise_join_errors(host: str) -> None:
 
         async def meet() -> None:
             with pytest.raises(JoinError):
-                await Member(TOKEN, arrival(1), lambda: where, events=MemberEars()).join(0.1)
+                await Member(TOKEN, arrival(1), lambda: where, events=MemberEvents()).join(0.1)
 
         asyncio.run(meet())
 
@@ -141,11 +141,11 @@ def test_a_name_that_does_not_resolve_yet_is_awaited(monkeypatch: pytest.MonkeyP
 
     async def meet() -> None:
         where = [Endpoint("phalanx-nobody.invalid", 29400)]
-        ears = MemberEars()
-        one = Member(TOKEN, arrival(1), lambda: where, events=ears)
+        events = MemberEvents()
+        one = Member(TOKEN, arrival(1), lambda: where, events=events)
         joining = asyncio.create_task(one.join(60))
-        await until(lambda: len(ears.waits) >= 3)
-        assert all('"phalanx-nobody.invalid" of the leader does not resolve here' in text for text in ears.waits)
+        await until(lambda: len(events.waits) >= 3)
+        assert all('"phalanx-nobody.invalid" of the leader does not resolve here' in text for text in events.waits)
         async with leading() as led:
             where[:] = [Endpoint("127.0.0.1", led.port)]
             assert (await joining).member == 1

@@ -14,7 +14,7 @@ import pytest
 from phalanx.control import messages
 from phalanx.control.leader.liveness import Timing
 from phalanx.control.messages import NoteMessage
-from tests.control.parties import FAST, actor, arrival, joined, leading, port_of, speaking, until
+from tests.control.parties import FAST, actor, arrival, joined, leading, port_of, raw_client, until
 from tests.kit.cli import Handle
 
 
@@ -42,21 +42,21 @@ def silence(who: str, gone: list[str]) -> int:
 )
 def test_only_the_member_that_sends_an_invalid_message_is_lost(frame: bytes | str, why: str) -> None:
     async def meet() -> None:
-        async with leading(3) as led, joined(led.port, 2) as (good, ears), speaking(led.port) as speaker:
-            await speaker.enter(1)
+        async with leading(3) as led, joined(led.port, 2) as (good, events), raw_client(led.port) as client:
+            await client.enter(1)
             await led.leader.wait_for_members(60)
             with contextlib.suppress(ConnectionError):
                 if isinstance(frame, str):
-                    await speaker.ws.send_str(frame)
+                    await client.ws.send_str(frame)
                 else:
-                    await speaker.ws.send_bytes(frame)
-            await until(lambda: led.ears.gone)
-            assert len(led.ears.gone) == 1
-            assert led.ears.gone[0].startswith("1: ")
-            assert why in led.ears.gone[0]
+                    await client.ws.send_bytes(frame)
+            await until(lambda: led.events.gone)
+            assert len(led.events.gone) == 1
+            assert led.events.gone[0].startswith("1: ")
+            assert why in led.events.gone[0]
             good.send(NoteMessage(text="undisturbed"))
-            await until(lambda: (2, NoteMessage(text="undisturbed")) in led.ears.said)
-            assert ears.gone == []
+            await until(lambda: (2, NoteMessage(text="undisturbed")) in led.events.from_members)
+            assert events.gone == []
 
     asyncio.run(meet())
 
@@ -69,10 +69,10 @@ def test_an_error_in_a_message_handler_is_reported() -> None:
             def stumble(member: int, message: messages.FromMember) -> None:
                 raise KeyError("seat")
 
-            led.ears.message_received = stumble  # type: ignore[method-assign]
+            led.events.message_received = stumble  # type: ignore[method-assign]
             one.send(NoteMessage(text="x"))
-            await until(lambda: led.ears.gone)
-            assert led.ears.gone == ["1: its message could not be processed (KeyError: 'seat')"]
+            await until(lambda: led.events.gone)
+            assert led.events.gone == ["1: its message could not be processed (KeyError: 'seat')"]
 
     asyncio.run(meet())
 
@@ -83,15 +83,15 @@ def test_a_stopped_member_is_reported_and_then_lost() -> None:
             with actor("member", str(led.port), "1") as one:
                 await led.leader.wait_for_members(60)
                 one.signal(signal.SIGSTOP)
-                await until(lambda: led.ears.notes)
-                assert [note.partition(" for ")[0] for note in led.ears.notes] == ["node 1 (host1) has not answered"]
-                assert led.ears.gone == []
+                await until(lambda: led.events.notes)
+                assert [note.partition(" for ")[0] for note in led.events.notes] == ["node 1 (host1) has not answered"]
+                assert led.events.gone == []
                 one.signal(signal.SIGCONT)
-                await until(lambda: len(led.ears.notes) == 2)
-                assert led.ears.notes[1] == "node 1 (host1) answers again"
+                await until(lambda: len(led.events.notes) == 2)
+                assert led.events.notes[1] == "node 1 (host1) answers again"
                 one.signal(signal.SIGSTOP)
-                await until(lambda: led.ears.gone)
-                assert 4 <= silence("1: ", led.ears.gone) < 20
+                await until(lambda: led.events.gone)
+                assert 4 <= silence("1: ", led.events.gone) < 20
                 assert not led.ids
                 one.signal(signal.SIGCONT)
                 await asyncio.to_thread(one.wait_for, "lost ")
@@ -105,22 +105,22 @@ def test_a_killed_member_that_does_not_reconnect_is_lost() -> None:
             with actor("member", str(led.port), "1") as one:
                 await led.leader.wait_for_members(60)
                 one.signal(signal.SIGKILL)
-                await until(lambda: led.ears.gone)
-                assert "its connection closed" in led.ears.gone[0]
+                await until(lambda: led.events.gone)
+                assert "its connection closed" in led.events.gone[0]
 
     asyncio.run(meet())
 
 
 def test_a_member_whose_port_is_closed_is_lost_at_once() -> None:
     async def meet(port: int) -> float:
-        async with leading() as led, speaking(led.port) as speaker:
+        async with leading() as led, raw_client(led.port) as client:
             words = messages.encode(arrival(1, failover_port=port))
-            await speaker.ws.send_bytes(speaker.join_request(words=words))
-            await speaker.answered()
+            await client.ws.send_bytes(client.join_request(words=words))
+            await client.answered()
             await led.leader.wait_for_members(60)
             began = time.monotonic()
-            await speaker.ws.close()
-            await until(lambda: led.ears.gone)
+            await client.ws.close()
+            await until(lambda: led.events.gone)
             return time.monotonic() - began
 
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -132,11 +132,11 @@ def test_a_member_whose_port_is_closed_is_lost_at_once() -> None:
 
 def test_a_member_that_is_silent_before_the_start_can_join_again() -> None:
     async def meet() -> None:
-        async with leading(3, timing=FAST) as led, speaking(led.port) as speaker:
-            await speaker.enter(1)
+        async with leading(3, timing=FAST) as led, raw_client(led.port) as client:
+            await client.enter(1)
             await until(lambda: not led.ids)
-            assert led.ears.notes[-1] == "node 1 (host1) left before the start"
-            assert led.ears.gone == []
+            assert led.events.notes[-1] == "node 1 (host1) left before the start"
+            assert led.events.gone == []
             async with joined(led.port, 1):
                 assert led.ids == {1}
 
@@ -145,33 +145,33 @@ def test_a_member_that_is_silent_before_the_start_can_join_again() -> None:
 
 def test_a_killed_leader_is_lost_at_once(led: Handle) -> None:
     async def meet() -> None:
-        async with joined(port_of(led)) as (_, ears):
+        async with joined(port_of(led)) as (_, events):
             began = time.monotonic()
             led.signal(signal.SIGKILL)
-            await until(lambda: ears.gone)
+            await until(lambda: events.gone)
             assert time.monotonic() - began < 12  # the node timeout is 15 s
-            assert "the connection to the leader closed" in ears.gone[0]
+            assert "the connection to the leader closed" in events.gone[0]
 
     asyncio.run(meet())
 
 
 def test_a_leader_that_closes_is_lost_unless_it_ended_the_run() -> None:
     async def meet(last: messages.Message | None) -> list[str]:
-        async with leading() as led, joined(led.port) as (one, ears):
+        async with leading() as led, joined(led.port) as (one, events):
             await led.leader.wait_for_members(60)
             leaving = None
             if last is not None:
                 led.members.broadcast(last)
-                await until(lambda: ears.told)
+                await until(lambda: events.from_leader)
                 leaving = asyncio.create_task(one.leave())  # as a member does when the run ends
             began = time.monotonic()
             await led.leader.close()
             if leaving is not None:
                 await leaving
             assert time.monotonic() - began < 12  # the node timeout is 15 s
-            await until(lambda: ears.gone or ears.told)
-        assert led.ears.gone == []
-        return ears.gone
+            await until(lambda: events.gone or events.from_leader)
+        assert led.events.gone == []
+        return events.gone
 
     assert len(asyncio.run(meet(None))) == 1
     assert asyncio.run(meet(messages.EndMessage(code=0))) == []
@@ -180,11 +180,11 @@ def test_a_leader_that_closes_is_lost_unless_it_ended_the_run() -> None:
 def test_a_stopped_leader_is_lost_after_the_node_timeout() -> None:
     async def meet() -> None:
         with actor("leader", "2", "1.5") as job:
-            async with joined(port_of(job)) as (one, ears):
+            async with joined(port_of(job)) as (one, events):
                 job.signal(signal.SIGSTOP)
-                await until(lambda: ears.gone)
-                assert ears.notes[0].startswith("node 0 has not answered for ")
-                assert 2 <= silence("", ears.gone) < 20  # rounded
+                await until(lambda: events.gone)
+                assert events.notes[0].startswith("node 0 has not answered for ")
+                assert 2 <= silence("", events.gone) < 20  # rounded
                 began = time.monotonic()
                 await one.leave()
                 assert time.monotonic() - began < 15  # the leader does not answer
@@ -196,16 +196,16 @@ def test_a_leader_that_was_stopped_does_not_blame_the_members() -> None:
     async def meet() -> None:
         with actor("leader", "2", "4") as job:
             port = port_of(job)
-            async with speaking(port) as speaker:  # unlike a Member, a Speaker does not give up
-                await speaker.enter(1)
+            async with raw_client(port) as client:  # unlike a Member, a RawClient does not give up
+                await client.enter(1)
                 await asyncio.to_thread(job.wait_for, "complete")
                 job.signal(signal.SIGSTOP)
                 await asyncio.sleep(5)
                 job.signal(signal.SIGCONT)
-                await speaker.send(NoteMessage(text="still here"))
-                # A silent member still counts as lost, but only after it was heard.
+                await client.send(NoteMessage(text="still here"))
+                # A silent member still counts as lost, but only after it was received.
                 await asyncio.to_thread(job.wait_for, "lost 1 no message")
-                assert "heard 1 Note" in job.out.partition("lost")[0]
+                assert "received 1 Note" in job.out.partition("lost")[0]
 
     asyncio.run(meet())
 

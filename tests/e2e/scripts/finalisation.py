@@ -12,20 +12,20 @@ OUT = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 FOLDER = os.path.dirname(os.path.abspath(sys.argv[1]))
 
 
-def tell(what, write=os.write, out=OUT):
+def write_line(what, write=os.write, out=OUT):
     write(out, f"{what}\n".encode())
 
 
-class Told:
+class PrintsAtDeletion:
     def __init__(self, name):
         self.name = name
 
-    def __del__(self, tell=tell):
-        tell(f"del {self.name}")
+    def __del__(self, write_line=write_line):
+        write_line(f"del {self.name}")
 
 
 # Registered before the imports that register something themselves.
-atexit.register(tell, "atexit 1: before logging and weakref")
+atexit.register(write_line, "atexit 1: before logging and weakref")
 
 import concurrent.futures  # noqa: E402
 import gzip  # noqa: E402
@@ -39,15 +39,15 @@ import zipfile  # noqa: E402
 
 import pkg.final  # noqa: E402
 
-atexit.register(tell, "atexit 2: after them")
+atexit.register(write_line, "atexit 2: after them")
 
 if "torch" in sys.argv:
-    atexit.register(tell, "atexit 3: before torch")
+    atexit.register(write_line, "atexit 3: before torch")
     import torch
 
-    atexit.register(tell, "atexit 4: after torch")
+    atexit.register(write_line, "atexit 4: after torch")
     tensor = torch.ones(3)
-    torch.mine = Told("an attribute of torch")
+    torch.mine = PrintsAtDeletion("an attribute of torch")
 
 log = open(f"{FOLDER}/log.csv", "w")  # noqa: SIM115
 zipped = gzip.open(f"{FOLDER}/log.gz", "wt")  # noqa: SIM115
@@ -69,7 +69,7 @@ def train():
 train()
 
 
-class Cycle(Told):
+class Cycle(PrintsAtDeletion):
     def __init__(self, name):
         super().__init__(name)
         self.me = self
@@ -77,7 +77,7 @@ class Cycle(Told):
 
 class Closing(logging.Handler):
     def close(self):
-        tell("a handler of logging is closed")
+        write_line("a handler of logging is closed")
         super().close()
 
 
@@ -85,12 +85,12 @@ def generator():
     try:
         yield
     finally:
-        tell("a generator is closed")
+        write_line("a generator is closed")
 
 
 class Meta(type):
-    def __del__(cls, tell=tell):
-        tell(f"del class {cls.__name__}")
+    def __del__(cls, write_line=write_line):
+        write_line(f"del class {cls.__name__}")
 
 
 class Gone(metaclass=Meta):
@@ -98,39 +98,41 @@ class Gone(metaclass=Meta):
 
 
 closing = Closing()
-plain = Told("a global")
-_private = Told("a private global")
+plain = PrintsAtDeletion("a global")
+_private = PrintsAtDeletion("a private global")
 cycle = Cycle("a cycle")
-in_list = [Told("in a list")]
-pkg.final.mine = Told("an attribute of a module")
+in_list = [PrintsAtDeletion("in a list")]
+pkg.final.mine = PrintsAtDeletion("an attribute of a module")
 if "held" in sys.argv:  # by Python itself, to its very end: what it refers to in turn goes late, or never
-    sys.mine = Told("an attribute of sys")
-    os.mine = Told("an attribute of os")
+    sys.mine = PrintsAtDeletion("an attribute of sys")
+    os.mine = PrintsAtDeletion("an attribute of os")
     variable = contextvars.ContextVar("variable")
-    variable.set(Told("in a context variable"))
+    variable.set(PrintsAtDeletion("in a context variable"))
     local = threading.local()
-    local.told = Told("of a thread-local")
+    local.kept = PrintsAtDeletion("of a thread-local")
 running = generator()
 next(running)
-referent = Told("with callbacks")
-callback = weakref.ref(referent, lambda _: tell("a weak reference's callback"))
-finalizer = weakref.finalize(referent, tell, "weakref.finalize")
-late = weakref.finalize(tell, tell, "weakref.finalize of a function")
+referent = PrintsAtDeletion("with callbacks")
+callback = weakref.ref(referent, lambda _: write_line("a weak reference's callback"))
+finalizer = weakref.finalize(referent, write_line, "weakref.finalize")
+late = weakref.finalize(write_line, write_line, "weakref.finalize of a function")
 late.atexit = "atexit" in sys.argv
-thread = threading.Thread(target=lambda: (threading.main_thread().join(), tell("a thread ends after the main one")))
+thread = threading.Thread(
+    target=lambda: (threading.main_thread().join(), write_line("a thread ends after the main one"))
+)
 thread.start()
 pool = concurrent.futures.ThreadPoolExecutor(1)
-future = pool.submit(tell, "a pool's thread")
+future = pool.submit(write_line, "a pool's thread")
 future.add_done_callback(lambda _: None)
 future.result()
-child = multiprocessing.get_context("fork").Process(target=tell, args=("a child process",))
+child = multiprocessing.get_context("fork").Process(target=write_line, args=("a child process",))
 child.start()
 child.join()
 daemon = multiprocessing.get_context("fork").Process(target=threading.Event().wait, daemon=True)
 daemon.start()
-threading._register_atexit(tell, "threading's atexit")
-atexit.register(tell, "atexit 5: the last")
-tell("the last line")
+threading._register_atexit(write_line, "threading's atexit")
+atexit.register(write_line, "atexit 5: the last")
+write_line("the last line")
 if "raise" in sys.argv:
     raise RuntimeError("at the end")
 if "exit" in sys.argv:

@@ -8,7 +8,7 @@ import time
 rank = os.environ["RANK"]
 
 
-def told(number: int, _: object) -> None:
+def on_signal(number: int, _: object) -> None:
     print(f"rank {rank} got {signal.Signals(number).name}", flush=True)
     if number == signal.SIGTERM:
         time.sleep(1)
@@ -16,8 +16,8 @@ def told(number: int, _: object) -> None:
         sys.exit(0)
 
 
-signal.signal(signal.SIGUSR1, told)
-signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGUSR1, on_signal)
+signal.signal(signal.SIGTERM, on_signal)
 print("ready", flush=True)
 while True:
     time.sleep(60)

@@ -7,12 +7,12 @@ import time
 rank = os.environ.get("RANK", "0")
 
 
-def told(number, frame):
+def on_signal(number, frame):
     print(f"got {signal.Signals(number).name} {rank}\n", end="", flush=True)
 
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, told)
+    signal.signal(number, on_signal)
 print(f"ready {rank} {os.getpid()}\n", end="", flush=True)
 while True:
     time.sleep(600)

@@ -15,7 +15,7 @@ from phalanx.contract import events
 from phalanx.launcher.runs import event_cursor, finished_run, run_folder
 from phalanx.launcher.runs.run_folder import RunFolder, RunRecord
 from phalanx.launcher.viewers import views
-from tests.launcher.viewers.nodes import play, received, until
+from tests.launcher.viewers.nodes import received, run_async, until
 
 
 def test_parts_are_bounded_and_in_the_order_of_time(tmp_path: Path, monkeypatch: Any) -> None:
@@ -109,7 +109,7 @@ def test_a_run_without_an_agent_is_read_from_its_files(tmp_path: Path) -> None:
         assert [(line.rank, line.line) for line in found] == [(0, "0.1 warns"), (1, "1.1 warns")]
         assert "failed (1)" in (await source.why()).report
 
-    play(work)
+    run_async(work)
 
 
 def test_a_run_of_another_host_is_followed_on_a_shared_disk(tmp_path: Path, monkeypatch: Any) -> None:
@@ -146,5 +146,5 @@ def test_a_run_of_another_host_is_followed_on_a_shared_disk(tmp_path: Path, monk
         assert await receiving == ["one", "in two pieces", "S", "end"]
         assert not source.alive
 
-    play(work)
+    run_async(work)
     folder.close()

@@ -82,8 +82,8 @@ class SampledAgent:
         self.links = FakeLinks()
         self.rpc = NodeRpc(self.links)
         self.folder = RunFolder(str(folder))
-        self.told: list[events.AnyEvent] = []
-        self.folder.listeners.append(lambda line: self.told.append(events.decode(line)))
+        self.recorded: list[events.AnyEvent] = []
+        self.folder.listeners.append(lambda line: self.recorded.append(events.decode(line)))
         self.plan = plan
         agent: Any = SimpleNamespace(attempt=self.attempt, plan=plan)
         self.collector = Collector(agent, self.links, self.rpc, self.folder)
@@ -112,7 +112,7 @@ class SampledAgent:
         self.rpc.receive(rank, messages.RpcFrame(kind="telemetry", number=0, content=content))
 
     def of(self, kind: Any) -> list[Any]:
-        return [event for event in self.told if isinstance(event, kind)]
+        return [event for event in self.recorded if isinstance(event, kind)]
 
     def close(self) -> None:
         self.probe.close()
@@ -121,24 +121,24 @@ class SampledAgent:
         self.folder.close()
 
 
-Play = Callable[[Callable[[SampledAgent], Coroutine[Any, Any, None]]], None]
+RunAgent = Callable[[Callable[[SampledAgent], Coroutine[Any, Any, None]]], None]
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    async def played(act: Callable[[SampledAgent], Coroutine[Any, Any, None]]) -> None:
+def run_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunAgent:
+    async def run(act: Callable[[SampledAgent], Coroutine[Any, Any, None]]) -> None:
         scene = SampledAgent(tmp_path, monkeypatch)
         try:
             await act(scene)
         finally:
             scene.close()
 
-    return lambda act: asyncio.run(played(act))
+    return lambda act: asyncio.run(run(act))
 
 
-def test_the_leader_waits_for_the_samples_of_other_nodes(play: Play, tmp_path: Path) -> None:
+def test_the_leader_waits_for_the_samples_of_other_nodes(run_agent: RunAgent, tmp_path: Path) -> None:
     links.keep(str(tmp_path), [LinkMeasured(one="host1", other="host2", latency=1e-5, there=1e9, back=2e9)], 7.0)
-    play(_together)
+    run_agent(_together)
 
 
 async def _together(scene: SampledAgent) -> None:
@@ -191,8 +191,8 @@ async def _together(scene: SampledAgent) -> None:
     assert (known.measured, known.pairs[0].there) == (7.0, 1e9)
 
 
-def test_with_many_nodes_a_sample_covers_several_seconds(play: Play) -> None:
-    play(_many_nodes)
+def test_with_many_nodes_a_sample_covers_several_seconds(run_agent: RunAgent) -> None:
+    run_agent(_many_nodes)
 
 
 async def _many_nodes(scene: SampledAgent) -> None:
@@ -226,8 +226,8 @@ async def _many_nodes(scene: SampledAgent) -> None:
     assert silent[-1] > 12.0
 
 
-def test_samples_of_a_node_with_a_wrong_clock_are_used(play: Play) -> None:
-    play(_wrong_clock)
+def test_samples_of_a_node_with_a_wrong_clock_are_used(run_agent: RunAgent) -> None:
+    run_agent(_wrong_clock)
 
 
 async def _wrong_clock(scene: SampledAgent) -> None:
@@ -238,8 +238,8 @@ async def _wrong_clock(scene: SampledAgent) -> None:
     assert scene.of(events.ClusterSample)[-1].ranks[1].phases == "b" * 10
 
 
-def test_samples_of_the_previous_attempt_are_dropped(play: Play) -> None:
-    play(_again)
+def test_samples_of_the_previous_attempt_are_dropped(run_agent: RunAgent) -> None:
+    run_agent(_again)
 
 
 async def _again(scene: SampledAgent) -> None:
@@ -253,14 +253,14 @@ async def _again(scene: SampledAgent) -> None:
     assert [sample.rank for sample in scene.of(events.ClusterSample)[-1].ranks] == [0]
 
 
-def test_a_follower_sends_its_samples_and_collects_after_a_failover(play: Play) -> None:
-    play(_follow)
+def test_a_follower_sends_its_samples_and_collects_after_a_failover(run_agent: RunAgent) -> None:
+    run_agent(_follow)
 
 
 async def _follow(scene: SampledAgent) -> None:
     scene.links.leads, scene.links.skew = False, 5.0
     scene.second()
-    assert scene.told == []
+    assert scene.recorded == []
     (frame,) = scene.links.sent
     assert frame.kind == "telemetry"
     seen = collector._decoder.decode(node_sampler._sections.decode(frame.content)["samples"])
@@ -274,8 +274,8 @@ async def _follow(scene: SampledAgent) -> None:
     assert len(scene.of(events.RankInfos)) == 1
 
 
-def test_a_dead_rank_is_shown_until_it_is_replaced(play: Play) -> None:
-    play(_dead)
+def test_a_dead_rank_is_shown_until_it_is_replaced(run_agent: RunAgent) -> None:
+    run_agent(_dead)
 
 
 async def _dead(scene: SampledAgent) -> None:
@@ -296,8 +296,8 @@ async def _dead(scene: SampledAgent) -> None:
     assert (sample.state, sample.phases) in (("R", "." * 10), ("S", "." * 10))
 
 
-def test_printed_metrics_are_used_until_the_script_reports_its_own(play: Play) -> None:
-    play(_printed)
+def test_printed_metrics_are_used_until_the_script_reports_its_own(run_agent: RunAgent) -> None:
+    run_agent(_printed)
 
 
 async def _read(scene: SampledAgent) -> None:
@@ -310,8 +310,8 @@ async def _printed(scene: SampledAgent) -> None:
     log = Path(scene.worker.folder, "stdout.log")
     log.write_text("nothing\n" * 100_000 + "step 5/9 loss 0.25\n")
     await _read(scene)
-    (told,) = scene.of(events.MetricsMeasured)
-    assert (told.step, told.total, told.values, told.samples) == (5, 9, {"loss": 0.25}, -1.0)
+    (recorded,) = scene.of(events.MetricsMeasured)
+    assert (recorded.step, recorded.total, recorded.values, recorded.samples) == (5, 9, {"loss": 0.25}, -1.0)
     scene.page.step(70, 1)
     with log.open("a") as file:
         file.write("loss nan\n")
@@ -345,7 +345,7 @@ async def _printed(scene: SampledAgent) -> None:
     )
 
 
-def test_a_log_that_cannot_be_opened_does_not_block_sampling(play: Play, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_opened_does_not_block_sampling(run_agent: RunAgent, tmp_path: Path) -> None:
     log, ends = tmp_path / "stdout.log", []
     os.mkfifo(log)  # opening it blocks until there is a writer
 
@@ -360,5 +360,5 @@ def test_a_log_that_cannot_be_opened_does_not_block_sampling(play: Play, tmp_pat
         await scene.collector.end()
         ends.append(os.open(log, os.O_RDWR))
 
-    play(act)
+    run_agent(act)
     os.close(ends[0])

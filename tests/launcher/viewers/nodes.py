@@ -101,7 +101,7 @@ async def nodes(folder: Path, count: int = 1) -> AsyncIterator[list[Node]]:
             node.close()
 
 
-def play(work: Callable[[], Awaitable[None]]) -> None:
+def run_async(work: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
         async with asyncio.timeout(240):
             await work()

@@ -16,7 +16,7 @@ from phalanx.contract import events
 from phalanx.errors import LaunchError
 from phalanx.launcher.ipc import control_socket
 from phalanx.launcher.viewers import event_server, viewer, views
-from tests.launcher.viewers.nodes import Node, nodes, play, received, until
+from tests.launcher.viewers.nodes import Node, nodes, received, run_async, until
 
 
 def test_viewers_receive_past_and_new_events_once(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_viewers_receive_past_and_new_events_once(tmp_path: Path) -> None:
             await happening
             assert all_viewers == [[*expected, "end"]] * 5
 
-    play(work)
+    run_async(work)
 
 
 def test_a_slow_viewer_loses_samples_first_and_is_dropped_later(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_slow_viewer_loses_samples_first_and_is_dropped_later(tmp_path: Path) 
                 assert (await received(views.of(node.record)))[-1] == "end"
                 slow.close()
 
-    play(work)
+    run_async(work)
 
 
 def test_the_number_of_viewers_is_limited(tmp_path: Path, monkeypatch: Any) -> None:
@@ -84,7 +84,7 @@ def test_the_number_of_viewers_is_limited(tmp_path: Path, monkeypatch: Any) -> N
             assert await received(views.of(node.record), until="begins") == ["begins"]
             second.close()
 
-    play(work)
+    run_async(work)
 
 
 def test_silent_connections_do_not_block_the_control_socket(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_silent_connections_do_not_block_the_control_socket(tmp_path: Path) -> N
                 silent_callers[0].settimeout(10)
                 assert await asyncio.to_thread(silent_callers[0].recv, 1) == b""
 
-    play(work)
+    run_async(work)
 
 
 def test_a_viewer_reconnects_without_duplicate_events(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_viewer_reconnects_without_duplicate_events(tmp_path: Path) -> None:
             words = [f"{word} {number}" for number in range(3) for word in ("before", "meanwhile")]
             assert await receiving == ["begins", *words, "end"]
 
-    play(work)
+    run_async(work)
 
 
 def test_a_disconnected_viewer_reads_the_rest_from_the_files(tmp_path: Path) -> None:
@@ -131,16 +131,16 @@ def test_a_disconnected_viewer_reads_the_rest_from_the_files(tmp_path: Path) -> 
             seen: list[str] = []
             receiving = asyncio.create_task(received(source, found=seen))
             await until(lambda: bool(node.server._viewers))
-            node.note("heard")
-            await until(lambda: "heard" in seen)
+            node.note("received")
+            await until(lambda: "received" in seen)
             os.unlink(os.path.join(node.folder.path, "control"))
             node.server.close()
             node.note("missed")
             node.folder.event(events.RunEnded(time=time.time(), code=1, seconds=1.0))
             node.folder.ended(1)
-            assert await receiving == ["begins", "heard", "missed", "end"]
+            assert await receiving == ["begins", "received", "missed", "end"]
 
-    play(work)
+    run_async(work)
 
 
 @pytest.mark.parametrize("waiting", [0, 1], ids=["stopped", "stopped, and others wait"])

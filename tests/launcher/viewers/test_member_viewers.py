@@ -15,7 +15,7 @@ from phalanx.launcher.ipc.control_messages import SearchReply
 from phalanx.launcher.ipc.node_rpc import RequestHandler
 from phalanx.launcher.viewers import event_server, log_queries, views
 from phalanx.watch.source import SearchResult
-from tests.launcher.viewers.nodes import Node, nodes, play, received, until
+from tests.launcher.viewers.nodes import Node, nodes, received, run_async, until
 
 
 def replies(content: bytes | None) -> RequestHandler:
@@ -53,7 +53,7 @@ def test_invalid_replies_of_one_node_do_not_hide_the_others(tmp_path: Path, monk
             assert [line.rank for line in found] == [0, 1, 2]
             assert note.line == "node 3 has not answered within 1 s"
 
-    play(work)
+    run_async(work)
 
 
 def test_viewers_of_a_member_receive_the_events_of_the_leader(tmp_path: Path, monkeypatch: Any) -> None:
@@ -89,7 +89,7 @@ def test_viewers_of_a_member_receive_the_events_of_the_leader(tmp_path: Path, mo
             leader.note("later")
             assert not leader.server._members
 
-    play(work)
+    run_async(work)
 
 
 def test_a_member_that_was_stopped_receives_what_it_missed(tmp_path: Path, monkeypatch: Any) -> None:
@@ -106,7 +106,7 @@ def test_a_member_that_was_stopped_receives_what_it_missed(tmp_path: Path, monke
             leader.server.end(0, 1.0)
             assert await receiving == ["begins", "missed", "end"]
 
-    play(work)
+    run_async(work)
 
 
 def test_the_stream_continues_after_a_failover(tmp_path: Path, monkeypatch: Any) -> None:
@@ -128,15 +128,15 @@ def test_the_stream_continues_after_a_failover(tmp_path: Path, monkeypatch: Any)
             await until(lambda: all("and more" in words for words in seen.values()))
             heir.server.end(0, 1.0)
             for task in receiving:
-                told = await task
-                assert [word for word in told if word != "begins"] == [
+                states = await task
+                assert [word for word in states if word != "begins"] == [
                     "the last of the first",
                     "the first of the second",
                     "and more",
                     "end",
                 ]
 
-    play(work)
+    run_async(work)
 
 
 def test_a_node_that_has_not_joined_shows_its_own_events(tmp_path: Path, monkeypatch: Any) -> None:
@@ -156,4 +156,4 @@ def test_a_node_that_has_not_joined_shows_its_own_events(tmp_path: Path, monkeyp
             leader.server.end(0, 1.0)
             assert await receiving == ["begins", "waits for node 0", "begins", "long ago", "end"]
 
-    play(work)
+    run_async(work)

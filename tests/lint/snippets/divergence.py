@@ -147,9 +147,9 @@ GOOD: dict[str, dict[str, str]] = {
         "replaced by what one decided": """
             for step in range(100):
                 stop = time.time() - began > 60
-                told = [stop]
-                dist.broadcast_object_list(told, 0)
-                stop = told[0]
+                decision = [stop]
+                dist.broadcast_object_list(decision, 0)
+                stop = decision[0]
                 if stop:
                     break
         """,

@@ -51,8 +51,8 @@ class NoisyShards(NoisyStream):
         return NoisyShards(self.length + index, 100 * index)  # of different lengths
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        for number, heard in super().__iter__():
-            yield self.start + number, heard
+        for number, drawn in super().__iter__():
+            yield self.start + number, drawn
 
 
 class NoisyStatefulStream(StatefulStream):
@@ -90,10 +90,10 @@ class NoisyStatefulIterator(StatefulStream):
 
 def masked(samples: list[Any]) -> tuple[list[int], torch.Tensor]:
     """Collate, and draw random numbers for it."""
-    return [index for index, _ in samples], torch.stack([heard for _, heard in samples]) + noise()
+    return [index for index, _ in samples], torch.stack([drawn for _, drawn in samples]) + noise()
 
 
-def heard(loader: Loader, steps: int | None = None) -> list[tuple[list[int], list[list[float]]]]:
+def drawn(loader: Loader, steps: int | None = None) -> list[tuple[list[int], list[list[float]]]]:
     found = []
     for indices, sounds in islice(loader, steps):
         found.append((indices, sounds.tolist()))
@@ -109,7 +109,7 @@ def test_a_resumed_run_draws_the_same_random_numbers(make_data: Any, workers: in
         return loaders_of(make_data(14), 1, batch_size=2, drop_last=False, num_workers=workers, collate_fn=masked)[0]
 
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    whole = heard(make())
+    whole = drawn(make())
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     before = make()
     batches = iter(before)
@@ -119,7 +119,7 @@ def test_a_resumed_run_draws_the_same_random_numbers(make_data: Any, workers: in
     after.load_state_dict(restored(before.state_dict()))
     assert (after.state_dict()["workers"] is not None) is isinstance(before.dataset, StatefulStream)
     del batches
-    assert done + heard(after) == whole
+    assert done + drawn(after) == whole
     assert len({sound for _, sounds in whole for row in sounds for sound in row}) == 3 * len(
         [index for indices, _ in whole for index in indices]
     )
@@ -167,4 +167,4 @@ def test_seeds_of_a_worker_init_function_are_kept() -> None:
     dataset = Noisy(4)
     (loader,) = loaders_of(dataset, 1, batch_size=2, num_workers=1, worker_init_fn=mine, collate_fn=masked)
     dice = random.Random(0)
-    assert heard(loader)[0][1][0][0] == pytest.approx(dice.random() + [dice.random() for _ in range(2)][1])
+    assert drawn(loader)[0][1][0][0] == pytest.approx(dice.random() + [dice.random() for _ in range(2)][1])

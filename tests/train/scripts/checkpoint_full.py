@@ -14,15 +14,15 @@ from phalanx.train.checkpoint import CheckpointError, Checkpoints, export
 folder = sys.argv[1]
 small, big = nn.Linear(512, 512), nn.Linear(2048, 2048)
 want = small.weight.detach().clone()
-told: list[str] = []
-checkpoints = Checkpoints(folder, buffers=1, say=told.append)
+messages: list[str] = []
+checkpoints = Checkpoints(folder, buffers=1, say=messages.append)
 checkpoints.save(1, {"model": small})
 checkpoints.wait()
 
 # It is reported; training and later saves continue.
 checkpoints.save(2, {"model": big})
 checkpoints.save(3, {"model": big})  # needs the buffer, so the other save must have finished
-(line,) = told
+(line,) = messages
 assert line.startswith("phalanx: the checkpoint of step 2 was not written"), line
 assert "No space left on device" in line, line
 with pytest.raises(CheckpointError, match="step 3 was not written"):
@@ -35,7 +35,7 @@ assert info.step == 1
 assert torch.equal(small.weight, want)
 checkpoints.save(4, {"model": small})  # which fits
 checkpoints.close()
-assert len(told) == 1, told
+assert len(messages) == 1, messages
 latest = Checkpoints(folder).latest()
 assert latest is not None
 assert latest.step == 4
@@ -57,7 +57,7 @@ with Checkpoints(folder) as checkpoints:
 assert sorted(os.listdir(folder)) == [".lock", "step-000000000004", "step-000000000006"], os.listdir(folder)
 
 # The next one replaces an older one, if there is no room for both. The newest is kept.
-with Checkpoints(folder, say=told.append) as checkpoints:
+with Checkpoints(folder, say=messages.append) as checkpoints:
     assert not checkpoints.make_room()  # there is room
     with open(f"{folder}/ballast", "wb", buffering=0) as file:
         while file.write(bytes(4096)) and os.statvfs(folder).f_bavail:
@@ -66,7 +66,7 @@ with Checkpoints(folder, say=told.append) as checkpoints:
     with pytest.raises(CheckpointError, match="step 7 was not written"):
         checkpoints.wait()
     assert checkpoints.make_room()
-    assert told[-1].startswith("phalanx: removed step-000000000004 from"), told
+    assert messages[-1].startswith("phalanx: removed step-000000000004 from"), messages
     checkpoints.save(7, {"model": small})
     checkpoints.wait()
 names = sorted(os.listdir(folder))

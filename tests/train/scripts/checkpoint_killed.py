@@ -48,12 +48,12 @@ def fill(kept: dict[str, Any], step: int) -> None:
     kept["data"].consumed = step
 
 
-def forked(play: Callable[[], None]) -> int:
+def forked(in_child: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            play()
+            in_child()
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -71,14 +71,14 @@ def ended(pid: int) -> int:
 def check(folder: str, at_least: int) -> None:
     """Check in a separate process, as after a restart."""
 
-    def play() -> None:
+    def in_child() -> None:
         kept = things()
         fill(kept, -1)
-        told: list[str] = []
-        found = Checkpoints(folder, say=told.append)
+        pipe: list[str] = []
+        found = Checkpoints(folder, say=pipe.append)
         info = found.load(kept)
         step = info.step if info else 0
-        assert not told, told
+        assert not pipe, pipe
         assert step >= at_least, f"step {step} is left, {at_least} was committed"
         if info:
             values = [*kept["model"].parameters(), *kept["head"].parameters()]
@@ -86,7 +86,7 @@ def check(folder: str, at_least: int) -> None:
             assert (kept["data"].consumed, info.extra) == (step, {"step": step})
         found.close()
 
-    assert ended(forked(play)) == 0
+    assert ended(forked(in_child)) == 0
 
 
 def kill_before(number: int) -> None:
@@ -109,14 +109,14 @@ def kill_before(number: int) -> None:
         setattr(module, name, counted)
 
 
-def save(folder: str, steps: range, told: int) -> None:
+def save(folder: str, steps: range, pipe: int) -> None:
     kept = things()
     with Checkpoints(folder, keep_last=2, keep_best=1) as saver:
         for step in steps:
             fill(kept, step)
             saver.save(step, kept, {"step": step}, {"loss": 1 / step})
             saver.wait()
-            os.write(told, step.to_bytes(4, "big"))
+            os.write(pipe, step.to_bytes(4, "big"))
 
 
 def committed(pipe: int) -> int:
@@ -140,11 +140,11 @@ def points(folder: str) -> None:
         shutil.copytree(before, place)
         read, write = os.pipe()
 
-        def play(place: str = place, number: int = number, write: int = write) -> None:
+        def in_child(place: str = place, number: int = number, write: int = write) -> None:
             kill_before(number)
             save(place, range(4, 6), write)
 
-        pid = forked(play)
+        pid = forked(in_child)
         os.close(write)
         code = ended(pid)
         check(place, max(3, committed(read)))
@@ -195,8 +195,8 @@ def ranks(folder: str) -> None:
             shutil.copytree(before, place)
             read, write = os.pipe()
 
-            def play(
-                rank: int, place: str = place, told: int = write, point: int = number, victim: int = victim
+            def in_child(
+                rank: int, place: str = place, pipe: int = write, point: int = number, victim: int = victim
             ) -> None:
                 store = dist.FileStore(f"{place}.store", 2)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -211,11 +211,11 @@ def ranks(folder: str) -> None:
                             saver.save(step, kept, {"step": step}, {"loss": 1 / step})
                         saver.wait()
                         if rank == 0:
-                            os.write(told, (6).to_bytes(4, "big"))
+                            os.write(pipe, (6).to_bytes(4, "big"))
                 except RuntimeError:  # raised by gloo: it has lost the other rank
                     os._exit(3)
 
-            pids = [forked(lambda rank=rank: play(rank)) for rank in range(2)]
+            pids = [forked(lambda rank=rank: in_child(rank)) for rank in range(2)]
             os.close(write)
             code = ended(pids[victim])
             if code != 0 and number % 2:

@@ -50,7 +50,7 @@ class Gloo:
         return self.gather(obj)[src]
 
 
-def ranks(world_size: int, play: Callable[[int], None], expected: Sequence[int] = ()) -> None:
+def ranks(world_size: int, run_rank: Callable[[int], None], expected: Sequence[int] = ()) -> None:
     """Fork this many ranks, and check that they end as expected; default: successfully."""
     with tempfile.NamedTemporaryFile(delete=False) as store:
         pass
@@ -63,7 +63,7 @@ def ranks(world_size: int, play: Callable[[int], None], expected: Sequence[int] 
                 dist.init_process_group(
                     "gloo", store=dist.FileStore(store.name, world_size), rank=rank, world_size=world_size
                 )
-                play(rank)
+                run_rank(rank)
                 dist.destroy_process_group()
                 code = 0
             except BaseException:
@@ -123,7 +123,7 @@ def resume(folder: str) -> None:
     stages = [("ddp", 2), ("fsdp", 3), ("single", 1), ("fsdp", 2), ("ddp", 3), ("fsdp", 1)]
     for number, (strategy, world_size) in enumerate(stages):
 
-        def play(rank: int, number: int = number, strategy: str = strategy, world_size: int = world_size) -> None:
+        def run_rank(rank: int, number: int = number, strategy: str = strategy, world_size: int = world_size) -> None:
             model = wrapped(strategy, world_size)
             named = dict(model.named_parameters())
             adam = torch.optim.AdamW([named[name] for name in named if "brief" not in name], lr=0.1, fused=True)
@@ -161,13 +161,13 @@ def resume(folder: str) -> None:
             with pytest.raises(CheckpointError, match="No such file or directory"):
                 export(model, f"{folder}/nowhere/{number}.safetensors", Gloo())
 
-        ranks(world_size, play)
+        ranks(world_size, run_rank)
 
 
 def one_fails(folder: str) -> None:
     """Rank 1 can write only a few pages: all ranks get the error, and earlier checkpoints are kept."""
 
-    def play(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         torch.manual_seed(3)
         model = nn.Linear(64, 1024)
         want = model.weight.detach().clone()
@@ -192,25 +192,25 @@ def one_fails(folder: str) -> None:
             checkpoints.wait()
             assert checkpoints.latest().step == 3
 
-    ranks(2, play)
+    ranks(2, run_rank)
 
 
 def not_shared(folder: str) -> None:
     """Every rank has its own folder, as on a disk that nodes do not share."""
 
-    def play(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         with Checkpoints(f"{folder}/{rank}", Gloo()) as checkpoints:
             with pytest.raises(CheckpointError, match="not all ranks see the same folder") as caught:
                 checkpoints.save(1, {"model": nn.Linear(2, 2)})
             assert "rank 1" in caught.value.details[0]
 
-    ranks(2, play)
+    ranks(2, run_rank)
 
 
 def one_dies(folder: str) -> None:
     """Rank 1 is killed while it writes: there is no checkpoint of that step, and rank 0 does not wait forever."""
 
-    def play(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         model = nn.Linear(64, 1024)
         checkpoints = Checkpoints(folder, Gloo())
         checkpoints.save(1, {"model": model})
@@ -227,16 +227,16 @@ def one_dies(folder: str) -> None:
         assert Checkpoints(folder).load({"model": model}).step == 1
         os._exit(0)  # the other rank is dead: no orderly shutdown
 
-    ranks(2, play, [0, -signal.SIGKILL])
+    ranks(2, run_rank, [0, -signal.SIGKILL])
 
 
 def one_is_bad(folder: str) -> None:
     """A file of rank 1 is missing, another is corrupted: all ranks skip those, and rank 0 reports it."""
 
-    def play(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
-        told: list[str] = []
-        with Checkpoints(folder, Gloo(), keep_last=9, say=told.append) as checkpoints:
+        messages: list[str] = []
+        with Checkpoints(folder, Gloo(), keep_last=9, say=messages.append) as checkpoints:
             for step in (1, 2, 3):
                 with torch.no_grad():
                     for parameter in model.parameters():
@@ -252,20 +252,20 @@ def one_is_bad(folder: str) -> None:
             assert checkpoints.load({"model": model}).step == 1
         assert all(bool((parameter == 1).all()) for parameter in model.parameters())
         if rank == 0:
-            gone, flipped = told
+            gone, flipped = messages
             assert "step-000000000003/rank-00001.safetensors: No such file or directory" in gone
             assert "step-000000000002/rank-00001.safetensors: model." in flipped
             assert ": checksum is " in flipped
         else:
-            assert told == []
+            assert messages == []
 
-    ranks(2, play)
+    ranks(2, run_rank)
 
 
 def no_entry(folder: str) -> None:
     """An error of rank 0 when reading or writing is the same on all ranks, and none keeps waiting."""
 
-    def play(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         os.seteuid(65534)
         checkpoints = Checkpoints(f"{folder}/closed/inside", Gloo())
         with pytest.raises(CheckpointError, match=r"no checkpoint can be written to .*: Permission denied"):
@@ -275,13 +275,13 @@ def no_entry(folder: str) -> None:
         os.seteuid(0)
 
     os.makedirs(f"{folder}/closed", mode=0o700)
-    ranks(2, play)
+    ranks(2, run_rank)
 
 
 def skips(folder: str) -> None:
     """Ranks agree on whether a save is skipped."""
 
-    def play(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         model = nn.Linear(256, 256)
         with Checkpoints(folder, Gloo(), busy="skip", buffers=1, keep_last=100) as checkpoints:
             done = [step for step in range(1, 40) if checkpoints.save(step, {"model": model})]
@@ -292,13 +292,16 @@ def skips(folder: str) -> None:
             names = sorted(name for name in os.listdir(folder) if name.startswith("step"))
             assert names == [f"step-{step:012d}" for step in done], (names, done)
 
-    ranks(2, play)
+    ranks(2, run_rank)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    plays = {play.__name__: play for play in (resume, one_fails, one_dies, one_is_bad, no_entry, not_shared, skips)}
+    scenarios = {
+        scenario.__name__: scenario
+        for scenario in (resume, one_fails, one_dies, one_is_bad, no_entry, not_shared, skips)
+    }
     for name in sys.argv[2:]:
         os.mkdir(f"{sys.argv[1]}/{name}")
-        plays[name](f"{sys.argv[1]}/{name}")
+        scenarios[name](f"{sys.argv[1]}/{name}")
         print(f"{name} done", flush=True)

@@ -67,7 +67,7 @@ def padded() -> Any:
     """81 samples in steps of 16: the last has 1, so rank 0 has 7 samples of padding and the other rank only padding."""
     found: dict[str, Any] = {"plain": plain([[part] for part in parts(16)] * 2)}
     for name in ("each", "mean"):
-        with phalanx.Run(phalanx.init()) as run, warnings.catch_warnings(record=True) as told:
+        with phalanx.Run(phalanx.init()) as run, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             net = run.wrap(mlp())
             opt = sgd(net)
@@ -78,7 +78,7 @@ def padded() -> Any:
                     run.backward(losses if name == "each" else losses.mean())
                     run.step(opt)
             found[name] = weights(net)
-            found[f"{name} told"] = [str(warning.message) for warning in told]
+            found[f"{name} warnings"] = [str(warning.message) for warning in caught]
     return found
 
 
@@ -244,7 +244,7 @@ class Mine(torch.utils.data.Dataset):
 
 def looped(data: Any, wrap: str = "run", how: str = "run", *, direct: bool = False) -> list[str]:
     """Return the warnings of a training with `data`. `direct`: its loop does not use `run.batches`."""
-    with phalanx.Run(phalanx.init()) as run, warnings.catch_warnings(record=True) as told:
+    with phalanx.Run(phalanx.init()) as run, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = mlp()
         model[0].weight.requires_grad_(how != "frozen")
@@ -273,7 +273,7 @@ def looped(data: Any, wrap: str = "run", how: str = "run", *, direct: bool = Fal
         run.group.barrier()  # all ranks have published their values, before rank 0 reads them a last time
         if wrap == "torch":
             net.reducer = net.logger = None
-    return [str(warning.message) for warning in told]
+    return [str(warning.message) for warning in caught]
 
 
 @question

@@ -19,9 +19,9 @@ class Party:
         dist.init_process_group("gloo")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        told = [obj]
-        dist.broadcast_object_list(told, src)
-        return told[0]
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
 
     def before_close(self, call: Callable[[], object]) -> None:
         self._calls.append(call)

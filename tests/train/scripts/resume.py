@@ -83,7 +83,7 @@ def train(run: phalanx.Run) -> None:
                 return  # an earlier process has done it
             os.kill(os.getpid(), signal.SIGKILL)
 
-    note(resumed=run.steps, told=data.state_dict()["workers"] is not None)
+    note(resumed=run.steps, workers_known=data.state_dict()["workers"] is not None)
     for epoch in run.epochs(EPOCHS):
         for index, x, y in run.batches(data):
             die("forward")

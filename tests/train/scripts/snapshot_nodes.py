@@ -107,7 +107,7 @@ class Rank:
         self.run.group.close()
 
 
-def play(nodes: Nodes, names: list[str], how: str, act: Callable[[Rank], Any]) -> list[Any]:
+def run_ranks(nodes: Nodes, names: list[str], how: str, act: Callable[[Rank], Any]) -> list[Any]:
     def body() -> Any:
         torch.set_num_threads(1)
         rank = Rank(nodes, names, how)
@@ -122,16 +122,16 @@ def play(nodes: Nodes, names: list[str], how: str, act: Callable[[Rank], Any]) -
 def main() -> None:
     three: Nodes = ((0, 1), (2,))
     with memories(MIB, MIB, MIB) as names:
-        before = play(three, names[:2], "fsdp", lambda rank: [rank.step(number) for number in (1, 2, 3)])
+        before = run_ranks(three, names[:2], "fsdp", lambda rank: [rank.step(number) for number in (1, 2, 3)])
         assert before[0] == before[1] == before[2]
         # Node 1 is lost, and node 0 has a copy of rank 2's part. Two ranks continue, one of them on a new node.
         left = [names[0], names[2]]
-        after = play(((0,), (1,)), left, "fsdp", Rank.restored)
+        after = run_ranks(((0,), (1,)), left, "fsdp", Rank.restored)
         assert after == [(3, 3, before[0][2])] * 2, after
         print("a lost node's part is with its neighbour", flush=True)
 
         # The same memory works with DDP, because shards are identified by their position in the whole.
-        assert play(((0,),), left[:1], "ddp", Rank.restored) == [(3, 3, before[0][2])]
+        assert run_ranks(((0,),), left[:1], "ddp", Rank.restored) == [(3, 3, before[0][2])]
         print("another number of ranks, and no shards", flush=True)
 
         def spoil(rank: Rank) -> Any:
@@ -143,21 +143,21 @@ def main() -> None:
             os.close(fd)
             return *rank.restored(), rank.said
 
-        (found,) = play(((0,),), left[:1], "fsdp", spoil)
+        (found,) = run_ranks(((0,),), left[:1], "fsdp", spoil)
         assert found[:3] == (2, 2, before[0][1]), found
         assert "the snapshot of step 3 is not used: the part of rank 1, on node 0" in found[3][0], found[3]
         print("a flipped byte is noticed", flush=True)
 
     with memories(MIB, MIB) as names:
-        before = play(three, names, "ddp", lambda rank: [rank.step(number) for number in (1, 2)])
+        before = run_ranks(three, names, "ddp", lambda rank: [rank.step(number) for number in (1, 2)])
         for node, nodes in ((0, ((0,),)), (1, ((0, 1),))):
-            after = play(nodes, names[node : node + 1], "ddp", Rank.restored)
+            after = run_ranks(nodes, names[node : node + 1], "ddp", Rank.restored)
             assert after == [(2, 2, before[0][1])] * len(nodes[0]), after
         print("without shards each node has all", flush=True)
 
     with memories(MIB, MIB) as names:
-        before = play(((0, 1),), names, "fsdp", lambda rank: [rank.step(number) for number in (1, 2)])
-        after = play(((0, 1),), names, "fsdp", Rank.restored)
+        before = run_ranks(((0, 1),), names, "fsdp", lambda rank: [rank.step(number) for number in (1, 2)])
+        after = run_ranks(((0, 1),), names, "fsdp", Rank.restored)
         assert after == [(2, 2, before[0][1])] * 2, after
         print("an agent for each rank", flush=True)
 
@@ -167,7 +167,7 @@ def main() -> None:
         return saved, rank.snapshots.off, rank.said, rank.snapshots.newest()
 
     with memories(9200) as names:
-        found = play(((0, 1),), names, "ddp", crowded)
+        found = run_ranks(((0, 1),), names, "ddp", crowded)
         assert [one[1] for one in found] == [True, True], found
         assert not any(found[0][0])
         assert "continues without snapshots in memory: rank" in found[0][2][0], found

@@ -39,9 +39,9 @@ for reduce in (group.mean, group.max) if world > 1 else ():
             raise AssertionError("different names were not noticed")
 assert group.max(torch.tensor(float(group.rank))) == world - 1
 
-told = group.broadcast({"from": group.rank, "w": torch.arange(3.0)}, src=world - 1)
-assert told["from"] == world - 1
-assert told["w"].tolist() == [0, 1, 2]
+received = group.broadcast({"from": group.rank, "w": torch.arange(3.0)}, src=world - 1)
+assert received["from"] == world - 1
+assert received["w"].tolist() == [0, 1, 2]
 for exchange in (group.broadcast, group.gather):
     with contextlib.suppress(UsageError):
         exchange(object() if group.rank == 0 else None)

@@ -10,8 +10,8 @@ from phalanx.diagnose.rank_state import LONGER, SPINS, RankState, only_late
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import Field
 
-_UNHEARD = 5.0  # seconds without a message from a node, which sends one per second
-_MUTE = 1.5  # likewise, if the node has not answered a request for evidence either
+_SILENT_AFTER = 5.0  # seconds without a message from a node, which sends one per second
+_UNRESPONSIVE_AFTER = 1.5  # likewise, if the node has not answered a request for evidence either
 _SWAPPED = 64e6  # minimum bytes of a process in swap
 _FAULTS = 50.0  # pages read back per second
 _RELEASE = "native code has to release Python's lock (Py_BEGIN_ALLOW_THREADS) around what takes long"
@@ -26,7 +26,7 @@ def lost_nodes(evidence: Evidence) -> list[NodeFacts]:
     return [
         node
         for node in evidence.nodes
-        if node.lost or node.silent >= _UNHEARD or (node.silent >= _MUTE and node.node not in seen)
+        if node.lost or node.silent >= _SILENT_AFTER or (node.silent >= _UNRESPONSIVE_AFTER and node.node not in seen)
     ]
 
 
@@ -45,7 +45,7 @@ def nodes(field: Field) -> Iterator[Verdict]:
             text=f"node {name}{f' ({words.who(ranks)})' if ranks else ''} does not answer: {cause}",
             details=(seen,),
             fix="phalanx doctor checks the network to it",
-            certain=node.lost or node.silent >= _UNHEARD,
+            certain=node.lost or node.silent >= _SILENT_AFTER,
         )
 
 

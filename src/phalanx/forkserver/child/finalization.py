@@ -9,9 +9,11 @@ of `logging`, would never be finalized. Collecting frozen objects too would take
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import gc
 import io
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -60,6 +62,30 @@ def finalize() -> None:
         if id(one) not in in_use:
             call(one)
     _after()
+    if _nanobind_loaded():
+        _silence_stderr()
+
+
+def _nanobind_loaded() -> bool:
+    """Return whether an extension uses nanobind, as triton does since torch 2.15.
+
+    At exit, nanobind prints every type and function that still exists, as a bug of the extension. Here they exist on
+    purpose: modules that were imported before the fork are not cleared.
+    """
+    api = ctypes.pythonapi
+    state, of_state = api.PyInterpreterState_Get, api.PyInterpreterState_GetDict
+    state.restype = of_state.restype = ctypes.c_void_p  # a borrowed reference: with py_object, it would be released
+    of_state.argtypes = (ctypes.c_void_p,)
+    known = ctypes.cast(of_state(state()), ctypes.py_object).value
+    return any(str(name).startswith("__nb_internals") for name in known)
+
+
+def _silence_stderr() -> None:
+    """Redirect stderr to /dev/null. Every finalizer of the script has run; only code in C may still print."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by the script
+        sys.stderr.flush()
+    with contextlib.suppress(OSError), open(os.devnull, "wb", buffering=0) as nothing:
+        os.dup2(nothing.fileno(), 2)
 
 
 def _depth(kind: type) -> int:

@@ -82,7 +82,7 @@ class ForkServerConnection:
             self._resolve(message)
         elif message["is"] == "pong":
             self._pinged = False
-            self._liveness.heard()
+            self._liveness.record_answer()
         elif not self._replies.resolve(message.get("id", 0), message):
             self._on_message(message)
 

@@ -10,7 +10,7 @@ IMPORT_TIMEOUT = 600.0  # seconds for imports that are known to end: others have
 
 
 class Liveness:
-    """Counts the seconds without an answer of a process: call `heard` at each answer, `look` once per `INTERVAL`.
+    """Counts the seconds without an answer of a process. Call `record_answer` at each answer, `look` every `INTERVAL`.
 
     It counts calls and reads no clock, so that a pause of the whole machine, or of all processes of a job, does not
     count. Before its first answer the process imports, for at most `start` seconds.
@@ -28,7 +28,7 @@ class Liveness:
         """Return whether it has ever answered."""
         return self._answered
 
-    def heard(self) -> None:
+    def record_answer(self) -> None:
         """Record an answer."""
         self._answered = True
         self._silent = 0.0

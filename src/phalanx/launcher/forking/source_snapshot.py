@@ -29,7 +29,7 @@ class SourceSnapshot:
     def __init__(self, command: Command, environ: Mapping[str, str], cwd: str | None = None) -> None:
         self._texts: dict[str, bytes] = {}
         self._stamps: dict[str, Stamp | None] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._cwd = cwd if cwd is not None else os.getcwd()
         if command.kind in ("script", "module"):
             self._roots = local_roots(command.path0 or "", environ.get("PYTHONPATH", ""), self._cwd)
@@ -101,10 +101,10 @@ class SourceSnapshot:
 
     def tell(self, changed: Mapping[str, bytes], note: Callable[[str], None]) -> None:
         """Report files that have changed, once each."""
-        new = [path for path in self._texts if path in changed and path not in self._told]
+        new = [path for path in self._texts if path in changed and path not in self._reported]
         if not new:
             return
-        self._told.update(new)
+        self._reported.update(new)
         names = ", ".join(os.path.relpath(path, self._cwd) for path in new[:3])
         more = f" and {len(new) - 3} more" if len(new) > 3 else ""
         have = "has" if len(new) == 1 else "have"

@@ -24,7 +24,7 @@ _OF_TASKS = (
 
 
 def hand_over(
-    allocation: Allocation, argv: Sequence[str], environ: Mapping[str, str], *, workers_told: bool
+    allocation: Allocation, argv: Sequence[str], environ: Mapping[str, str], *, workers_given: bool
 ) -> NoReturn:
     """Replace this process by srun, so that Slurm's signals reach srun, which forwards them to all tasks."""
     srun = shutil.which("srun", path=environ.get("PATH"))
@@ -38,14 +38,14 @@ def hand_over(
     kept.setdefault(TOKEN, tokens.new())
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(srun, words(allocation, argv, workers_told=workers_told), kept)
+    os.execve(srun, words(allocation, argv, workers_given=workers_given), kept)
 
 
-def words(allocation: Allocation, argv: Sequence[str], *, workers_told: bool) -> list[str]:
+def words(allocation: Allocation, argv: Sequence[str], *, workers_given: bool) -> list[str]:
     """Return the srun command: one task per node with all its devices, and as many ranks as the job has tasks there."""
     count = len(allocation.hosts)
     workers = []
-    if not workers_told and any(tasks > 1 for tasks in allocation.tasks):
+    if not workers_given and any(tasks > 1 for tasks in allocation.tasks):
         workers = ["-g", ",".join(map(str, allocation.tasks))]
     return [
         "srun",

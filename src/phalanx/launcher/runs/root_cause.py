@@ -13,6 +13,9 @@ from phalanx.forkserver import paths
 from phalanx.launcher.output import tracebacks
 from phalanx.launcher.output.tracebacks import TracebackReport
 
+# pybind11 passes KeyboardInterrupt on as another exception, with the lines of the call after it.
+_INTERRUPTED = re.compile(r"^\w+Error: .*\bKeyboardInterrupt: <EMPTY MESSAGE>\n\nAt:\n(  .*\n?)*\s*\Z", re.MULTILINE)
+
 # Errors of a healthy rank that lost a peer: a consequence, never the first cause.
 _PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|recvValue failed|sendBytes failed|remote process exited"
@@ -137,7 +140,7 @@ def names_lost_peer(exception: str) -> bool:
 def stopped_by_signal(text: str) -> bool:
     """Return whether a traceback is a consequence of Ctrl-C: an interrupt, or the loss of a peer that was stopped."""
     last = next((line for line in reversed(text.splitlines()) if line and not line.startswith(" ")), "")
-    return last.startswith("KeyboardInterrupt") or names_lost_peer(text)
+    return last.startswith("KeyboardInterrupt") or _INTERRUPTED.search(text) is not None or names_lost_peer(text)
 
 
 def reports_lost_peer(report: TracebackReport) -> bool:

@@ -135,7 +135,7 @@ class StoreProcess:
             return
         match message := json.loads(data):
             case {"is": "beat"}:
-                self._liveness.heard()
+                self._liveness.record_answer()
                 self._failed_starts = 0
             case {"is": "refused"}:
                 self._note(f"the store refused a connection of {message['who']}: only ranks of this run may connect")

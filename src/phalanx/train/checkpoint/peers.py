@@ -53,13 +53,13 @@ class SingleRank:
 
 def by_main(peers: Peers, call: Callable[[], T]) -> T:
     """Call on rank 0; return the result, or raise its error, on every rank."""
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     if peers.rank == 0:
         try:
-            told = {"got": call()}
+            outcome = {"got": call()}
         except CheckpointError as error:
-            told = {"what": error.what, "fix": error.fix}
-    told = peers.broadcast(told)
-    if "what" in told:
-        raise CheckpointError(told["what"], fix=told["fix"])
-    return told["got"]  # type: ignore[no-any-return]
+            outcome = {"what": error.what, "fix": error.fix}
+    outcome = peers.broadcast(outcome)
+    if "what" in outcome:
+        raise CheckpointError(outcome["what"], fix=outcome["fix"])
+    return outcome["got"]  # type: ignore[no-any-return]

@@ -36,7 +36,7 @@ class SaveQueue:
         # script that ends without closing still completes its saves.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_priority)
         self._failure: CheckpointError | None = None  # of the newest save that has ended
-        self._told: tuple[str, ...] = ()  # the reasons of the last reported failure
+        self._reported: tuple[str, ...] = ()  # the reasons of the last reported failure
 
     def start(self, order: SaveRequest, chunks: Sequence[Chunk]) -> None:
         """Copy the chunks, and write them in the background. There must be a free buffer."""
@@ -88,11 +88,11 @@ class SaveQueue:
         if not self._saves:
             return
         done = [[save.failure, save.outcome] for save in takewhile(lambda save: not save.under_way, self._saves)]
-        told = self._peers.gather(done, all=True)
+        answers = self._peers.gather(done, all=True)
         for place, save in enumerate(self._saves):
-            if any(one[place][0] for one in told if len(one) > place):
+            if any(one[place][0] for one in answers if len(one) > place):
                 save.give_up.set()  # on a full disk the rank may not have been able to write even the reason
-        for ended in zip(*told, strict=False):  # those that are complete on all ranks
+        for ended in zip(*answers, strict=False):  # those that are complete on all ranks
             self._conclude([failure for failure, _ in ended], ended[0][1])
 
     def finish_oldest(self, *, tell: bool = True) -> None:
@@ -112,7 +112,7 @@ class SaveQueue:
         self.free.append(save.buffer)
         self._failure = None
         if not outcome:
-            self._told = ()
+            self._reported = ()
             return
         if self._peers.rank == 0:
             # No rank writes there any more.
@@ -120,16 +120,16 @@ class SaveQueue:
         step = save.order.values.step
         found = causes(failures)
         reasons = tuple(dict.fromkeys(found.values())) or (outcome,)
-        told = [f"rank {rank}: {failure}" for rank, failure in found.items()]
+        lines = [f"rank {rank}: {failure}" for rank, failure in found.items()]
         self._failure = CheckpointError(
             f"the checkpoint of step {step} was not written",
-            details=[f"in {self._folder}", *(told[:8] or [outcome])],
+            details=[f"in {self._folder}", *(lines[:8] or [outcome])],
             fix="check the disk; the training continues, and earlier checkpoints are not affected",
         )
         if tell and self._peers.rank == 0:
             again = f"the checkpoint of step {step} was not written either: {'; '.join(reasons[:2])}"
-            self._say(f"phalanx: {again if reasons == self._told else self._failure}")
-            self._told = reasons
+            self._say(f"phalanx: {again if reasons == self._reported else self._failure}")
+            self._reported = reasons
 
 
 def causes(failures: Sequence[str]) -> dict[int, str]:

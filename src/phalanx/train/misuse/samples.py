@@ -97,7 +97,7 @@ def has_batch(shapes: Sequence[tuple[int, ...]], batch: int, ranks: int) -> bool
 
     Else the script may have taken a part for this rank. So it may have if the first dimension is as long as such a
     part, even if the second one, such as the number of features, is as long as the batch. A copy of a batch that the
-    script has flattened cannot be told from a part; a view can (`shapes`).
+    script has flattened cannot be distinguished from a part; a view can (`shapes`).
     """
     parts = (batch // ranks, -(-batch // ranks))
     return any(batch in shape[:2] and shape[0] not in parts for shape in shapes)

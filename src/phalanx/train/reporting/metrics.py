@@ -140,7 +140,7 @@ class Metrics:
     def write(self, step: int, epoch: int, values: Mapping[str, Any], *, reported: bool = False) -> bool:
         """Add the values of a committed step, as returned by `held`; return whether a GPU was just synchronised.
 
-        `reported`: the user was already told that a loss among them is not finite.
+        `reported`: a loss among them is not finite, and that was already reported.
         """
         if self._file is None:
             return False

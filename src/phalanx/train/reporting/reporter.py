@@ -56,7 +56,7 @@ class RunReporter:
     def begin(self, total: int | None, values: Mapping[str, Any], *, reported: bool = False) -> None:
         """Report the first step. It is slower than all others, so speed is measured without it.
 
-        `reported`: the user was already told that its loss is not finite.
+        `reported`: its loss is not finite, and that was already reported.
         """
         self.bar = ProgressBar(total, start=self._counter.steps, title=self._title)
         self.bar.advance(0, values, steps=0)

@@ -46,7 +46,7 @@ _REVIEW = 50
 _SNAPSHOTS = 10
 _RARELY = 2000  # maximum of these steps
 _RECENT = 100  # steps whose times count
-_told: set[int] = set()  # trainings of this process whose first choice was explained
+_explained: set[int] = set()  # trainings of this process whose first choice was explained
 
 
 class MeasuredCopy(NamedTuple):
@@ -184,8 +184,8 @@ class Cadence:
         self._times = deque(maxlen=_RECENT)
         if self.steps != before:
             self._from = step
-        if group.is_main and self._training not in _told:
-            _told.add(self._training)
+        if group.is_main and self._training not in _explained:
+            _explained.add(self._training)
             self._say(reason(measured, self.steps))
 
 

@@ -108,15 +108,15 @@ def form(
         environ.update(rank_variables(assignment))
         if assignment.devices is not None:  # a spare has not used any device yet
             environ["CUDA_VISIBLE_DEVICES"] = assignment.devices
-    told = methods.parse(method)
+    parsed = methods.parse(method)
     identity = identify(
         environ,
-        rank=told.rank if rank is None else rank,
-        world_size=told.world_size if world_size is None else world_size,
+        rank=parsed.rank if rank is None else rank,
+        world_size=parsed.world_size if world_size is None else world_size,
     )
     if assignment is not None:
         identity = replace(identity, generation=assignment.generation)
-    if identity.nobody and (told.place is not None or store is not None):
+    if identity.nobody and (parsed.place is not None or store is not None):
         raise UsageError(
             "the rank and the world size are not known",
             details=[f"{'the store that was given' if store is not None else method} only says where to meet"],
@@ -124,7 +124,7 @@ def form(
         )
     for note in identity.notes:
         tcp_store.notice(note)
-    place = methods.choose(identity, told, environ, given=store is not None)
+    place = methods.choose(identity, parsed, environ, given=store is not None)
     hosts_store = place.kind == "tcp" and _hosts_store(identity, place)
     bare = store if store is not None else _open(place, identity, hosts_store, timeout)
     where, participants = _meet(bare, identity, place, environ, timeout, offer=offer, kind=kind(device))

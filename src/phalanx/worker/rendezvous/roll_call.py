@@ -19,7 +19,7 @@ from phalanx.worker.rendezvous.topology import Topology
 
 NOTICE = 3.0
 SHOWN = 16  # ranks that a message names one by one
-HEARD = 3.0  # seconds for all present ranks to read the reason of a failure, before the store ends with one of them
+READ_TIMEOUT = 3.0  # seconds for all present ranks to read the reason of a failure, before the store may end
 
 
 class Participant(msgspec.Struct, frozen=True, array_like=True):
@@ -159,12 +159,12 @@ def _refused(store: SignedStore, me: Participant, error: JoinError) -> JoinError
 
 def _hear(store: SignedStore, here: int) -> None:
     """Wait until the other ranks have read the error: the store may end with this process."""
-    end = time.monotonic() + HEARD
+    end = time.monotonic() + READ_TIMEOUT
     with contextlib.suppress(RuntimeError):  # raised by torch if the store has ended
-        heard = store.add("heard", 1)
-        while heard < here and time.monotonic() < end:
+        readers = store.add("read", 1)
+        while readers < here and time.monotonic() < end:
             time.sleep(0.01)
-            heard = store.add("heard", 0)
+            readers = store.add("read", 0)
 
 
 def _listen(

@@ -115,7 +115,7 @@ def _comes_back(listener: socket.socket, found: list[str], port: int) -> bool:
 def _call(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
     start = time.monotonic()
     alone = identity.placement.local_world_size == 1  # the only rank on this host
-    told, wrong_since, pause = False, None, 0.02
+    noticed, wrong_since, pause = False, None, 0.02
     while True:
         kind, reason, address = _try(place)
         now = time.monotonic()
@@ -137,11 +137,11 @@ def _call(place: MeetingPoint, identity: Identity, timeout: float) -> Any:
                     details=[f"it was at {place}"],
                     fix=f"see why {identity.launcher} ended, and start again",
                 )
-            if not told and now - start > NOTICE:
-                told = True
+            if not noticed and now - start > NOTICE:
+                noticed = True
                 notice(f"rank {identity.rank} waits for rank 0 at {place}: {reason}")
         else:
-            wrong_since = start if wrong_since is None and not told else wrong_since or now
+            wrong_since = start if wrong_since is None and not noticed else wrong_since or now
             if now - wrong_since >= PATIENCE - CALL / 2:
                 raise _wrong(kind, place, reason, identity)
         if now - start > timeout:

@@ -4,7 +4,7 @@ import os
 import sys
 
 
-class Told:
+class PrintsAtDeletion:
     def __init__(self):
         self.out = sys.modules["__main__"].OUT
 
@@ -12,4 +12,4 @@ class Told:
         write(self.out, b"del in a module of the script's own\n")
 
 
-told = Told()
+final_object = PrintsAtDeletion()

@@ -215,8 +215,8 @@ class DoctorRun:
         if shared and code == 0:
             return Result(nodes=())
         text = err.decode(errors="replace").strip()
-        if code is not None and (told := refusal.findings(error_report.find(err))):
-            return Result(nodes=(), between=tuple(told))
+        if code is not None and (refused := refusal.findings(error_report.find(err))):
+            return Result(nodes=(), between=tuple(refused))
         sys.stderr.write(f"{visible(text)}\n" if text else "")
         ended = f"did not end in {limit:.0f} s" if code is None else f"ended with code {code}"
         fact = f"phalanx run could not start the test: it {ended}"

@@ -70,16 +70,16 @@ def _tour(chosen: Sequence[TourScene], world: int) -> int:
     code, text = _perform([str(world), *names])
     if code:
         return code  # the ranks have printed the reason
-    played = json.loads(text)
+    results = json.loads(text)
     wrong: list[str] = []
     for place, scene in enumerate(chosen):
-        shown = [ranks[place] for ranks in played]
+        shown = [ranks[place] for ranks in results]
         before, after = _moments([rank["before"] for rank in shown], [rank["after"] for rank in shown], scene)
         _show(console, scene, shown[0]["code"], before, after)
         wrong += [f"{scene.name}: rank {rank} {fault}" for rank, fault in scenes.faults(scene, before, after)]
     if wrong:
         raise LaunchError("the values of the ranks differ from the diagram", details=wrong)
-    seconds = max(sum(scene["seconds"] for scene in rank) for rank in played)
+    seconds = max(sum(scene["seconds"] for scene in rank) for rank in results)
     console.print(f"\n{len(chosen)} of {len(chosen)} as shown; {seconds:.2f} s of calls on {world} ranks")
     return 0
 

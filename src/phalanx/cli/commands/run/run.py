@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
             context.allocation,
             argv,
             environ,
-            workers_told=options.workers.count is not None or options.workers.slots is not None,
+            workers_given=options.workers.count is not None or options.workers.slots is not None,
         )
     return begin(options, environ, context)
 

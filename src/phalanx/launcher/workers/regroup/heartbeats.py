@@ -47,8 +47,8 @@ class HeartbeatWatch:
         """Kill the workers that are silent for too long, except those in a debugger. Called once per second."""
         before, self._silent = self._silent, {}
         for name, worker in self._workers.living:
-            heard, seconds = before.get(worker.pid, (worker.last_heartbeat, 0.0))
-            silent = heard == worker.last_heartbeat and self._is_due(worker)
+            last, seconds = before.get(worker.pid, (worker.last_heartbeat, 0.0))
+            silent = last == worker.last_heartbeat and self._is_due(worker)
             self._silent[worker.pid] = worker.last_heartbeat, seconds + _INTERVAL if silent else 0.0
             if silent and seconds < self._timeout <= seconds + _INTERVAL:
                 how = f"{linux.state(worker.pid)}{_last_seen(worker)}"

@@ -27,7 +27,7 @@ const COLUMNS = [
 
 const server = new Server();
 const comparison = new Comparison(server, () => runs);
-let runs = []; // as the server told
+let runs = []; // from the server
 let now = 0; // its time
 let only = null; // a kind
 let sorted = { place: 2, down: true };

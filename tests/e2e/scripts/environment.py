@@ -1,4 +1,4 @@
-"""told.py DIR: writes the environment of this rank to DIR/<rank>.json. Needs no torch."""
+"""environment.py DIR: writes the environment of this rank to DIR/<rank>.json. Needs no torch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A proxy between a member and its leader, which plays an attacker on the network."""
+"""A proxy between a member and its leader, which acts as an attacker on the network."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 
-class Eavesdropper:
+class RecordingProxy:
     """Relays between a member and its leader: records the traffic, changes it, and cuts connections."""
 
     def __init__(self) -> None:
         self.seen: list[bytes] = []  # data of the members, by connection
-        self.heard = bytearray()  # data of the leader
+        self.downstream = bytearray()  # data of the leader
         self.changes = {"up": False, "down": False}  # flip a bit in the next data of the members, or of the leader
         self.port = 0
         self._writers: set[asyncio.StreamWriter] = set()
@@ -37,7 +37,7 @@ class Eavesdropper:
             self._writers |= {writer, back}
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(
-                    self._pump(reader, back, up, "up"), self._pump(there, writer, self.heard.extend, "down")
+                    self._pump(reader, back, up, "up"), self._pump(there, writer, self.downstream.extend, "down")
                 )
             self._writers -= {writer, back}
 
