@@ -28,6 +28,7 @@ def chunked(draw: st.DrawFn, streams: st.SearchStrategy[bytes]) -> list[bytes]:
 @example([b"abc\r", b"\n"], 1 << 20)
 @example([b"abc\r", b"\n\x1b[Ax"], 1 << 20)
 @example([b"\ra\x1b[K", b"\x1b[31m"], 1 << 20)
+@example([b"aa\x1b[2A12345\r", b"\na\x1b[Aa"], 3)
 def test_any_chunks_of_a_stream_give_the_same_lines(chunks: list[bytes], limit: int) -> None:
     whole, pieces = LineModel(limit=limit), LineModel(limit=limit)
     expected = whole.feed(b"".join(chunks)) + whole.end()

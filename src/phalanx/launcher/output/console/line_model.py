@@ -79,6 +79,12 @@ class ConsoleRow:
         """Move to the first column."""
         self.base, self.text, self.returned, self.sealed = self.state, bytearray(), True, False
 
+    def copy(self) -> ConsoleRow:
+        """Return a copy of the row."""
+        copied = ConsoleRow(self.base, phantom=self.phantom)
+        copied.text, copied.returned, copied.sealed = bytearray(self.text), self.returned, self.sealed
+        return copied
+
     def unseal(self) -> None:
         """Drop a bar after which something else is written, such as a warning. The bar is drawn again below it."""
         self.base, self.text, self.returned, self.sealed = b"", bytearray(), False, False
@@ -100,6 +106,7 @@ class LineModel:
         self._at = 0
         self._reach = 0
         self._cut = b""  # an incomplete escape sequence
+        self._returned: ConsoleRow | None = None  # the row before a carriage return that ended the last data
         self._hidden = False  # the cursor is hidden, as by rich while it repaints
 
     @property
@@ -128,6 +135,10 @@ class LineModel:
         """Process the next bytes and return the finished lines."""
         data = self._cut + data
         self._cut = b""
+        if self._returned is not None and data:
+            if data.startswith(b"\n"):  # with the carriage return, this is a line end
+                self.rows[self._at] = self._returned
+            self._returned = None
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
         one = len(self.rows) == 1 and not self._reach and not self.rows[0].sealed and b"\r" not in data
@@ -142,11 +153,12 @@ class LineModel:
             self._finish(row, done)
         self.rows, self._at, self._reach = self.rows[-1:], 0, 0
         self.rows[0].returned = bool(self.rows[0].base)
+        self._returned = None
         return _joined(done)
 
     def let_go(self) -> None:
         """Drop the only row: it stays on the screen."""
-        self.rows = [ConsoleRow()]
+        self.rows, self._returned = [ConsoleRow()], None
 
     def end(self) -> bytes:
         """Finish all rows and return them."""
@@ -157,7 +169,7 @@ class LineModel:
             rows.pop()
         for row in rows:
             self._finish(row, done)
-        self.rows, self._at, self._reach, self._cut = [ConsoleRow()], 0, 0, b""
+        self.rows, self._at, self._reach, self._cut, self._returned = [ConsoleRow()], 0, 0, b"", None
         return _joined(done)
 
     def _straight(self, data: bytes) -> bytes:
@@ -186,6 +198,8 @@ class LineModel:
             if token[0] == b"\n":
                 self._newline(done)
             elif token[0] == b"\r":
+                if end == len(data) and not self._cut:
+                    self._returned = self.rows[self._at].copy()
                 self.rows[self._at].rewind()
             else:
                 self._control(token, done)
