@@ -213,6 +213,12 @@ def test_it_looks_like_the_model(how: str) -> None:
     assert "Linear" in repr(wrapped)
 
 
+def test_a_name_that_the_model_lacks_is_one_error() -> None:
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'paramters'") as raised:
+        _ = wrap(Net(), group=Nobody()).paramters
+    assert raised.value.__context__ is None
+
+
 def test_two_optimizers_step_after_one_backward() -> None:
     model, x = Net(), torch.ones(4, 3)
     plain = copy.deepcopy(model)

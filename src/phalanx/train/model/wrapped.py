@@ -185,7 +185,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             module = self.__dict__.get("module")
             if module is None:
                 raise
-            return getattr(module, name)
+        return getattr(module, name)  # after the block: a report then shows its error alone
 
     def train(self, mode: bool = True) -> Wrapped:
         """Set training mode, as `nn.Module.train` does."""
