@@ -165,8 +165,8 @@ def test_secrets_stay_at_home(tmp_path: Path) -> None:
         ("loss=0.3 tokenizer=gpt2", "loss=0.3 tokenizer=gpt2"),
     ],
 )
-def test_what_looks_like_a_secret(said: str, metrics: str) -> None:
-    assert masking.hidden(said) == metrics
+def test_what_looks_like_a_secret(text: str, expected: str) -> None:
+    assert masking.hidden(text) == expected
 
 
 def test_it_is_written_whole_and_over_nothing_else(
