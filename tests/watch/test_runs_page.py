@@ -151,7 +151,7 @@ def test_a_comparison_shows_how_a_live_run_ended(stage: Stage) -> None:
             record_at(live, ended=happened[-1].time, code=0)
             await is_(page, state, "statedonedone")
 
-    stage.play(act())
+    stage.run(act())
 
 
 def test_two_hundred_runs_and_nothing_of_them_is_markup(stage: Stage) -> None:

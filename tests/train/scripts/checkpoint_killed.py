@@ -21,7 +21,7 @@ import torch.distributed as dist
 from checkpoint_ranks import Gloo
 from torch import nn
 
-from phalanx.train.checkpoint import Checkpoints, checkpoints
+from phalanx.train.checkpoint import Checkpoints
 
 
 class Position:
@@ -200,7 +200,7 @@ def ranks(folder: str) -> None:
             ) -> None:
                 store = dist.FileStore(f"{place}.store", 2)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-                checkpoints._LAST_WORDS = 0.2
+                Checkpoints.close.__kwdefaults__["patience"] = 0.2
                 if rank == victim:
                     kill_before(point)
                 kept = things()
