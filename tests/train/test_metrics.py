@@ -258,3 +258,12 @@ def test_a_step_costs_little(tmp_path: Path) -> None:
     with Metrics(str(tmp_path), clock=lambda: 0.0) as file:
         written = min(cpu(lambda step: file.write(step, 0, held(values))) for _ in range(5))
     assert written < 10 * min(cpu(line) for _ in range(5))
+
+
+def test_lines_of_other_programs_do_not_hide_what_rank_0_had_logged(tmp_path: Path) -> None:
+    rows = ['{"step": 1, "accuracy": null}', '{"step": 2, "accuracy": 0.5}', '{"step": 3, "accur']
+    (tmp_path / metrics.NAME).write_text("\n".join(rows) + "\n")
+    writer = Metrics(str(tmp_path), resumed_at=2, tensorboard=False)
+    assert writer.has_logged(2, {"accuracy": 0.5})
+    assert not writer.has_logged(1, {"accuracy": 0.5})
+    writer.close("done")

@@ -22,7 +22,9 @@ def main() -> FrameType | None:
 
 
 def threads() -> list[dict[str, Any]]:
-    """Return the stacks of all threads except phalanx's, the main one first. Takes no lock: its holder may hang."""
+    """Return the stacks of all threads except phalanx's, the main one first. Takes no lock of the script: its
+    holder may hang.
+    """
     found = []
     with thread_frames.reading():
         stacks = [(ident, frames(frame, _MAX_FRAMES)) for ident, frame in sys._current_frames().items()]

@@ -327,7 +327,8 @@ def _logged(path: str, until: int) -> set[tuple[int, str]]:
         for line in file:
             if _own_step(line) <= until:
                 row = json.loads(line)
-                found.add((row["step"], repr({name: float(row[name]) for name in row if name not in OURS})))
+                with contextlib.suppress(TypeError, ValueError):  # a line that another program has written
+                    found.add((row["step"], repr({name: float(row[name]) for name in row if name not in OURS})))
     return found
 
 
