@@ -23,16 +23,24 @@ SDIST_EXTRA = {  # besides src/ and benchmarks/
 
 def tracked(folder: str) -> set[str]:
     """Paths of the tracked files of a folder, relative to the repository."""
-    listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", folder],  # noqa: S607
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return set(listed.stdout.splitlines())
 
 
 def differences(what: str, found: set[str], expected: set[str]) -> list[str]:
+    """Return a line for each file that is missing, and for each that does not belong there."""
     missing = [f"{what}: {path} is missing" for path in sorted(expected - found)]
     return missing + [f"{what}: {path} does not belong there" for path in sorted(found - expected)]
 
 
 def wheel_problems(archive: Path) -> list[str]:
+    """Return what is wrong with a wheel."""
     with zipfile.ZipFile(archive) as file:
         names = {name for name in file.namelist() if not name.endswith("/")}
         metadata = {name for name in names if PurePosixPath(name).parts[0].endswith(".dist-info")}
@@ -56,6 +64,7 @@ def wheel_problems(archive: Path) -> list[str]:
 
 
 def sdist_problems(archive: Path) -> list[str]:
+    """Return what is wrong with an sdist."""
     with tarfile.open(archive) as file:
         names = {str(PurePosixPath(*PurePosixPath(one.name).parts[1:])) for one in file.getmembers() if one.isfile()}
     names = {name for name in names if ".egg-info/" not in name}
@@ -63,6 +72,7 @@ def sdist_problems(archive: Path) -> list[str]:
 
 
 def main(folder: Path) -> int:
+    """Check the wheel and the sdist in a folder, and print what is wrong. Return the exit code."""
     wheels, sdists = sorted(folder.glob("*.whl")), sorted(folder.glob("*.tar.gz"))
     if (len(wheels), len(sdists)) != (1, 1):
         problems = [f"{folder}: {len(wheels)} wheels and {len(sdists)} sdists, not one of each"]

@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/concepts/architecture.md"
 PACKAGE = ROOT / "src/phalanx"
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+)(?:\.py)?(?:/|((?:\.[A-Za-z_]+)*))`")  # launcher/api.py, launcher/api.launch
+BROAD = ("Exception", "BaseException")
+LOGS = {"debug", "info", "warning", "error", "exception", "log", "swallowed", "print_exc"}
 NAME = re.compile(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)*)((?:\.[a-z_]+)*)`")  # NodeAgent, NodeAgent.perform
 
 
@@ -51,7 +53,7 @@ def test_the_types_of_the_path_are_where_the_page_says() -> None:
     assert len(rows) == 13
     for name, place in rows:
         files = [*(PACKAGE / place).rglob("*.py")] or [PACKAGE / f"{place}.py"]
-        if place == "cli/launch_context" or place == "launcher/coordination":  # these make it
+        if place in {"cli/launch_context", "launcher/coordination"}:  # these make it
             assert any(re.search(rf"\b{name}\(", file.read_text()) for file in files), name
         else:
             assert any(re.search(rf"^(class )?{name}\b", file.read_text(), re.M) for file in files), name
@@ -142,12 +144,62 @@ def test_no_import_circle() -> None:
     TopologicalSorter(calls).prepare()
 
 
+def is_record(node: ast.ClassDef) -> bool:
+    """Return whether a class is a plain record: a dataclass, a msgspec struct or a named tuple."""
+    texts = [ast.unparse(each) for each in (*node.decorator_list, *node.bases)]
+    return any(text.startswith(("dataclass", "msgspec.Struct", "NamedTuple")) for text in texts)
+
+
 def test_classes_are_small() -> None:
-    """At most 25 methods, except where torch defines the interface."""
-    large = {}
+    """At most 25 methods, except where torch defines the interface, and 15 attributes, except for records."""
+    methods, attributes = {}, {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
-                large |= {node.name: len(methods)} if len(methods) > 25 else {}
-    assert large.keys() == {"EngineProcessGroup", "Wrapped"}  # a ProcessGroup and a Module of torch
+                found = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+                methods[node.name] = len({each.name for each in found})
+                stored = {
+                    each.attr
+                    for each in ast.walk(node)
+                    if isinstance(each, ast.Attribute)
+                    and isinstance(each.ctx, ast.Store)
+                    and isinstance(each.value, ast.Name)
+                    and each.value.id == "self"
+                }
+                if not is_record(node):
+                    declared = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+                    stored |= {each.id for each in declared if isinstance(each, ast.Name)}
+                    attributes[node.name] = len(stored)
+    large = {name for name, count in methods.items() if count > 25}
+    assert large == {"EngineProcessGroup", "Wrapped"}  # a ProcessGroup and a Module of torch
+    assert {name: count for name, count in attributes.items() if count > 15} == {}
+
+
+def is_broad(kind: ast.expr | None) -> bool:
+    """Return whether `except KIND`, or `suppress(KIND)`, catches every exception."""
+    names = kind.elts if isinstance(kind, ast.Tuple) else [kind]
+    return any(each is None or (isinstance(each, ast.Name) and each.id in BROAD) for each in names)
+
+
+def leaves_a_trace(handler: ast.ExceptHandler) -> bool:
+    """Return whether a handler raises, logs, or passes the exception on."""
+    nodes = [node for statement in handler.body for node in ast.walk(statement)]
+    called = {getattr(node.func, "attr", "") for node in nodes if isinstance(node, ast.Call)}
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return handler.name in used or bool(called & LOGS) or any(isinstance(node, ast.Raise) for node in nodes)
+
+
+def test_no_exception_is_swallowed_without_a_trace() -> None:
+    """A broad handler raises, logs or passes the exception on. Where it does none of these, a comment says why."""
+    count, silent = 0, []
+    for path in PACKAGE.rglob("*.py"):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.ExceptHandler) and is_broad(node.type):
+                count += 1
+                if not leaves_a_trace(node) and not any("#" in line for line in lines[node.lineno - 2 : node.lineno]):
+                    silent.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "suppress":
+                silent += [f"{path.relative_to(ROOT)}:{node.lineno}" for each in node.args if is_broad(each)]
+    assert count > 50
+    assert silent == []

@@ -38,7 +38,8 @@ field `event` has the type and `time` the seconds since 1970. Fields with their 
 view, dashboard, report and `/metrics` use only these events. New fields and events may be added."""
 
 PARTS_TEXT = """\
-Objects inside of events. Those marked *as a list* are written as lists of their fields, in this order."""
+Objects inside of events. Those marked *as a list* are written as lists of their fields, in this order. `RunMetadata`
+is the content of [metadata.json](run-folder.md#metadata)."""
 
 METRICS_TEXT = """\
 The page of a run serves these at `/metrics`, in the text format of Prometheus.

@@ -110,7 +110,13 @@ def _warm(words: list[str], environ: dict[str, str], folder: str) -> None:
     log = os.path.join(folder, "warm.log")
     with open(log, "wb") as file:
         done = subprocess.run(
-            [*_PHALANX, "warm", *words], env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            [*_PHALANX, "warm", *words],
+            env=environ,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            check=False,
         )
     if done.returncode:
         with open(log, errors="replace") as text:

@@ -85,7 +85,7 @@ def _timed(command: list[str], environ: Mapping[str, str], folder: str, case: La
 
 
 def _fork_server_kind(launcher: Launcher, folder: str) -> str:
-    """The kind of fork server that the newest run of a launcher used: a fallback must not count."""
+    """Return the kind of fork server that the newest run of a launcher used: a fallback must not count."""
     runs = list(run_folder.all_runs(launchers.home(launcher, folder)))
     if not runs:
         return "unknown"

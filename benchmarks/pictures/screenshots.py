@@ -58,7 +58,7 @@ async def take(folder: str, home: str, inherited: Mapping[str, str]) -> None:
 
 
 async def _live(folder: str, home: str, variables: Mapping[str, str], chromium: Browser) -> None:
-    """A run in which rank 3 is killed, and rank 5 is stuck later."""
+    """Picture a run in which rank 3 is killed, and rank 5 is stuck later."""
     shutil.copy(script("pictured.py"), os.path.join(home, "train.py"))  # pictures show no path of this machine
     command = [*PHALANX, "run", "-g", str(RANKS), "--cpu", "--name", "waves", "--stall-timeout", "3"]
     command += ["--page-at", "127.0.0.1:0", "train.py", "--epochs", "24", "--kill", str(KILLED), "40"]
@@ -115,7 +115,7 @@ async def _report(folder: str, home: str, variables: Mapping[str, str], chromium
 
 
 async def _list(folder: str, variables: Mapping[str, str], chromium: Browser) -> None:
-    """The list of runs, and a comparison of two of them."""
+    """Picture the list of runs, and a comparison of two of them."""
     for name, words in RUNS.items():
         await asyncio.to_thread(
             subprocess.run,

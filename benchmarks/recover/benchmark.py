@@ -128,7 +128,7 @@ class RecoverBenchmark:
         self._options = options
         self._inherited = inherited
         self._folder = folder
-        self._rng = random.Random(options.seed)
+        self._rng = random.Random(options.seed)  # noqa: S311
         self._trainings = 0
         self.samples: list[KillSample] = []
         self.pairs: list[GoodputSample] = []
@@ -397,7 +397,7 @@ def _show(bench: RecoverBenchmark, judged: Sequence[Target], strategy: str) -> N
 
 
 def _torchft() -> str:
-    """The version of torchft; two distributions have a package of that name."""
+    """Return the version of torchft; two distributions have a package of that name."""
     names = importlib.metadata.packages_distributions().get("torchft", [])
     return f"{names[0]} {importlib.metadata.version(names[0])}" if names else "not installed"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 
 from phalanx.contract import encoding
-from phalanx.contract.events import RankInfo, RankSample
+from phalanx.contract.events import NodeRanks, RankInfo, RankSample
 from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.control import messages
 from phalanx.control.leader.server import PATH
@@ -94,9 +94,13 @@ class Telemetry:
             "samples": NodeSamples(
                 tick=_TICK,
                 seconds=float(self._period),
-                infos=tuple(
-                    RankInfo(rank=place.rank, node=node, host=self._host, device=f"cuda:{place.local_rank}", pid=40_000)
-                    for place in self._placements
+                infos=NodeRanks(
+                    node=node,
+                    host=self._host,
+                    ranks=tuple(
+                        RankInfo(rank=place.rank, pid=40_000, device=f"cuda:{place.local_rank}")
+                        for place in self._placements
+                    ),
                 ),
                 ranks=tuple(self._sample(place.rank, stalled=stalled) for place in self._placements),
             ),

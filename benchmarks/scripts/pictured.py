@@ -17,6 +17,7 @@ SAMPLES, WIDTH = 4800, 256
 
 
 def parse() -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.001)
@@ -41,11 +42,13 @@ class Waves(Dataset):  # type: ignore[misc]
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer."""
     model = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=options.lr)
 
 
 def train(run: phalanx.Run) -> None:
+    """Train, and have the accident that the options name."""
     dataset = Waves()
     loader = run.loader(dataset, batch_size=8, shuffle=True)
     model, optimizer = run.once(make)

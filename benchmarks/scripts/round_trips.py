@@ -10,6 +10,7 @@ port, clients, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 
 
 def count(number: int) -> int:
+    """Return how often this client sets or gets a value."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     done, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
@@ -27,4 +28,4 @@ for number in range(clients):  # forked, so that torch is imported once
         os._exit(0)
     os.close(ours)
     pipes.append(theirs)
-print(sum(int(os.read(pipe, 20) or b"-1") for pipe in pipes))
+sys.stdout.write(f"{sum(int(os.read(pipe, 20) or b'-1') for pipe in pipes)}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from phalanx.version import __version__
@@ -33,8 +34,13 @@ _WHERE = {
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"phalanx has no {name}")
+        raise AttributeError(f"phalanx has no {name}", name=name, obj=sys.modules[__name__])
     return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that are not imported yet: completion and "Did you mean" use them."""
+    return __all__
 
 
 def topology() -> Topology:

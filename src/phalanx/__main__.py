@@ -5,6 +5,8 @@ import sys
 try:
     from phalanx.cli.main import main
 except KeyboardInterrupt:
+    if sys.argv[1:2] == ["run"]:
+        sys.stderr.write("phalanx: stopped by Ctrl-C\n")
     sys.exit(130)
 
 if __name__ == "__main__":

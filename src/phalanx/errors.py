@@ -1,4 +1,4 @@
-"""Every exception of phalanx.
+"""The exceptions of phalanx. Those of collectives are torch's DistBackendError: see collectives/errors.py.
 
     PhalanxError
     ├── UsageError
@@ -25,9 +25,10 @@ from collections.abc import Mapping, Sequence
 class PhalanxError(Exception):
     """Base class of every exception of phalanx: `except phalanx.PhalanxError as error`.
 
-    what     What happened, in one line.
-    details  More lines about it.
-    fix      What to type. Empty: no fix is known.
+    - `what`: what happened, in one line
+    - `details`: more lines about it
+    - `fix`: what to type. Empty: no fix is known
+    - `exit_code`: the exit code of a process that ends with this exception
     """
 
     exit_code = 1
@@ -72,11 +73,14 @@ class TokenError(UsageError):
 
 
 class LaunchError(PhalanxError):
-    """The request is valid, but this host could not start the run: exit code 1."""
+    """The request is valid, but the run could not be started, or has failed: exit code 1."""
 
 
 class JoinError(LaunchError):
-    """The nodes did not join. `by_host`: the error of each host, if it concerns single hosts."""
+    """The nodes, or the ranks of a group, did not join.
+
+    - `by_host`: the error of each host, if it concerns single hosts
+    """
 
     def __init__(
         self,
@@ -91,7 +95,12 @@ class JoinError(LaunchError):
 
 
 class RankError(LaunchError):
-    """A rank failed: `rank`, its whole `traceback` as text, and the `exception` itself if it could be sent."""
+    """`phalanx.spawn`: the function failed on a rank, or the rank was killed.
+
+    - `rank`: the rank that failed
+    - `traceback`: its whole traceback, as text
+    - `exception`: the exception itself, if it could be sent. Default: `None`
+    """
 
     def __init__(
         self, what: str, *, rank: int, traceback: str = "", details: Sequence[str] = (), fix: str = ""

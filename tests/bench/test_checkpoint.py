@@ -72,7 +72,7 @@ def test_the_promise(times: dict[int, float], met: bool | None, evidence: str) -
         *(["--ranks", "0"], ["--rounds", "0"], ["--threads", "-1"]),
     ],
 )
-def test_what_cannot_be_measured(argv: list[str]) -> None:
+def test_invalid_options_are_refused(argv: list[str]) -> None:
     with pytest.raises(OptionError):
         main(argv, {})
 

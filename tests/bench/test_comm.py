@@ -78,7 +78,7 @@ def test_what_memory_must_do() -> None:
     assert traffic.passes("all_reduce", 1, "in") == 0
 
 
-def test_what_a_link_must_do() -> None:
+def test_traffic_over_links() -> None:
     def over(name: str) -> float:
         return traffic.over_links(name, 12.0, ranks=6, nodes=3, local=2)
 
@@ -259,7 +259,7 @@ def test_who_starts_the_ranks() -> None:
         ["--backends", "shm,,gloo"],
     ],
 )
-def test_what_cannot_be_measured(argv: list[str]) -> None:
+def test_invalid_options_are_refused(argv: list[str]) -> None:
     with pytest.raises(OptionError):
         main(argv, {})
 
@@ -318,7 +318,7 @@ def test_everything_is_measured_and_right() -> None:
 
 @pytest.mark.extended
 @pytest.mark.xdist_group("bench comm")
-def test_what_is_said() -> None:
+def test_the_targets_are_printed() -> None:
     done, data, _ = small()
     # So short a run cannot show whether targets are met, only that each was evaluated.
     assert done.code in (0, 1)

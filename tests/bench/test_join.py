@@ -52,7 +52,7 @@ def test_what_failed_has_no_time() -> None:
 
 
 @pytest.mark.parametrize("argv", [["--members", "0"], ["--members", "many"], ["--rounds", "0"]])
-def test_what_cannot_be_measured(argv: list[str]) -> None:
+def test_invalid_options_are_refused(argv: list[str]) -> None:
     with pytest.raises(OptionError):
         main(argv, {})
 

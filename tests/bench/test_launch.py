@@ -171,7 +171,7 @@ def test_a_busy_machine_is_said_to_be_one(load: float, busy: bool) -> None:
         ("0 5.0 1\n1 6.0 1\n", 2, 0.0, "a rank met 1 ranks instead of 2"),
     ],
 )
-def test_only_a_group_that_met_counts(tmp_path: Path, rows: str, ranks: int, reached: float, wrong: str) -> None:
+def test_only_a_complete_group_counts(tmp_path: Path, rows: str, ranks: int, reached: float, wrong: str) -> None:
     stamps = tmp_path / "stamps"
     stamps.write_text(rows)
     assert read_stamps(str(stamps), ranks) == (reached, wrong)
@@ -196,7 +196,7 @@ def test_ranks(text: str, numbers: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "argv", [["--ranks", "0"], ["--ranks", "two"], ["--contenders", "mpirun"], ["--end", ""], ["--repeat", "0"]]
 )
-def test_what_cannot_be_measured(argv: list[str]) -> None:
+def test_invalid_options_are_refused(argv: list[str]) -> None:
     with pytest.raises(OptionError):
         main(argv, {})
 

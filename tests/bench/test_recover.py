@@ -93,7 +93,7 @@ def test_when_a_group_has_settled() -> None:
     assert settled_group([], 2, 1) is None
 
 
-def test_steps_and_what_they_cost() -> None:
+def test_step_times_and_cpu_seconds() -> None:
     records = [ProgressRecord("step", 0, 10, 0, number, float(number**2), 0.0) for number in range(1, 6)]
     assert step_times(records) == [7.0, 9.0]  # the first steps of a group are left out
     assert (newest_step(records, 9.5), newest_step(records, 1.0)) == (3, 0)
@@ -132,7 +132,7 @@ def test_rows_are_medians_of_what_was_recovered() -> None:
     ],
     ids=["met", "missed", "one failed", "all failed", "nothing"],
 )
-def test_the_promises_about_a_kill(samples: list[KillSample], verdicts: list[bool | None]) -> None:
+def test_targets_of_a_kill(samples: list[KillSample], verdicts: list[bool | None]) -> None:
     assert [target.met for target in targets(measured(*samples), OPTIONS)] == [*verdicts, None, None, None]
 
 
@@ -174,7 +174,7 @@ def test_how_torchrun_is_started() -> None:
     "argv",
     [["--ranks", "0"], ["--faults", "-1"], ["--every", "0"], ["--only", "luck"], ["--contenders", "phalanx,horovod"]],
 )
-def test_what_cannot_be_measured(argv: list[str]) -> None:
+def test_invalid_options_are_refused(argv: list[str]) -> None:
     with pytest.raises(OptionError):
         main(argv, {})
 

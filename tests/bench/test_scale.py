@@ -79,7 +79,7 @@ def test_frames_are_what_a_leader_reads() -> None:
 
 
 @pytest.mark.parametrize("argv", [["--nodes", "1"], ["--nodes", "many"], ["--ranks-per-node", "0"], ["--seconds", "1"]])
-def test_what_cannot_be_measured(argv: list[str]) -> None:
+def test_invalid_options_are_refused(argv: list[str]) -> None:
     with pytest.raises(OptionError):
         main(argv, {})
 

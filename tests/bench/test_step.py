@@ -68,7 +68,7 @@ def test_what_the_spread_allows_to_say() -> None:
         ["--cases", "odd"],
     ],
 )
-def test_what_cannot_be_measured(argv: list[str]) -> None:
+def test_invalid_options_are_refused(argv: list[str]) -> None:
     with pytest.raises(OptionError):
         main(argv, {})
 

@@ -46,7 +46,7 @@ KINDS = {
             15,
             5,
             placed.placed(lambda *at: spread(*at, "spin"), *SILENT),
-            "a rank that holds Python's lock for good",
+            "a rank that holds the GIL and never releases it",
         ),
         Kind("store", 60, 20, sent("store", "kill"), "SIGKILL to the store, or to a rank that then needs it"),
         Kind(

@@ -83,7 +83,7 @@ def test_the_same_placement_from_each(line: str, environ: dict[str, str], tmp_pa
     assert [(seat.rank, seat.placement.node_rank, seat.local_rank) for seat in seats] == SEATS
 
 
-def test_what_a_node_has_is_known_when_it_has_joined(tmp_path: Path) -> None:
+def test_workers_of_other_nodes_are_unknown_before_they_join(tmp_path: Path) -> None:
     found = seen("-n 2 -i 1 --master node1", {}, tmp_path, here=4)
     assert [(node.host, node.workers) for node in found.nodes] == [("node1", None), ("node2", 4)]
     assert found.seats is None
@@ -113,7 +113,7 @@ def test_a_spare_is_none_of_those_that_work(tmp_path: Path) -> None:
     assert [(node.host, node.workers) for node in found.nodes] == [("node1", 1), ("", 1)]
 
 
-def test_what_a_scheduler_has_started_neither_comes_nor_goes(tmp_path: Path) -> None:
+def test_nodes_of_a_scheduler_are_fixed(tmp_path: Path) -> None:
     options = parse_run(["-n", "1:2", "--spares", "1", "-g", "1", "--cpu", __file__], ONE_A_NODE)
     plan = make_plan(options, ONE_A_NODE, detect_context(options, ONE_A_NODE, str(tmp_path)))
     assert plan.remarks.notes == ("-n 1:2 --spares 1 has no effect: Slurm has started all the nodes there are",)

@@ -42,8 +42,16 @@ RUNS = [
         ("nobody", []),
     ],
 )
-def test_a_word_means_a_run(word: str, meant: list[str]) -> None:
+def test_a_word_selects_runs(word: str, meant: list[str]) -> None:
     assert [run.id for run in run_lookup.matching(word, RUNS)] == meant
+
+
+def test_words_filter_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lookup, "_all", lambda: RUNS)
+    assert [run.id for run in run_lookup.named(["exp"])] == ["exp", "exp.2", "exp.3"]
+    assert [run.id for run in run_lookup.named(["v", "exp.1", "train-1116-10"])] == ["exp", RUNS[4].id, "v1.2"]
+    with pytest.raises(UsageError, match="no run called nobody is known here"):
+        run_lookup.named(["exp", "nobody"])
 
 
 def test_an_ambiguous_word_lists_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,12 +43,12 @@ BROKEN_LISTS = [
     ("a:", "nothing behind its colon"),
     ("a:0", "at least 1 slot.*a:0-0"),
     ("a:0,b:0-0", "at least 1 slot"),
-    ("a:-1", "no number of slots|no device"),
-    ("a:x", "“x” is no number of slots"),
-    ("a:1.5", "no number of slots"),
+    ("a:-1", "not a number of slots, a device"),
+    ("a:x", "“x” is not a number of slots"),
+    ("a:1.5", "not a number of slots"),
     ("a:8 b:2", "more than one colon"),
-    ("a:999999", "no number of slots"),
-    ("a:٣", "no number of slots"),
+    ("a:999999", "not a number of slots"),
+    ("a:٣", "not a number of slots"),
     ("a:3-1", "backwards"),
     ("a:0-3,2", "device 2 of a twice"),
     ("a:1,1", "device 1 of a twice"),
@@ -93,7 +93,7 @@ def test_broken_hosts(text: str, why: str) -> None:
         unique_by=lambda row: row[0],
     )
 )
-def test_what_is_written_is_read(rows: list[tuple[str, int | set[int] | None]]) -> None:
+def test_written_host_lists_are_parsed(rows: list[tuple[str, int | set[int] | None]]) -> None:
     written, meant = [], []
     for name, given_ in rows:
         if isinstance(given_, set):
@@ -141,9 +141,9 @@ def test_hostfile(text: str, hosts: list[Host]) -> None:
 BROKEN_FILES = [
     ("", "names no host"),
     ("# nobody\n\n", "names no host"),
-    ("a\n\nb slots=x\n", "^line 3: “x” is no number of slots for b"),
+    ("a\n\nb slots=x\n", "^line 3: “x” is not a number of slots for b"),
     ("a slots=0", "^line 1: .*at least 1"),
-    ("a slots=", "^line 1: “” is no number"),
+    ("a slots=", "^line 1: “” is not a number"),
     ("a slots", "^line 1: “slots” is not known"),
     ("a 4", "^line 1: “4” is not known"),
     ("a gpus=4", "^line 1: “gpus=4” is not known"),
@@ -151,7 +151,7 @@ BROKEN_FILES = [
     ("a:4 slots=4", "^line 1: .*twice"),
     ("a slots=4 slots=4", "^line 1: .*twice"),
     ("a slots=4 max_slots=2", "^line 1: .*more than max_slots=2"),
-    ("a:0-7", "^line 1: “0-7” is no number of slots"),
+    ("a:0-7", "^line 1: “0-7” is not a number of slots"),
     ("slots=4", "^line 1: .*where a host is expected"),
     ("a\n-oProxyCommand=x", "^line 2: “-oProxyCommand=x” stands where"),
     ("a\n-x", "^line 2: “-x” is no host name"),

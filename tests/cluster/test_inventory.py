@@ -99,7 +99,7 @@ MASKS = [
 
 
 @pytest.mark.parametrize(("mask", "uuids"), MASKS)
-def test_a_mask_leaves_what_cuda_would_leave(mask: str | None, uuids: list[str]) -> None:
+def test_a_mask_selects_the_gpus_that_cuda_would_select(mask: str | None, uuids: list[str]) -> None:
     assert [device.uuid for device in apply_mask(THREE, mask)] == uuids
 
 
@@ -154,25 +154,25 @@ def test_masks_of_distinct_devices_give_those_in_that_order(order: list[int], le
 
 
 @given(st.text(alphabet="0123,-+ GPUMIGabcdef/x", max_size=40))
-def test_no_mask_breaks_it_and_handles_lead_back(mask: str) -> None:
+def test_masks_give_distinct_devices_that_handles_select_again(mask: str) -> None:
     chosen = apply_mask(SLICED, mask)
     assert len({device.uuid for device in chosen}) == len(chosen)
     for device in chosen:
         assert [again.uuid for again in apply_mask(SLICED, device.handle)] == [device.uuid]
 
 
-def test_gone_is_what_the_bus_has_and_the_driver_has_not() -> None:
+def test_gpus_on_the_bus_but_not_in_the_driver_are_gone() -> None:
     bus = ("0000:00:00.0", "0000:01:00.0", "0000:02:00.0")
     assert Inventory(driver=THREE, bus=bus).gone == ()
     assert Inventory(driver=(gpu(0, A, bus=bus[0]), gpu(1, B, bus=bus[2])), bus=bus).gone == (bus[1],)
 
 
-def test_gone_says_nothing_where_the_driver_said_nothing() -> None:
+def test_no_gpu_is_gone_if_the_driver_does_not_answer() -> None:
     assert Inventory(bus=("0000:00:00.0",)).gone == ()
     assert Inventory(bus=("0000:00:00.0",), trouble="version mismatch").gone == ()
 
 
-def test_hidden_is_what_the_mask_took_away() -> None:
+def test_gpus_outside_the_mask_are_hidden() -> None:
     assert Inventory(THREE, apply_mask(THREE, "1"), "1").hidden == (THREE[0], THREE[2])
     assert Inventory(SLICED, apply_mask(SLICED, "1"), "1").hidden == (SLICED[0], M2)
 

@@ -52,7 +52,7 @@ def machine(
         machine((), bus=(), mask="0", trouble="the NVIDIA driver does not answer"),  # an error says so
     ],
 )
-def test_nothing_is_missing(inventory: Inventory) -> None:
+def test_without_missing_devices_there_are_no_warnings(inventory: Inventory) -> None:
     assert warnings(inventory) == ()
 
 

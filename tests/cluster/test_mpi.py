@@ -135,7 +135,7 @@ BROKEN = [
     (open_mpi4(0, 2, 0, 1, 2), "OMPI_MCA_orte_num_nodes", "3", "OMPI_MCA_orte_num_nodes=3 cannot be"),
     (mpich(0, 2, 0, 2), "PMI_SIZE", None, "PMI_SIZE is not set"),
     (mpich(0, 2, 0, 2), "PMI_RANK", None, "PMI_RANK is not set"),
-    (mpich(0, 2, 0, 2), "PMI_SIZE", "two", "PMI_SIZE='two' is no number"),
+    (mpich(0, 2, 0, 2), "PMI_SIZE", "two", "PMI_SIZE='two' is not a number"),
     (mpich(0, 2, 0, 2), "MPI_LOCALRANKID", "2", "MPI_LOCALRANKID=2 cannot be"),
 ]
 

@@ -145,9 +145,9 @@ def test_slices_are_counted_as_slices() -> None:
 BAD = [
     ("", "--devices '' cannot be had: it is empty."),
     ("0,,1", "--devices 0,,1 cannot be had: it has an empty entry."),
-    ("one", "--devices one cannot be had: “one” is no number, range or UUID."),
-    ("-1", "--devices -1 cannot be had: “-1” is no number, range or UUID."),
-    ("0:2", "--devices 0:2 cannot be had: “0:2” is no number, range or UUID."),
+    ("one", "--devices one cannot be had: “one” is not a number, range or UUID."),
+    ("-1", "--devices -1 cannot be had: “-1” is not a number, range or UUID."),
+    ("0:2", "--devices 0:2 cannot be had: “0:2” is not a number, range or UUID."),
     ("4", "--devices 4 cannot be had: there is no device 4."),
     ("2-9", "--devices 2-9 cannot be had: there is no device 4."),
     ("7-9", "--devices 7-9 cannot be had: there is no device 7."),
@@ -160,7 +160,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "what"), BAD)
-def test_what_cannot_be_had_is_said_with_what_can(text: str, what: str) -> None:
+def test_missing_devices_are_refused_with_a_fix(text: str, what: str) -> None:
     error = refusal(machine(4), devices=text)
     assert error.what == what
     assert error.fix == "phalanx run --devices 0-3 …"

@@ -163,10 +163,10 @@ def test_heterogeneous_jobs_are_refused(environ: dict[str, str]) -> None:
 # what is changed (None: removed), and what the message must contain
 BROKEN = [
     ({"SLURM_PROCID": None}, "SLURM_PROCID is not set"),
-    ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is no number"),
-    ({"SLURM_PROCID": "-1"}, "SLURM_PROCID='-1' is no number"),
+    ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is not a number"),
+    ({"SLURM_PROCID": "-1"}, "SLURM_PROCID='-1' is not a number"),
     ({"SLURM_PROCID": "2"}, "SLURM_PROCID=2 cannot be"),
-    ({"SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID='batch' is no number"),
+    ({"SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID='batch' is not a number"),
     ({"SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS=0 cannot be"),
     ({"SLURM_STEP_NUM_TASKS": "3"}, "do not add up to 3 tasks on 2 nodes"),
     (
@@ -183,7 +183,7 @@ BROKEN = [
     ({"SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST cannot be read: the brackets"),
     ({"SLURM_STEP_NODELIST": "node[1-3]"}, "names 3 nodes, not 2"),
     ({"SLURM_JOB_ID": None, "SLURM_JOBID": None}, "none of SLURM_JOB_ID, SLURM_JOBID is set"),
-    ({"SLURM_RESTART_COUNT": "?"}, "SLURM_RESTART_COUNT='?' is no number"),
+    ({"SLURM_RESTART_COUNT": "?"}, "SLURM_RESTART_COUNT='?' is not a number"),
 ]
 
 
@@ -203,7 +203,7 @@ BROKEN_ALLOCATIONS = [
     ({"SLURM_JOB_NODELIST": "node[3-1]"}, "SLURM_JOB_NODELIST cannot be read: the range 3-1 runs backwards"),
     ({"SLURM_TASKS_PER_NODE": "two"}, "SLURM_TASKS_PER_NODE cannot be read"),
     ({"SLURM_TASKS_PER_NODE": "2(x3)"}, "SLURM_TASKS_PER_NODE counts 3 nodes and the node list 2"),
-    ({"SLURM_JOB_ID": "six"}, "SLURM_JOB_ID='six' is no number"),
+    ({"SLURM_JOB_ID": "six"}, "SLURM_JOB_ID='six' is not a number"),
 ]
 
 

@@ -19,7 +19,7 @@ def test_versions_of_this_machine_are_those_that_pip_knows() -> None:
     assert found["python"] == sys.version.split()[0]
 
 
-def test_it_is_quick() -> None:
+def test_reading_versions_is_fast() -> None:
     def once() -> float:
         began = time.process_time()
         software.versions()
@@ -28,7 +28,7 @@ def test_it_is_quick() -> None:
     assert statistics.median(once() for _ in range(7)) < 0.02
 
 
-def test_what_is_installed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_installed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for path in (
         first / "torch-2.13.0+cpu.dist-info",

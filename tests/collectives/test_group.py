@@ -42,14 +42,14 @@ def _tried(plain: bool) -> dict[str, str]:
 @pytest.mark.extended
 @pytest.mark.xdist_group("collectives")
 @pytest.mark.parametrize("use", _USES)
-def test_stands_on_shared_memory(use: str) -> None:
+def test_collectives_work_on_shared_memory(use: str) -> None:
     assert _tried(plain=False)[use] == "good"
 
 
 @pytest.mark.extended
 @pytest.mark.xdist_group("collectives")
 @pytest.mark.parametrize("use", _ALSO_PLAIN)
-def test_stands_without_the_native_part(use: str) -> None:
+def test_collectives_work_without_the_native_part(use: str) -> None:
     assert _tried(plain=True)[use] == "good"
 
 

@@ -17,6 +17,7 @@ import phalanx
 from phalanx.collectives.engines import regions
 from phalanx.collectives.engines.engine import CallKind, EngineCall, Op, Reduction
 from phalanx.collectives.engines.regions import Region
+from phalanx.contract import shared_memory
 from phalanx.forkserver.signed_store import SignedStore
 from tests.kit.cli import run
 
@@ -90,6 +91,18 @@ def reduced() -> tuple[int, int, int]:
         assert mapped() == before
         engine.run(EngineCall(CallKind.BARRIER, timeout=60))
     return before, between, mapped()
+
+
+def test_memory_that_can_shrink_is_not_mapped() -> None:
+    size = os.sysconf("SC_PAGE_SIZE")
+    region = Region.create(size)
+    fd = shared_memory.create_unsealed("phalanx-region")
+    os.ftruncate(fd, size)
+    with pytest.raises(OSError, match="its size can change"):
+        regions._open(os.getpid(), fd, size, 0, of=region)
+    shared_memory.seal(fd)
+    assert len(regions._open(os.getpid(), fd, size, 0, of=region)) == size
+    os.close(fd)
 
 
 def test_sums_are_the_same_wherever_they_lie() -> None:

@@ -57,5 +57,5 @@ def test_what_gloo_passes_passes(places: str, some: list[str]) -> None:
     assert said.count("passed ") == len(some), said
 
 
-def test_no_test_is_excused() -> None:
+def test_there_are_no_exceptions_to_the_suite() -> None:
     assert not EXCEPTIONS

@@ -46,5 +46,5 @@ def test_an_exception_exists(name: str) -> None:
 
 
 @pytest.mark.parametrize("module", LOADED)
-def test_it_has_the_current_one(module: str) -> None:
+def test_the_module_has_a_current_instance(module: str) -> None:
     assert hasattr(importlib.import_module(module), "current")

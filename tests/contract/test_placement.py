@@ -43,7 +43,7 @@ def test_in_an_assignment() -> None:
         ({"rank": None}, "Expected `int`, got `null`"),
     ],
 )
-def test_what_cannot_be_is_rejected(wrong: dict[str, object], words: str) -> None:
+def test_impossible_placements_are_rejected(wrong: dict[str, object], words: str) -> None:
     values = asdict(placement(0, 1))
     assert from_agent.decode(_assignment(values)).placement == placement(0, 1)  # type: ignore[union-attr]
     with pytest.raises(msgspec.ValidationError, match=words):

@@ -43,6 +43,6 @@ def test_even_nodes_stay_short() -> None:
 @pytest.mark.parametrize(
     "text", ["", "0", "a", "2*", "*2", "2,,2", "-1", "0.1/1.2", "0.2", "1.2/3", "9999999999", "8*999999"]
 )
-def test_what_is_none(text: str) -> None:
+def test_invalid_topologies_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         topology.decode(text)

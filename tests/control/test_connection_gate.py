@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from phalanx.control import messages
-from phalanx.control.leader import connection_gate
+from phalanx.control.leader import server
 from phalanx.control.leader.liveness import Timing
 from phalanx.control.leader.server import PATH
 from phalanx.control.messages import NoteMessage
@@ -203,7 +203,7 @@ FLOODS = {
 }
 
 
-def test_floods_find_no_room(led: Handle) -> None:
+def test_floods_of_connections_are_dropped(led: Handle) -> None:
     port = port_of(led)
 
     async def pour(start: bytes, block: bytes) -> int:
@@ -247,13 +247,13 @@ def test_thousands_of_unknown_clients_keep_no_member_out(led: Handle) -> None:
     async def meet() -> None:
         with actor("clients", str(port), "2000") as crowd:
             await asyncio.to_thread(crowd.wait_for, "called")
-            assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
+            assert files() <= server.MOST + 4 * server.AT_ONCE
             began = time.monotonic()
             async with joined(port) as (_, events):
                 assert time.monotonic() - began < 20  # on a busy machine; without the gate it takes minutes
                 with actor("clients", str(port), "2000") as more:
                     await asyncio.to_thread(more.wait_for, "called")
-                    assert files() <= connection_gate.MOST + 4 * connection_gate.AT_ONCE
+                    assert files() <= server.MOST + 4 * server.AT_ONCE
                 assert events.gone == []
 
     asyncio.run(meet())
@@ -267,7 +267,7 @@ def test_a_client_that_opens_many_connections_blocks_only_itself() -> None:
         async with leading(timing=Timing(patience=5)) as led:
             early = await asyncio.open_connection("127.0.0.1", led.port)
             crowd = []
-            for _ in range(connection_gate.MOST + 100):
+            for _ in range(server.MOST + 100):
                 crowd.append(await asyncio.open_connection("127.0.0.1", led.port, local_addr=("127.0.0.3", 0)))
             assert await asyncio.wait_for(crowd[0][0].read(), 5) == b""  # the oldest connection was closed
             assert not early[0].at_eof()
@@ -284,14 +284,14 @@ def test_files_for_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     for limits, members, wanted in [
         ((1024, 1 << 20), 2, []),
-        ((1024, 1 << 20), 4096, [(4096 + connection_gate.MOST + 3 * connection_gate.AT_ONCE + 256, 1 << 20)]),
+        ((1024, 1 << 20), 4096, [(4096 + server.MOST + 3 * server.AT_ONCE + 256, 1 << 20)]),
         ((1024, 4500), 4096, [(4500, 4500)]),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 4096, []),
     ]:
         asked.clear()
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
-        connection_gate.make_room(members)
+        server.make_room(members)
         assert asked == wanted
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     with pytest.raises(JoinError, match="4096 nodes cannot join: the limit of open files is 4096"):
-        connection_gate.make_room(4096)
+        server.make_room(4096)

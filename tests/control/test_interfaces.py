@@ -110,6 +110,6 @@ def test_the_way_to_an_address(address: str, local: str | None) -> None:
     assert interfaces.route_to(address) == local
 
 
-def test_the_room_is_entered_without_psutil() -> None:
+def test_psutil_is_not_imported_at_the_start() -> None:
     script = "import sys, phalanx.control.interfaces; sys.exit('psutil' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -89,7 +89,7 @@ def test_the_file_names_its_writer(tmp_path: Path) -> None:
     ],
     ids=lambda changes: str(changes)[:40],
 )
-def test_what_is_not_believed(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_invalid_leader_files_are_ignored(tmp_path: Path, changes: dict[str, Any]) -> None:
     meeting = LeaderFile(str(tmp_path), "job")
     meeting.announce(PLACE)
     spoil(tmp_path / "job.json", port=1)
@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "job.json"]
 
 
-def test_readers_never_see_a_half(tmp_path: Path) -> None:
+def test_readers_never_see_a_partial_file(tmp_path: Path) -> None:
     writer, reader = LeaderFile(str(tmp_path), "job"), LeaderFile(str(tmp_path), "job")
     places = [LeaderFilePath(tuple(f"192.0.2.{number}" for number in range(1, count)), count) for count in (2, 60)]
     writer.announce(places[0])

@@ -109,7 +109,7 @@ def test_there_and_back(name: str, message: Message) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_what_belongs_elsewhere_is_not_understood(name: str) -> None:
+def test_messages_of_another_direction_are_not_decoded(name: str) -> None:
     known = {type(example) for example in EXAMPLES[name]}
     for _, message in ALL:
         if type(message) not in known:

@@ -99,7 +99,7 @@ def test_a_member_that_does_not_read_is_dropped_alone() -> None:
     asyncio.run(meet())
 
 
-def test_a_member_that_speaks_but_does_not_read_is_lost() -> None:
+def test_a_member_that_writes_but_does_not_read_is_lost() -> None:
     async def meet() -> None:
         async with leading(timing=Timing(ping=0.1, node_timeout=1.5)) as led, raw_client(led.port) as client:
             await client.enter(1)

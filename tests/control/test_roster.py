@@ -95,7 +95,7 @@ def test_promises(member: int | None, slots: int, kind: str | None) -> None:
     assert (found.kind if isinstance(found, Refusal) else None) == kind
 
 
-def test_what_a_scheduler_started_promised_nothing() -> None:
+def test_a_scheduler_may_start_fewer_workers_than_expected() -> None:
     made = Roster(2, (4, 4))
     claim = PartialPlacement(rank=0, world_size=2, local_rank=0, local_world_size=2)
     assert made.admit(arrival(0, slots=1, claim=claim)) == 0

@@ -95,7 +95,7 @@ def test_a_run_on_one_node_does_not_import_it() -> None:
     assert asyncio.run(run()) == 0
 
 
-def test_nobody_on_the_way_reads_what_is_said_nor_can_say_it_again() -> None:
+def test_a_proxy_can_neither_read_nor_replay_a_connection() -> None:
     async def meet() -> None:
         proxy = RecordingProxy()
         async with leading(3) as led, proxy.between(led.port):

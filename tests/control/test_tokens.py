@@ -128,7 +128,7 @@ def test_a_file_that_is_refused(tmp_path: Path, text: str, mode: int, seen: str)
         assert part not in str(error.value)
 
 
-def test_what_to_type_helps(tmp_path: Path) -> None:
+def test_the_suggested_commands_work(tmp_path: Path) -> None:
     path = f"{tmp_path}/my token"
     with pytest.raises(TokenError) as missing:
         tokens.find({}, file=path, home="/nowhere")
@@ -141,7 +141,7 @@ def test_what_to_type_helps(tmp_path: Path) -> None:
     assert len(tokens.find({}, file=path, home="/nowhere").key) == 32
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_a_token_path_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -200,7 +200,7 @@ def test_a_spoilt_own_file_is_reported_and_kept(tmp_path: Path) -> None:
     assert (tmp_path / "token").read_text() == "x" * 64
 
 
-def test_a_text_from_elsewhere() -> None:
+def test_an_invalid_token_from_ssh_is_refused() -> None:
     with pytest.raises(TokenError, match="the token from ssh is not valid") as error:
         tokens.read_text("secret", "ssh")
     assert error.value.fix == tokens.EXPORT

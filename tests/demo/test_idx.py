@@ -76,7 +76,7 @@ def test_broken(tmp_path: Path, data: bytes, why: str) -> None:
     assert why in caught.value.details[0]
 
 
-def test_labels_of_something_else(tmp_path: Path) -> None:
+def test_labels_that_do_not_match_the_images_are_refused(tmp_path: Path) -> None:
     mnist(tmp_path, labels=4)
     with pytest.raises(UsageError, match="has 3 images, train-labels-idx1-ubyte has 4 labels"):
         idx.load(tmp_path)

@@ -28,7 +28,7 @@ from tests.diagnose.made_evidence import C10D, LIB, STD, WORK, backward, collect
         ("/opt/x/site-packages/phalanx/worker/process_group/group.py", False),
     ],
 )
-def test_whose(file: str, mine: bool) -> None:
+def test_own_frames_are_recognized(file: str, mine: bool) -> None:
     assert frames.mine(Frame(file, 1, "f")) is mine
 
 
@@ -57,7 +57,7 @@ def test_whose(file: str, mine: bool) -> None:
         ([], "", "nothing", False),
     ],
 )  # fmt: skip
-def test_what_it_does(stack: list[Frame], wchan: str, what: str, shown: bool) -> None:
+def test_the_action_of_a_stack(stack: list[Frame], wchan: str, what: str, shown: bool) -> None:
     act = frames.act(stack, process(wchan=wchan))
     assert (act.what, act.shown) == (what, shown)
 
@@ -89,7 +89,7 @@ if is_main_process():
         (99, "", "", 0),
     ],
 )
-def test_what_the_text_says(line: int, source: str, guard: str, loop: int) -> None:
+def test_source_lines_are_annotated(line: int, source: str, guard: str, loop: int) -> None:
     found = annotate(frame("train.py", line), SCRIPT)
     assert (found.source, found.guard, found.loop) == (source, guard, loop)
 

@@ -187,7 +187,7 @@ ALIKE: dict[str, dict[int, list[Entry]]] = {
 
 
 @pytest.mark.parametrize("case", ALIKE)
-def test_no_difference_is_made_up(case: str) -> None:
+def test_equal_histories_have_no_difference(case: str) -> None:
     backend = "gloo" if "gloo" in case else "nccl"
     ranks = ALIKE[case]
     assert differ(ranks, backend=backend) is None
@@ -298,7 +298,7 @@ def test_a_loop_is_small_and_its_frames_are_the_users() -> None:
     assert history(entries).groups[0].seqs == tuple(range(1, 2001))
 
 
-def test_what_is_too_large_loses_its_oldest_part() -> None:
+def test_a_reply_that_is_too_large_drops_its_oldest_entries() -> None:
     entries = [entry("all_reduce", seq, 10_000_000 + seq, 77, 33, line=seq) for seq in range(1, 2001)]
     found = reply(entries)["history"]
     assert len(json.dumps(found)) <= kept.MAX_BYTES
@@ -362,7 +362,7 @@ def test_equal_records_have_no_difference(program: list[Entry], windows: list[tu
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), programs(), st.integers(3, 6))
-def test_one_change_is_found_where_it_is(data: st.DataObject, program: list[Entry], size: int) -> None:
+def test_a_changed_call_is_found_at_its_place(data: st.DataObject, program: list[Entry], size: int) -> None:
     changed = data.draw(st.integers(1, len(program)))
     culprit = data.draw(st.integers(0, size - 1))
     old = program[changed - 1]

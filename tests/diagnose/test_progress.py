@@ -301,7 +301,7 @@ def test_a_blocked_rank_continues_while_another_stays_idle() -> None:
     ]
 
 
-def test_one_that_ends_does_not_end_a_stall_of_others() -> None:
+def test_a_rank_that_ends_does_not_end_a_stall_of_others() -> None:
     def script(second: int) -> list[Reading]:
         ended = [] if second > 60 else [going(4, second)]
         return [*stuck_at(10, culprit={})(second), *ended]

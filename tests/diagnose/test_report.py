@@ -40,7 +40,7 @@ def test_fix_and_certainty_are_reported() -> None:
     assert lines[-2] == "  rank 1: stopped at train.py:9"
 
 
-def test_nothing_wrong_says_why_it_stands() -> None:
+def test_a_report_without_verdicts_says_why_nothing_moves() -> None:
     seen = beside(behind(1, [frame("train.py", 9)], debugged=True))
     assert report.text(seen, []).startswith("a debugger is open in rank 1")
     seen = evidence(rank(0, [frame("train.py", 9)], since=0.1), waited=0.1)

@@ -51,7 +51,7 @@ def test_slow_data() -> None:
         "no samples",
     ],
 )
-def test_nothing_to_say(totals: list[Total]) -> None:
+def test_equal_ranks_have_no_stragglers(totals: list[Total]) -> None:
     assert stragglers(totals) == []
 
 

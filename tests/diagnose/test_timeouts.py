@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.diagnose.absent import blame
 from phalanx.diagnose.evidence import CallEvidence, Evidence
-from phalanx.diagnose.rules.collectives.absent import blame
 from phalanx.diagnose.rules.collectives.timeouts import Timeout, read
 from tests.diagnose.made_evidence import C10D, behind, beside, call, collective, evidence, frame, process, rank, waiting
 
@@ -57,7 +57,7 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize(("text", "timeout"), MESSAGES.values(), ids=MESSAGES.keys())
-def test_what_a_message_says(text: str, timeout: Timeout | None) -> None:
+def test_timeouts_are_read_from_messages(text: str, timeout: Timeout | None) -> None:
     assert read(text) == timeout
 
 

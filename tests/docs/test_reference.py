@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 
+from phalanx import errors
 from phalanx.cli.main import VERBS, command
 from phalanx.cli.options.table import OPTIONS
 from phalanx.contract import variables
@@ -23,6 +26,24 @@ PAGES = ROOT / "docs" / "reference"
 def test_generated_pages_are_up_to_date(name: str) -> None:
     """If this fails: python -m tools.reference"""
     assert (PAGES / name).read_text() == reference.PAGES[name]()
+
+
+def test_every_field_of_an_event_is_described() -> None:
+    title, missing = "", []
+    for line in (PAGES / "events.md").read_text().splitlines():
+        title = line.lstrip("# ") if line.startswith("##") else title
+        if line.endswith("|  |") and title not in ("ranks", "RankInfo"):  # their docstrings say all
+            missing.append((title, line))
+    assert missing == []
+
+
+def test_every_exception_is_in_the_reference() -> None:
+    page = (PAGES / "python.md").read_text()
+    names = [
+        name for name, kind in vars(errors).items() if inspect.isclass(kind) and kind.__module__ == errors.__name__
+    ]
+    assert len(names) > 10
+    assert [name for name in names if f"::: phalanx.errors.{name}\n" not in page + "\n"] == []
 
 
 def test_every_option_of_the_help_is_in_the_reference() -> None:
@@ -41,6 +62,24 @@ def test_every_option_of_the_help_is_in_the_reference() -> None:
         parser: argparse.ArgumentParser = command(verb).make_parser()
         named = set(re.findall(r"(?<![\w-])--[\w-]+", parser.format_help())) - {"--help"}
         assert {name for name in named if name not in section} == set(), verb
+
+
+def test_every_option_of_torchrun_is_in_the_guide() -> None:
+    guide = (ROOT / "docs" / "how-to" / "from-torchrun.md").read_text()
+    table = guide.partition("### Options\n")[2].partition("\n### ")[0]
+    rows = "".join(line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `"))
+    theirs = {name for action in torch.distributed.run.get_args_parser()._actions for name in action.option_strings}
+    theirs = {name for name in theirs if name.startswith("--") and "_" not in name} - {"--help"}
+    ours = {option.name for option in OPTIONS if option.origin.startswith("torch")} - {"--help"}
+    assert len(theirs) > 25
+    assert [name for name in sorted(theirs | ours) if f"`{name}`" not in rows] == []
+    idle = {
+        name
+        for line in table.splitlines()
+        if "without effect" in line
+        for name in re.findall("`(--[a-z-]+)`", line.split(" | ")[0])
+    }
+    assert idle == {option.name for option in OPTIONS if option.no_effect} - {"--event-log-handler"}
 
 
 def test_every_variable_is_in_the_reference() -> None:

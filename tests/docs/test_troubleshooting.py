@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+import mmap
 import re
 import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from phalanx.launcher.telemetry.out_of_memory import MemoryKills
 from tests.docs.blocks import ROOT
@@ -21,6 +23,45 @@ GROUP = "import torch, torch.distributed as dist\ndist.init_process_group('gloo'
 def test_twenty_messages() -> None:
     assert len(TITLES) >= 20
     assert len(set(TITLES)) == len(TITLES)
+
+
+# Fragments of messages, by the file of torch that has them. Those of NCCL are not in a build for CPUs.
+MESSAGES = {
+    "lib/libtorch_cpu.so": (
+        "The server socket has failed to listen on any local network address. port: ",
+        "The client socket has timed out after ",
+        " seconds waiting for clients. ",
+        "Gloo connectFullMesh failed with ",
+        "Expected to have finished reduction in the prior iteration before starting a new one.",
+        "Detected mismatch between collectives on ranks",
+        "unable to open shared memory object <",
+        "Connection closed by peer ",
+    ),
+    "lib/libtorch_python.so": (
+        "Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+        " is killed by signal: ",
+        "It is possible that dataloader's workers are out of shared memory.",
+    ),
+    "distributed/run.py": ("Setting OMP_NUM_THREADS environment variable for each process to be ",),
+    "distributed/distributed_c10d.py": ("Default process group has not been initialized, ",),
+    "distributed/elastic/multiprocessing/api.py": (" got signal: ",),
+    "distributed/elastic/multiprocessing/errors/__init__.py": (
+        "class ChildFailedError",
+        " received by PID ",
+        "To enable traceback see",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_are_those_of_torch(name: str) -> None:
+    with (
+        open(Path(torch.__file__).parent / name, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        for text in MESSAGES[name]:
+            assert content.find(text.encode()) >= 0, text
+            assert text.removeprefix("class ").strip() in PAGE, text
 
 
 def test_rules_of_lint_are_named(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.doctor import machine, result
-from phalanx.doctor.checks import clock, disk, limits, names, ports, reach, versions
+from phalanx.doctor import machine, result, torch_build
+from phalanx.doctor.checks import clock, disk, limits, names, ports, reach
 from phalanx.doctor.checks.reach import Echo
 from phalanx.doctor.finding import LEVELS
 from phalanx.doctor.preflight import preflight
@@ -79,7 +79,7 @@ def test_doctor_that_is_ended_ends_its_test() -> None:
 
 def test_words_on_the_screen() -> None:
     done = phalanx("doctor", "--quick")
-    assert f"torch {versions.torch_build()['__version__']}" in done.out
+    assert f"torch {torch_build.read()['__version__']}" in done.out
     assert done.err == ""
 
 
@@ -189,7 +189,7 @@ def test_preflight_is_silent_here(tmp_path: Path) -> None:
         assert preflight(str(tmp_path / "home"), nodes=nodes, ranks=8) == []
 
 
-def test_preflight_speaks_up(tmp_path: Path) -> None:
+def test_preflight_reports_a_red_finding(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (finding,) = preflight(f"{tmp_path}/file/home", nodes=1)
     assert (finding.check, finding.level) == ("disk", "red")

@@ -58,7 +58,7 @@ def test_links(links: list[HostPair], level: str, words: str) -> None:
     assert (finding.level, words in finding.fact) == (level, True), finding
 
 
-def test_no_links_no_words() -> None:
+def test_without_links_there_are_no_findings() -> None:
     assert pairs.judge([]) == []
     assert pairs.judge_collectives([]) == []
 

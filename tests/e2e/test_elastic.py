@@ -240,7 +240,7 @@ def test_a_cut_between_followers_that_recovers_costs_no_node(lab: Lab, tmp_path:
     all_gone(lab)
 
 
-def test_of_two_nodes_that_do_not_reach_each_other_one_is_dismissed(lab: Lab, tmp_path: Path) -> None:
+def test_one_of_two_nodes_that_do_not_reach_each_other_is_dismissed(lab: Lab, tmp_path: Path) -> None:
     jobs = [node(lab, place, tmp_path, "--stall-timeout", "5s") for place in range(3)]
     begun = entered(jobs[0], 3)
     until((tmp_path / "1.0").exists, 60, "the first step")
@@ -324,7 +324,7 @@ def test_a_plain_script_is_started_again_with_the_remaining_nodes(lab: Lab, tmp_
     all_gone(lab)
 
 
-def test_of_two_nodes_the_one_with_the_leader_continues(lab: Lab, tmp_path: Path) -> None:
+def test_the_leader_of_two_nodes_continues(lab: Lab, tmp_path: Path) -> None:
     """Neither can know whether the other still runs, so that one of them has to end."""
     jobs = [node(lab, place, tmp_path, *SHORT, nodes="1:2") for place in range(2)]
     begun = entered(jobs[0], 2)

@@ -112,7 +112,7 @@ def test_help_and_version() -> None:
 def test_a_verb_of_another_program(typed: str, meant: str) -> None:
     refused = phalanx(*typed.split())
     assert refused.code == 2
-    assert refused.err.startswith(f"phalanx: {typed.split()[0]} is not a verb of phalanx; did you mean ")
+    assert refused.err.startswith(f"phalanx: {typed.split(maxsplit=1)[0]} is not a verb of phalanx; did you mean ")
     assert refused.err.endswith(f"\n  fix: phalanx {meant}\n")
 
 

@@ -86,7 +86,7 @@ def test_hello() -> None:
     assert sorted(said(example("hello"), r"rank (\d) of 4: the ranks add up to (6)")) == ["0", "1", "2", "3"]
 
 
-def test_the_old_way() -> None:
+def test_torch_distributed_launch() -> None:
     assert sorted(re.findall(r"my local rank is (\d) of 2", example("oldway").out)) == ["0", "1"]
 
 
@@ -142,7 +142,8 @@ def test_ddp_with_rpc() -> None:
     )
     assert sorted(trainers) == ["0", "1"]
     for first, last, _ in trainers.values():
-        assert float(last) < 0.2 < 0.5 < float(first)
+        assert float(last) < 0.2
+        assert float(first) > 0.5
     assert len({dense for *_, dense in trainers.values()}) == 1
     assert "rank 2 of 3: holder, 20 of 20 rows of the table were trained" in result.out
 

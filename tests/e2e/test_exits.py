@@ -31,7 +31,7 @@ def begin(how: str, folder: Path, *args: str, options: tuple[str, ...] = ()) -> 
         ("busy", r"it is in the teardown of the interpreter \(ends_late\.py:\d+ in __del__\)"),
     ],
 )
-def test_one_that_works_is_named_and_waited_for(how: str, expected: str, tmp_path: Path) -> None:
+def test_a_rank_that_works_at_exit_is_named_and_waited_for(how: str, expected: str, tmp_path: Path) -> None:
     job, last = begin(how, tmp_path)
     job.wait_for(re.compile(rf"rank 1 ran its last line \d+ s ago and has not ended: {expected}"))
     while time.time() - last < 14:  # one that hangs is ended after 10 s
@@ -51,7 +51,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_one_that_hangs_in_the_teardown_is_ended(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_rank_that_hangs_in_the_teardown_is_ended(options: tuple[str, ...], tmp_path: Path) -> None:
     job, last = begin("teardown", tmp_path, options=("--max-restarts", "1", *options))
     assert job.wait() == 0
     assert time.time() - last < 60  # ended after 10 s
@@ -63,7 +63,7 @@ def test_one_that_hangs_in_the_teardown_is_ended(options: tuple[str, ...], tmp_p
 
 @pytest.mark.smoke
 @pytest.mark.warmed
-def test_one_that_failed_before_it_hung_has_failed(tmp_path: Path) -> None:
+def test_a_rank_that_failed_before_it_hung_counts_as_failed(tmp_path: Path) -> None:
     job, _ = begin("teardown", tmp_path, "1")
     assert job.wait() == 1
     assert "it counts as exit code 1" in job.err

@@ -37,7 +37,7 @@ def test_a_script(tmp_path: Path) -> None:
         job.logs(7)
 
 
-def test_one_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_job_that_fails_has_the_cause(tmp_path: Path) -> None:
     job = launch(written(tmp_path, "raise SystemExit('out of luck')"), workers=2, cpu=True, show=False)
     with pytest.raises(LaunchError, match="ended with exit code 1") as caught:
         job.result(240)
@@ -46,7 +46,7 @@ def test_one_that_fails_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_one_that_cannot_begin_says_why() -> None:
+def test_a_job_that_cannot_start_has_the_reason() -> None:
     job = launch("/nowhere/train.py", workers=1, cpu=True, show=False)
     with pytest.raises(LaunchError, match=r"/nowhere/train\.py"):
         _ = job.name
@@ -89,7 +89,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.smoke
-def test_a_function_and_what_it_returns(tmp_path: Path) -> None:
+def test_a_function_and_its_results(tmp_path: Path) -> None:
     before = {*glob.glob(f"{tempfile.gettempdir()}/phalanx-call-*")}
     found = python(written(tmp_path, CALLER))
     assert (found.code, found.out) == (0, "[(0, 15), (1, 15)]\n"), found.err

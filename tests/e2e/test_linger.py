@@ -41,7 +41,7 @@ def go(folder: Path) -> None:
     (folder / "go").touch()
 
 
-def test_it_is_named_and_may_finish(way: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_lingering_process_is_named_and_may_finish(way: tuple[str, ...], tmp_path: Path) -> None:
     job, pid = begin(tmp_path, *way)
     job.wait_for(
         f"phalanx: waiting up to 120 s (--linger) for a process that is still running (pid {pid} of rank 1: sh -c"
@@ -82,7 +82,7 @@ def test_without_any_time_it_is_ended_and_named(tmp_path: Path) -> None:
     assert f"ending a process that is still running (pid {pid} of rank 1" in job.err
 
 
-def test_it_may_be_left_alone(way: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_lingering_process_can_be_left_running(way: tuple[str, ...], tmp_path: Path) -> None:
     job, pid = begin(tmp_path, *way, "--linger", "forever")
     assert job.wait() == 0
     assert f"leaving a process that is still running (pid {pid} of rank 1" in job.err
@@ -97,7 +97,7 @@ def test_it_may_be_left_alone(way: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.warmed
-def test_what_one_run_left_alone_another_does_not_end(tmp_path: Path) -> None:
+def test_a_process_that_one_run_left_survives_the_next_run(tmp_path: Path) -> None:
     job, pid = begin(tmp_path, "--linger", "forever")
     assert job.wait() == 0
     other = start("run", "-g", "1", "--cpu", script("sleepy.py"))

@@ -19,15 +19,15 @@ from tests.kit.cli import TORCHRUN, until
 from tests.kit.handle import Handle
 from tests.kit.lab import Lab, Node
 
-Told = dict[int, dict[str, Any]]
+Reports = dict[int, dict[str, Any]]
 
 
-def reports(folder: Path) -> Told:
+def reports(folder: Path) -> Reports:
     """Return the report of each rank."""
     return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def environments(lab: Lab, folder: Path, *options: str, ranks: tuple[int, ...] = (1, 1)) -> Told:
+def environments(lab: Lab, folder: Path, *options: str, ranks: tuple[int, ...] = (1, 1)) -> Reports:
     """Return the environments of a run without torch."""
     folder.mkdir()
     jobs = together(lab, *PLAIN, *options, script("environment.py"), str(folder), ranks=ranks)

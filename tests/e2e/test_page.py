@@ -127,7 +127,7 @@ def test_nothing_is_left_of_a_agent_that_is_killed(tmp_path: Path) -> None:
     socket.create_server(("127.0.0.1", int(link[1]))).close()  # no process listens there any more
 
 
-def test_what_cannot_be_shown(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = phalanx("run", "--cpu", "--fresh", "--page-at", f"127.0.0.1:{port}", SCRIPT, str(tmp_path / "never"))

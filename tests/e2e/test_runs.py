@@ -100,6 +100,7 @@ def test_a_git_that_hangs_does_not_hold_a_run_up(tmp_path: Path) -> None:
     assert done.code == 0
     found = recorded("slow")
     assert (found["git"], found["notes"]) == (None, ["the run ended before git answered"])
+    assert "there is no rank 9: slow has rank 0\n" in phalanx("logs", "slow", "-r", "9").err
 
 
 def test_a_run_has_a_name(tmp_path: Path) -> None:
@@ -113,6 +114,9 @@ def test_a_run_has_a_name(tmp_path: Path) -> None:
     assert "train.py --lr 0.1" in listed[1]
     assert "train.py --fail" in listed[2]
     assert "rank 1 failed: ValueError: boom" in listed[2]
+    assert [line.split()[0] for line in phalanx("ps", "exp.", "exp.1").out.splitlines()] == ["RUN", "exp", "exp.2"]
+    assert (phalanx("ps", "exp.2", "--json").out.count("\n"), phalanx("ps", "other").code) == (1, 2)
+    assert "fix: phalanx ps --forget exp" in phalanx("ps", "exp", "--forget").err
     assert phalanx("why", "ex").out.startswith("exp.2: failed (1)")
     assert phalanx("why", "exp.1").out.startswith("exp: done")
     steps = [f"[{rank}] step {step} rank {rank}" for rank in (0, 1) for step in range(3)]

@@ -80,10 +80,10 @@ def test_nodes_are_seen_to_gather(trained: RunEvents) -> None:
 
 
 def test_all_ranks_are_known_and_replacements_too(trained: RunEvents) -> None:
-    assert all(before.ranks != after.ranks for before, after in itertools.pairwise(faces(trained)))
-    last = faces(trained)[-1].ranks
-    assert [(face.rank, face.node) for face in last] == [(0, 0), (1, 0), (2, 1)]
-    pids = {face.pid for event in faces(trained) for face in event.ranks if face.rank == 2}
+    assert all(before.nodes != after.nodes for before, after in itertools.pairwise(faces(trained)))
+    last = faces(trained)[-1]
+    assert [(face.rank, node.node) for node, face in last.each()] == [(0, 0), (1, 0), (2, 1)]
+    pids = {face.pid for event in faces(trained) for _, face in event.each() if face.rank == 2}
     assert len(pids) == 2
 
 

@@ -80,7 +80,7 @@ def test_a_screen_that_is_killed(words: tuple[str, ...], tmp_path: Path) -> None
         assert "is here" not in term.afterwards  # that was earlier, and is in the logs
 
 
-def test_a_breakpoint_and_last_words(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_breakpoint_and_the_last_messages(words: tuple[str, ...], tmp_path: Path) -> None:
     with terminal(*words, "break", env=places) as job:
         term = VirtualTerminal(job)
         before = attributes(term)

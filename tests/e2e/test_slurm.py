@@ -87,7 +87,7 @@ def batch(lab: Lab, slurm: Slurm, folder: Path, *options: str, command: list[str
     return out.read_text()
 
 
-def test_what_slurm_and_the_command_line_disagree_about(lab: Lab, slurm: Slurm) -> None:
+def test_options_that_contradict_slurm_are_refused(lab: Lab, slurm: Slurm) -> None:
     for options, seen in (
         (("-n", "3"), "--nnodes 3 and Slurm, which has 2 nodes, contradict each other"),
         (("--hosts", "node1,node2"), "--hosts and Slurm both say where the ranks run"),
@@ -134,7 +134,7 @@ def test_a_job_that_is_preempted_says_that_it_wants_to_be_run_again(lab: Lab, sl
     command = " ".join([*RUN, *options, PREEMPT, str(tmp_path)])
     script.write_text(f"#!/bin/bash\n{command}\necho ended with $?\n")
     lab[0].run(words=("sbatch", "-N2", "-o", str(out), str(script)), env=slurm.env)
-    until(lambda: (tmp_path / "steps.1").exists(), 60, "a step to be made")
+    until((tmp_path / "steps.1").exists, 60, "a step to be made")
     lab[0].run(words=("scancel", "-s", "TERM", running(lab, slurm)), env=slurm.env)
     until(lambda: "ended with" in out.read_text(), 60, "the job to end")
     until(lambda: not any("stepd" in process.command for node in lab for process in node.processes()), 60)

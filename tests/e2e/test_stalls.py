@@ -141,7 +141,7 @@ def test_a_difference_that_all_ranks_have_passed_is_named_first(tmp_path: Path) 
 
 
 @GROUPS[0]
-def test_what_is_only_slow_is_not_blamed(tmp_path: Path) -> None:
+def test_slow_ranks_are_not_blamed(tmp_path: Path) -> None:
     done = phalanx(*words("healthy", tmp_path, ranks=2))
     assert done.code == 0, done.err
     assert not list(folder_of(done.err).glob("stall_*")), done.err
@@ -177,7 +177,7 @@ def test_phalanx_why_during_the_stall_and_after_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 @GROUPS[1]
-def test_whom_it_names_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
+def test_the_blamed_rank_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
     done = phalanx(*words("once", tmp_path, "--on-hang", "kill", "--max-restarts", "1"))
     assert done.code == 0, done.err
     assert "rank 2 stalled: SIGKILL (--on-hang kill)" in done.err

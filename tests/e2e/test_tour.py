@@ -78,7 +78,7 @@ def test_list() -> None:
     ("words", "said"),
     [(("allreduce",), "fix: phalanx tour all_reduce"), (("--ranks", "1"), "2 to 8"), (("--ranks", "9"), "2 to 8")],
 )
-def test_what_it_does_not_show(words: tuple[str, ...], said: str) -> None:
+def test_invalid_arguments_are_refused(words: tuple[str, ...], said: str) -> None:
     result = phalanx("tour", *words)
     assert result.code == 2
     assert said in result.err

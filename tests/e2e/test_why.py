@@ -18,7 +18,7 @@ from tests.watch.finished_run import left, record_at
 SCRIPT = script("outsider.py")
 
 
-def test_of_a_run_that_continues_and_of_its_remains(tmp_path: Path) -> None:
+def test_a_live_run_and_a_killed_one(tmp_path: Path) -> None:
     env = {"PHALANX_HOME": str(tmp_path)}
     with start("run", "-g", "2", "--fresh", "--cpu", SCRIPT, env=env) as job:
         job.wait_for("here", count=2)
@@ -37,7 +37,7 @@ def test_of_a_run_that_continues_and_of_its_remains(tmp_path: Path) -> None:
     assert "ranks 0, 1 were running" in result.out
 
 
-def test_of_a_run_that_imports_and_has_no_ranks_yet(tmp_path: Path) -> None:
+def test_a_run_without_ranks_yet(tmp_path: Path) -> None:
     """There is always an answer, even for a run that has just started."""
     (tmp_path / "slow.py").write_text(
         f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(0.02)\n"
@@ -56,7 +56,7 @@ def test_of_a_run_that_imports_and_has_no_ranks_yet(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_of_a_run_that_failed(tmp_path: Path) -> None:
+def test_a_run_that_failed(tmp_path: Path) -> None:
     env = {"PHALANX_HOME": str(tmp_path)}
     assert phalanx("run", "-g", "2", "--fresh", "--cpu", SCRIPT, "fails", env=env).code == 1
     result = phalanx("why", env=env)
@@ -73,7 +73,7 @@ def test_of_a_run_that_failed(tmp_path: Path) -> None:
     ("code", "preempted", "answer"),
     [(0, False, 0), (130, False, 0), (143, False, 0), (75, True, 0), (75, False, 1), (3, False, 1)],
 )
-def test_only_what_is_wrong_is_an_error(tmp_path: Path, code: int, preempted: bool, answer: int) -> None:
+def test_the_exit_code_is_1_only_if_something_is_wrong(tmp_path: Path, code: int, preempted: bool, answer: int) -> None:
     """A run that its user has stopped, or that the scheduler has preempted, has not failed."""
     record = left("ended", [], code=code, where=tmp_path / "runs")
     record_at(record, preempted=preempted)
@@ -82,7 +82,7 @@ def test_only_what_is_wrong_is_an_error(tmp_path: Path, code: int, preempted: bo
 
 
 @pytest.mark.smoke
-def test_nothing_to_ask_about(tmp_path: Path) -> None:
+def test_runs_that_do_not_exist(tmp_path: Path) -> None:
     env = {"PHALANX_HOME": str(tmp_path)}
     for words, seen in (
         ((), "no runs yet"),
@@ -95,7 +95,7 @@ def test_nothing_to_ask_about(tmp_path: Path) -> None:
         assert (result.code, seen in result.err) == (2, True), result.err
 
 
-def test_of_a_job_that_someone_else_started() -> None:
+def test_a_job_of_another_launcher() -> None:
     """A launcher and its ranks, one of them below another process; processes that ranks have started are not ranks."""
     launcher = (
         "import os, subprocess, sys\n"
@@ -110,7 +110,7 @@ def test_of_a_job_that_someone_else_started() -> None:
     assert "ranks 0, 1: sleeping at outsider.py:10 in linger" in result.out
 
 
-def test_of_a_slurm_job(lab: Lab, slurm: Slurm) -> None:
+def test_a_slurm_job(lab: Lab, slurm: Slurm) -> None:
     """On two nodes, asked from a third: each node checks its own."""
     words = ("srun", "-N2", "-n3", "-J", "outsider", sys.executable, SCRIPT)
     with lab[0].start(words=words, env=slurm.env) as job:

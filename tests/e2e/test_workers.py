@@ -295,7 +295,7 @@ def test_keep_warm_leaves_one_and_it_ends_by_itself(tmp_path: Path) -> None:
     # The kit checks that it ends: a leftover process fails the test.
 
 
-def test_what_is_stale_is_noticed_and_not_used(tmp_path: Path) -> None:
+def test_a_stale_warm_fork_server_is_not_used(tmp_path: Path) -> None:
     write(tmp_path, main="", extra="")
     env = {"PYTHONPATH": str(tmp_path)}
 

@@ -16,7 +16,7 @@ from tests.faithful.runs import Lane
     ("code", "hangs", "wrong"),
     [(3, 0, 0), (0, 0, 1), (137, 0, 1), (None, 1, 0)],
 )
-def test_an_outcome_is_counted(code: int | None, hangs: int, wrong: int) -> None:
+def test_outcomes_are_counted(code: int | None, hangs: int, wrong: int) -> None:
     counted = Count()
     counted.add(End("leaves", code=3), Outcome(code), "cold")
     assert (counted.runs, counted.hangs, counted.wrong, len(counted.notes)) == (1, hangs, wrong, hangs + wrong)

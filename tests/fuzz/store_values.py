@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from phalanx.collectives import failure_propagation
+from phalanx.collectives.engines.hierarchical import failure_propagation
 from phalanx.contract.ranks import topology
 from phalanx.contract.ranks.placement import PartialPlacement
 from phalanx.errors import PhalanxError

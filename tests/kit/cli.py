@@ -151,7 +151,7 @@ def terminal(
             stdout=tty,
             stderr=tty,
             start_new_session=True,
-            preexec_fn=take_terminal,
+            preexec_fn=take_terminal,  # noqa: PLW1509
         )
     except BaseException:
         os.close(screen)

@@ -53,7 +53,7 @@ def test_wait_that_takes_too_long_shows_the_output() -> None:
         job.wait(0.1)
 
 
-def test_output_is_read_while_nobody_looks() -> None:
+def test_output_is_read_in_the_background() -> None:
     job = start(words=(sys.executable, "-u", f"{SCRIPTS}/noisy.py", "--mb", "1", "--stream", "both"))
     assert job.wait() == 0
     assert job.out == job.err

@@ -24,7 +24,7 @@ sys.exit(len(sys.argv))
 
 
 @pytest.mark.extended
-def test_it_is_as_one_that_was_just_started(tmp_path: Path) -> None:
+def test_it_behaves_like_a_new_interpreter(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(SCRIPT)
     ours, theirs = (run(str(script), "a b", "", env={"MINE": "x"}, cwd=str(tmp_path)) for run in (python, fresh))
@@ -32,11 +32,11 @@ def test_it_is_as_one_that_was_just_started(tmp_path: Path) -> None:
     assert ours.code == 3
 
 
-def test_it_has_torch() -> None:
+def test_the_interpreter_has_torch() -> None:
     assert python("-c", "import sys; print('torch' in sys.modules, sys.argv)", "x").out == "True ['-c', 'x']\n"
 
 
-def test_it_is_signalled_and_waited_for() -> None:
+def test_the_interpreter_can_be_signalled_and_waited_for() -> None:
     jobs = [start("-c", "import time; print('up'); time.sleep(600)") for _ in range(2)]
     for job in jobs:
         job.wait_for("up")

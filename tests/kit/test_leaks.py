@@ -204,7 +204,7 @@ def test_every_leak_fails_its_test_and_no_other(suite: pytest.Pytester) -> None:
         os.unlink(path)
 
 
-def test_what_is_tidy_passes(suite: pytest.Pytester) -> None:
+def test_tests_without_leaks_pass(suite: pytest.Pytester) -> None:
     suite.makepyfile(CLEAN)
     result = suite.runpytest_subprocess("-p", "tests.kit.plugin", "--strict-markers")
     result.assert_outcomes(passed=CLEAN.count("def test_"))

@@ -24,5 +24,7 @@ NONE = frozenset[str]()
         ("e2e/test_endings.py", NONE, frozenset({"smoke", "extended"}), False),
     ],
 )
-def test_what_is_extended(path: str, fixtures: frozenset[str], marks: frozenset[str], extended: bool) -> None:
+def test_extended_tests_are_recognized(
+    path: str, fixtures: frozenset[str], marks: frozenset[str], extended: bool
+) -> None:
     assert is_extended(path, fixtures, marks) is extended

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 PROBE: Any = sys.modules["_phalanx_forkserver.probe.probe"].current
 REPORT: Any = sys.modules["_phalanx_forkserver.probe.report"]
-SLOT: Any = sys.modules["_phalanx_forkserver.probe.status_slot"]
+SLOT: Any = sys.modules["_phalanx_forkserver.board.status_slot"]
 
 
 def read() -> Any:

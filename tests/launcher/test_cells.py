@@ -31,6 +31,6 @@ def test_a_cell_has_its_number(text: str, named: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("ipython", [None, SimpleNamespace(get_ipython=lambda: None)], ids=["none", "no shell"])
-def test_elsewhere_nothing_changes(ipython: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_notebooks_nothing_changes(ipython: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     assert cells.named(f"{FILE}:3 in bad") == f"{FILE}:3 in bad"

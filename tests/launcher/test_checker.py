@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from phalanx.forkserver.collective_check import exchange, fingerprint, ledger, mismatch
+from phalanx.forkserver.board import ledger
+from phalanx.forkserver.board.ledger import CallLedger
+from phalanx.forkserver.collective_check import exchange, fingerprint, mismatch
 from phalanx.forkserver.collective_check.exchange import SharedMemoryExchange
 from phalanx.forkserver.collective_check.fingerprint import CollectiveCall
-from phalanx.forkserver.collective_check.ledger import CallLedger
 from phalanx.forkserver.collective_check.mismatch import Side
 
 RANKS = 3
@@ -93,7 +94,7 @@ def test_async_calls_do_not_wait_and_the_last_rank_sees_the_mismatch(node: Node)
     assert [side.ranks for side in node.call(ranks[2], 2, 9, waits=False)] == [(2,), (0, 1)]
 
 
-def test_one_that_is_far_ahead_is_not_compared_with(node: Node) -> None:
+def test_a_rank_that_is_far_ahead_is_not_compared(node: Node) -> None:
     ranks = [node.way(rank) for rank in range(RANKS)]
     for number in range(1, ledger.DEPTH + 2):
         node.call(ranks[0], number, 5, waits=False)
@@ -133,7 +134,7 @@ def test_records_of_a_group_before_are_not_of_this_one(node: Node) -> None:
     assert [node.call(way, 1, 6, waits=False) for way in after] == [[], [], []]
 
 
-def test_a_lane_is_one_groups_alone_until_that_is_gone(node: Node) -> None:
+def test_a_lane_belongs_to_one_group_until_the_group_is_gone(node: Node) -> None:
     own = node.ledgers[0]
     lanes = [own.open(mark) for mark in range(1, ledger.LANES + 1)]
     assert sorted(lanes) == list(range(ledger.LANES))

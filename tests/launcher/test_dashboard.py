@@ -47,7 +47,7 @@ def test_when_there_is_a_page(viewers: ViewerOptions, around: dict[str, Any], wa
     assert dashboard(viewers, **around)._wanted is wanted
 
 
-def test_how_to_get_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_announcement_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(place: PageAddress, **around: Any) -> str:
         bound = (place.host, 29580, 0, 0)[: 4 if ":" in place.host else 2]
         return dashboard(ViewerOptions(page=True), **around)._announcement(place, LINK, bound)

@@ -69,7 +69,7 @@ def rank(main: tuple[Frame, ...], *threads: str, process: Process | None = None)
         ),
     ],
 )
-def test_what_it_waits_for(seen: Rank, text: dict[str, Any], expected: str) -> None:
+def test_what_an_exiting_rank_waits_for(seen: Rank, text: dict[str, Any], expected: str) -> None:
     assert waits_for(seen, text) == expected
 
 

@@ -39,7 +39,7 @@ STOPPED = StopRun("the run is stalled and was stopped (--on-hang stop): rank 0 l
         ("kill", [GONE], 9.0, KillRanks(frozenset())),
     ],
 )
-def test_what_is_done(on_hang: OnHang, verdicts: list[Verdict], waited: float, action: object) -> None:
+def test_the_action_on_a_stall(on_hang: OnHang, verdicts: list[Verdict], waited: float, action: object) -> None:
     ranks = [Rank(rank=number, node=0, ended=0 if number == 0 else None) for number in range(3)]
     evidence = Evidence(time=0.0, waited=waited, ranks=tuple(ranks), limit=10.0)
     assert hang_action.choose(on_hang, evidence, verdicts) == action

@@ -208,7 +208,7 @@ async def until(done: Any) -> None:
     assert done()
 
 
-def test_only_workers_speak_and_only_sense() -> None:
+def test_only_valid_messages_of_workers_are_accepted() -> None:
     received: list[str] = []
     known = SimpleNamespace(pid=os.getpid())
 

@@ -34,7 +34,7 @@ TABLE = [
         ({LIVING, AGENT, FORK_SERVER}, [21, 24]),
     ],
 )
-def test_what_a_dead_rank_has_started(own: set[int], found: list[int]) -> None:
+def test_processes_that_a_dead_rank_started(own: set[int], found: list[int]) -> None:
     table = {row.pid: row for row in TABLE}
     reapers = {AGENT, FORK_SERVER}
     assert leftovers(table, DEAD, living={LIVING}, reapers=reapers, is_own=own.__contains__) == found

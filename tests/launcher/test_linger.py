@@ -49,7 +49,7 @@ def test_helpers_end_by_themselves(name: str, command: str, expected: bool) -> N
         ([DAEMON] * 9, None, f"({'; '.join(['pid 9: python -u train.py'] * 8)}; and 1 more)"),
     ],
 )
-def test_what_is_said(orphans: list[Orphan], limit: float | None, expected: str) -> None:
+def test_the_message_about_lingering_processes(orphans: list[Orphan], limit: float | None, expected: str) -> None:
     text = linger.text(orphans, limit)
     assert (expected in text) if len(orphans) > 2 else (text == expected)
     assert "\n" not in text

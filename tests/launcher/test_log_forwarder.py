@@ -90,7 +90,7 @@ def test_beyond_it_the_newest_is_kept_and_the_rest_counted(tmp_path: Path) -> No
     assert sent.skipped + len(sent.data) == len(text)
 
 
-def test_of_one_endless_line_at_least_its_end_is_kept(tmp_path: Path) -> None:
+def test_the_end_of_an_endless_line_is_kept(tmp_path: Path) -> None:
     text = b"x" * (2 * BURST) + b"\n"
 
     async def act(_: LogForwarder, write: Callable[[bytes], None], end: Callable[[], None]) -> None:

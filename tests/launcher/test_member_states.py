@@ -65,6 +65,16 @@ def test_a_node_that_joins_is_on_trial_until_its_first_step() -> None:
     assert not made.cannot_take_part(2, ends_run=True)  # it is already leaving
 
 
+def test_of_two_nodes_that_start_for_one_place_only_the_first_is_told_that_it_gets_ranks() -> None:
+    made = member_states(4, expected=3, spares=1)
+    made.remove(2)
+    for member in (0, 1):
+        made.set_readiness(member, CONNECTED)
+    assert made.admit(2, None)  # the lost node is there again, and a spare waits
+    assert made.start_spares([1, 2, 3]) == [2, 3]
+    assert [made.start_ranks(member, 4711).joins for member in (2, 3)] == [True, False]
+
+
 def test_a_spare_starts_only_once_the_script_can_regroup() -> None:
     made = member_states(3, expected=2, spares=1)
     assert made.start_spares([1, 2]) == []

@@ -53,7 +53,7 @@ def test_nothing_can_be_read(tmp_path: Path) -> None:
         (MemoryKills(0, 1), MemoryKills(0, 2), "possibly for memory"),
     ],
 )
-def test_in_words(before: MemoryKills, after: MemoryKills, words: str) -> None:
+def test_out_of_memory_kills_are_described(before: MemoryKills, after: MemoryKills, words: str) -> None:
     cause = after.since(before)
     assert words in cause
     assert bool(cause) == bool(words)

@@ -153,7 +153,7 @@ def test_each_of_many_nodes_sends_in_its_turn_what_all_have_sampled_at_once(node
     assert [frame.content for frame in node.links.sent] == [b'{"one":{"count":9}}', b'{"one":{"count":10}}']
 
 
-def test_one_that_fails_costs_the_others_nothing(node: Any) -> None:
+def test_a_consumer_that_fails_does_not_affect_the_others(node: Any) -> None:
     broken, sound = Broken("broken"), Recorder("sound")
 
     async def scenario() -> None:

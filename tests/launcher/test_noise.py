@@ -35,7 +35,7 @@ P2P = (
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])
-def test_a_dump_is_left_out_and_what_the_script_prints_is_not(pieces: int) -> None:
+def test_dumps_of_libraries_are_left_out_and_output_of_the_script_is_kept(pieces: int) -> None:
     noise = Noise()
     lines = (b"epoch 1\n" + DUMP + b"loss 0.3\n" + P2P + b"\nframe #3 of the film\nLast error: 0.2\n").splitlines(True)
     shown = b"".join(noise.without(b"".join(lines[i : i + pieces])) for i in range(0, len(lines), pieces))

@@ -75,7 +75,7 @@ def test_eight_ranks_at_full_speed_lose_nothing(tmp_path: Path) -> None:
         (tmp_path / str(rank) / "stdout.log").unlink()
 
 
-def test_a_console_that_nobody_reads_holds_back_nobody(tmp_path: Path) -> None:
+def test_a_console_without_a_reader_does_not_delay_ranks(tmp_path: Path) -> None:
     size = 8_000_000
     reader, writer = os.pipe()
     watcher = Reader(reader)
@@ -99,7 +99,7 @@ def test_a_console_that_nobody_reads_holds_back_nobody(tmp_path: Path) -> None:
         assert watcher.digests[rank].digest() == hashlib.sha1(expected + b"\n").digest()
 
 
-def test_a_console_that_nobody_reads_costs_no_memory(tmp_path: Path) -> None:
+def test_a_console_without_a_reader_uses_no_memory(tmp_path: Path) -> None:
     reader, writer = os.pipe()
 
     async def body(run: Run) -> None:
@@ -338,7 +338,7 @@ def test_lines_with_a_needle_are_kept_twice(tmp_path: Path) -> None:
     running(tmp_path, 3, body)
 
 
-def test_no_needles_no_file(tmp_path: Path) -> None:
+def test_without_filters_there_is_no_file(tmp_path: Path) -> None:
     async def body(run: Run) -> None:
         run.output.duplicate(str(tmp_path), stdout=["loss"])
         run.start(0, "print('loss')").wait()
@@ -352,7 +352,7 @@ def test_no_needles_no_file(tmp_path: Path) -> None:
 # -- a reader that goes away
 
 
-def test_nobody_reads_any_more_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_run_continues_after_the_reader_has_closed(tmp_path: Path) -> None:
     reader, writer = os.pipe()
 
     async def body(run: Run) -> None:

@@ -69,7 +69,7 @@ def test_what_is_not_shown_needs_no_terminal(tmp_path: Path, terminal: int, show
     running(tmp_path, 2, body, out=terminal)
 
 
-def test_no_terminal_of_ours_none_for_workers(tmp_path: Path) -> None:
+def test_workers_have_no_terminal_if_the_agent_has_none(tmp_path: Path) -> None:
     async def body(run: Run) -> None:
         run.start(0, "import os; print(os.isatty(1), os.isatty(2))", terminal=True).wait()
         assert await run.output.drained(PATIENCE) == []

@@ -249,6 +249,13 @@ def test_an_address_that_cannot_be_had(address: str, words: str) -> None:
         port.listen(address, 0)
 
 
+def test_ranks_of_hundreds_of_nodes_may_connect_before_the_store_runs() -> None:
+    with port.listen("127.0.0.1", 0) as sock:
+        facts = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+        queued = int.from_bytes(facts[28:], sys.byteorder)  # tcpi_sacked: of a listening socket, its backlog
+    assert queued == min(4096, int(Path("/proc/sys/net/core/somaxconn").read_text()))
+
+
 # -- warm
 
 
@@ -315,14 +322,20 @@ def test_a_warm_fork_server_that_is_stopped_is_not_waited_for(
             assert server.stdout is not None
             assert server.stdin is not None
             assert server.stdout.readline() == b"\n"
-            imported = threading.Timer(1.0, lambda: server.stdin and os.write(server.stdin.fileno(), b"."))
+            imported = threading.Event()
+
+            def end_import() -> None:
+                imported.set()
+                if server.stdin is not None:
+                    os.write(server.stdin.fileno(), b".")
+
             if stopped:
                 server.send_signal(signal.SIGSTOP)
                 until(lambda: linux.state(server.pid) == "stopped", 60, "the process to stop")
             else:
-                imported.start()
+                threading.Timer(1.0, end_import).start()
             assert warm_pool.find(pool, []) == "it did not answer"
-            assert imported.finished.is_set() is not stopped
+            assert imported.is_set() is not stopped
             server.kill()
 
 

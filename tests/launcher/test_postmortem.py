@@ -35,7 +35,7 @@ def stopping(time: float) -> events.Stopping:
     return events.Stopping(time=time, reason="rank 1 failed", signal="SIGTERM")
 
 
-def test_of_the_second_attempt(tmp_path: Path) -> None:
+def test_the_cause_in_the_second_attempt(tmp_path: Path) -> None:
     """Workers that were stopped in the first attempt are irrelevant for the second."""
     first = [*started(0, 1.0), exited(1, 1, 0, 2.0), stopping(2.0), exited(0, -15, 0, 3.0)]
     second = [*started(1, 4.0), exited(1, -9, 1, 5.0), stopping(5.0), exited(0, -15, 1, 6.0)]
@@ -44,13 +44,13 @@ def test_of_the_second_attempt(tmp_path: Path) -> None:
     assert "rank 1 failed: SIGKILL" in postmortem.report(remains)
 
 
-def test_of_one_that_was_replaced_before(tmp_path: Path) -> None:
+def test_the_cause_after_a_replacement(tmp_path: Path) -> None:
     again = events.WorkerStarted(time=3.0, rank=1, pid=20)
     remains = postmortem.read(record(tmp_path, *started(0, 1.0), exited(1, -9, 0, 2.0), again, exited(0, 3, 0, 9.0)))
     assert postmortem.first(remains) == "rank 0 failed: exit code 3"
 
 
-def test_of_a_run_that_was_stopped(tmp_path: Path) -> None:
+def test_a_stopped_run_has_no_cause(tmp_path: Path) -> None:
     """Then the ranks end with a KeyboardInterrupt: nothing has failed."""
     stop = events.Stopping(time=2.0, reason="SIGINT", signal="SIGINT")
     folder = tmp_path / "attempt_0" / "1"
@@ -63,7 +63,7 @@ def test_of_a_run_that_was_stopped(tmp_path: Path) -> None:
     assert "rank 1 failed: KeyboardInterrupt" in postmortem.report(postmortem.read(found))
 
 
-def test_of_a_rank_of_another_node(tmp_path: Path) -> None:
+def test_the_cause_on_another_node(tmp_path: Path) -> None:
     failed = events.WorkerFailed(time=3.0, rank=7, summary="rank 7 failed: ValueError: x", code=1)
     folder = tmp_path / "attempt_0" / "0"
     folder.mkdir(parents=True)

@@ -91,7 +91,7 @@ def test_a_death_after_the_checkpoint_is_no_fault(last: bool) -> None:
 
 
 @pytest.mark.parametrize("preempted", [True, False])
-def test_nothing_is_started_again_where_the_machine_is_taken_away(preempted: bool) -> None:
+def test_a_preempted_run_is_not_restarted(preempted: bool) -> None:
     async def scenario(alone: SingleNodeCoordinator, agent: Agent) -> None:
         assert not preempted or alone.preempt(signal.SIGTERM)
         alone.regroup_ready(True, True, True)  # one has finished: no group can form any more

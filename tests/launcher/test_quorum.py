@@ -39,7 +39,7 @@ def test_table(order: tuple[int, ...], ended: set[int], here: set[int], elected:
     assert Electorate(order, frozenset(ended)).elects(here) is elected
 
 
-def test_never_two_sides_and_always_one_of_two() -> None:
+def test_at_most_one_side_continues_and_one_of_two_always_does() -> None:
     for size in range(1, 7):
         order = tuple(range(size))
         for ended in (frozenset(some) for count in range(size) for some in itertools.combinations(order, count)):
@@ -49,6 +49,6 @@ def test_never_two_sides_and_always_one_of_two() -> None:
                 assert electorate.elects(side) + electorate.elects(other) == 1, (order, ended, side)
 
 
-def test_what_is_reported() -> None:
+def test_the_message_about_missing_nodes() -> None:
     found = Electorate((0, 1, 2, 3), frozenset({0})).missing({3})
     assert found.startswith("1 of 3 nodes are here, and nodes 1, 2 cannot be reached: they may continue the run; ")

@@ -193,7 +193,7 @@ OURS = "PeerLost: all_reduce: peer lost, {} ended"
     ("who", "ranks"),
     [("rank 2 has", {2}), ("ranks 1, 2 and 13 have", {1, 2, 13}), ("rank 6 (of this group: 2) has", {6})],
 )
-def test_whom_our_own_groups_have_lost(who: str, ranks: set[int]) -> None:
+def test_lost_peers_are_read_from_our_own_errors(who: str, ranks: set[int]) -> None:
     death = ProcessFailure(0, 1, 9.9, error=error(OURS.format(who), 9.9))
     assert lost(death) == ranks
     found = first_cause([death, ProcessFailure(6, -9, 10.0)])
@@ -298,7 +298,7 @@ def traced(text: str, *files: str, when: float = 2.0, **more: object) -> str:
     frames = "".join(f'  File "{file}", line {n}, in f{n}\n    call{n}()\n' for n, file in enumerate(files, 1))
     stack = f"Traceback (most recent call last):\n{frames}{text}\n"
     message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": "2"}}
-    return json.dumps({"message": message, "time": when, "exception": text.split(":")[0], **more})
+    return json.dumps({"message": message, "time": when, "exception": text.split(":", maxsplit=1)[0], **more})
 
 
 TORCH = "/v/lib/python3.11/site-packages/torch/nn/modules/linear.py"
@@ -395,6 +395,12 @@ def test_a_usage_error_is_reported_with_the_usage() -> None:
         ("SyntaxError: invalid syntax", True, True),
         ("NameError: name 'x' is not defined", True, True),
         ("OptionError: precision=x", True, True),
+        ("AttributeError: Run has no 'wrapp'. Did you mean: 'wrap'?", True, True),
+        ("AttributeError: 'NoneType' object has no attribute 'shape'", False, True),
+        ("AttributeError: 'int' object has no attribute 'backward'", False, True),  # sum([]) of an empty batch
+        ("TypeError: DataRun.loader() got an unexpected keyword argument 'last'", True, True),
+        ("TypeError: Run.step() missing 1 required positional argument: 'opt'", True, True),
+        ("TypeError: unsupported operand type(s) for +: 'int' and 'NoneType'", False, True),
         ("ValueError: x", False, True),
         (LOST, False, False),
         (TIMEOUT, False, False),
@@ -404,6 +410,18 @@ def test_whether_another_try_can_succeed(text: str, is_permanent: bool, is_raise
     failure = ProcessFailure(0, 1, 3.0, error=traced(text, "/w/a.py"))
     assert (permanent(failure), raised(failure)) == (is_permanent, is_raised)
     assert not raised(ProcessFailure(0, 7, 3.0))
+
+
+def test_a_wrong_call_inside_a_library_may_succeed_later() -> None:
+    text = "AttributeError: 'Linear' object has no attribute 'weights'"
+    assert not permanent(ProcessFailure(0, 1, 3.0, error=traced(text, "/w/a.py", TORCH)))
+    for name in ("__getattr__", "__setattr__"):
+        frames = f'  File "/w/a.py", line 1, in f\n  File "{TORCH}", line 2, in {name}\n'
+        stack = f"Traceback (most recent call last):\n{frames}{text}\n"
+        message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": "2"}}
+        failure = ProcessFailure(0, 1, 3.0, error=json.dumps({"message": message, "exception": "AttributeError"}))
+        assert permanent(failure)
+        assert block(failure, tail=(), folder="x").splitlines()[1:-1] == ["  /w/a.py:1 in f"]
 
 
 def test_what_follows_ctrl_c_is_not_reported() -> None:

@@ -80,14 +80,15 @@ def test_the_last_lines(tmp_path: Path, content: str, lines: int) -> None:
         (b"\xff", "\ufffd"),
     ],
 )
-def test_no_terminal_obeys_a_log(written: bytes, shown: str) -> None:
+def test_control_characters_are_removed_from_logs(written: bytes, shown: str) -> None:
     assert run_logs.harmless(written) == shown
 
 
 def test_ranks_of_other_hosts_are_known_from_events(tmp_path: Path) -> None:
     known = KnownRanks(str(tmp_path))
     assert known.read() == set()
-    infos = events.RankInfos(time=1.0, ranks=(events.RankInfo(rank=0), events.RankInfo(rank=7, node=1)))
+    nodes = [events.NodeRanks(node=node, ranks=(events.RankInfo(rank=7 * node),)) for node in range(2)]
+    infos = events.RankInfos(time=1.0, nodes=tuple(nodes))
     line = events.encode(infos)
     (tmp_path / "events.jsonl").write_bytes(line[:20])
     assert known.read() == set()

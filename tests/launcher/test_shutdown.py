@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from phalanx.errors import LaunchError
+from phalanx.launcher.agent.shutdown import Shutdown
 from phalanx.launcher.agent.stopping.end_request import EndRequest
-from phalanx.launcher.agent.stopping.shutdown import Shutdown
 
 INT, TERM, USR1, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.contract import encoding
+from phalanx.contract import encoding, shared_memory
 from phalanx.contract.messages import snapshot_messages as words
 from phalanx.errors import LaunchError
 from phalanx.launcher.agent.snapshot_memory import SnapshotMemory
@@ -76,7 +76,7 @@ def test_what_one_has_written_the_next_reads() -> None:
     visit(call)
 
 
-def test_no_more_is_lent_than_there_is_room_for() -> None:
+def test_memory_is_lent_only_as_far_as_it_is_free() -> None:
     """Memory that is lent and not written yet counts as used."""
 
     def call(name: str) -> None:
@@ -117,6 +117,22 @@ def test_an_answer_that_comes_late_is_none_to_the_next_question(monkeypatch: pyt
                 memory.names()
 
 
+def test_memory_that_can_shrink_is_not_used() -> None:
+    """A mapping of it would end the worker with SIGBUS."""
+    name = f"phalanx-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        memory = worker.SnapshotMemoryClient(name)
+        agent, _ = listener.accept()
+        with agent:
+            unsealed = shared_memory.create_unsealed("phalanx-snapshot")
+            socket.send_fds(agent, [encoding.encode(words.Answer())], [unsealed])
+            os.close(unsealed)
+            with pytest.raises(LaunchError, match="its size can change"):
+                memory.show("a")
+
+
 @pytest.mark.parametrize(
     ("cgroup", "files", "free"),
     [
@@ -137,7 +153,7 @@ def test_an_answer_that_comes_late_is_none_to_the_next_question(monkeypatch: pyt
     ],
     ids=["machine", "no limit", "above", "files", "none", "version 1"],
 )
-def test_room(tmp_path: Path, cgroup: str, files: dict[str, str], free: int) -> None:
+def test_free_memory_within_the_cgroup(tmp_path: Path, cgroup: str, files: dict[str, str], free: int) -> None:
     proc, cgroups = tree(tmp_path, cgroup, files)
     Path(proc, "meminfo").write_text("MemTotal:  8 kB\nMemAvailable:       4 kB\n")
     assert out_of_memory.room(proc, cgroups) == free

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.contract.messages import function_call
 from phalanx.errors import LaunchError, RankError, UsageError
+from phalanx.launcher.function_call import WithRun, with_run
 from phalanx.launcher.spawn import spawn as module
 from phalanx.launcher.spawn import stacks
 from phalanx.launcher.spawn.output import RankOutput
@@ -81,7 +81,7 @@ def test_the_group_is_made_for_those_who_ask() -> None:
 
 
 @pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.extended)])
-def test_ranks_are_joined_unless_told_otherwise(fresh: bool) -> None:
+def test_ranks_are_joined_by_default(fresh: bool) -> None:
     assert module.spawn(adopted, 2, fresh=fresh) == [(0, 2, 1.0), (1, 2, 1.0)]
     assert module.spawn(dist.is_initialized, 1, fresh=fresh, join=False) == [False]
 
@@ -183,10 +183,10 @@ def test_which_function_gets_a_run(args: tuple[int, ...], kwargs: dict[str, int]
 
     def other(run: str, lr: int = 1) -> None: ...
 
-    assert isinstance(function_call.with_run(train, args, kwargs), function_call.WithRun) is gets_run
+    assert isinstance(with_run(train, args, kwargs), WithRun) is gets_run
     same = {"job" if name == "run" else name: value for name, value in kwargs.items()}
-    assert isinstance(function_call.with_run(typed, args, same), function_call.WithRun) is gets_run
-    assert function_call.with_run(other, args, kwargs) is other
+    assert isinstance(with_run(typed, args, same), WithRun) is gets_run
+    assert with_run(other, args, kwargs) is other
 
 
 def test_who_lost_a_peer_is_not_the_first_cause() -> None:
@@ -213,7 +213,7 @@ def test_who_goes_without_a_word_ends_the_others() -> None:
         spawn(lambda: os._exit(0) if rank() else time.sleep(1000), 2)
 
 
-def test_what_main_has_told_in_words_is_the_cause() -> None:
+def test_the_message_of_main_is_the_cause() -> None:
     import phalanx
 
     def train(run: phalanx.Run) -> None:
@@ -413,6 +413,6 @@ def test_more_ranks_than_files(left: int) -> None:
 
 
 @pytest.mark.parametrize(("fn", "ranks"), [("train", 2), (rank, 0), (rank, "2")])
-def test_what_cannot_be_spawned(fn: object, ranks: object) -> None:
+def test_invalid_arguments_are_refused(fn: object, ranks: object) -> None:
     with pytest.raises(UsageError):
         spawn(fn, ranks)  # type: ignore[arg-type]

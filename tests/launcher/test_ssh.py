@@ -145,7 +145,7 @@ def test_the_number_of_workers_per_host() -> None:
     assert [host.workers for host in parse_hosts("a:8,b:0-3,7,c")] == [8, 5, None]
 
 
-def test_what_goes_along() -> None:
+def test_variables_that_are_sent_to_other_nodes() -> None:
     mine = {
         "NCCL_DEBUG": "INFO",
         "PYTHONPATH": "lib",
@@ -244,7 +244,7 @@ def test_why_a_host_does_not_answer(script: str, what: str, fix: str) -> None:
     assert fix in received.error.fix
 
 
-def test_last_words_are_those_of_the_node() -> None:
+def test_the_last_message_of_a_node_is_its_error() -> None:
     link = child(
         0, "b", f"echo '{READY}'; printf 'phalanx: the token differs\\n  ours: x\\n  fix: do y\\n' >&2; exit 1"
     )

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from phalanx.diagnose.rules.stragglers import Total
-from phalanx.forkserver.probe.status_slot import PHASES, StatusReading
+from phalanx.forkserver.board.status_slot import PHASES, StatusReading
 from phalanx.launcher.telemetry import step_timings
 from phalanx.launcher.telemetry.step_timings import RankTiming
 from phalanx.launcher.workers.worker import Worker
@@ -89,7 +89,7 @@ def test_equal_ranks_are_not_distinguished_by_noise(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_one_that_takes_twice_as_long_is_named(ranks: int) -> None:
+def test_a_rank_that_takes_twice_as_long_is_named(ranks: int) -> None:
     dice = random.Random(ranks)
     for _ in range(30):
         totals = [looked(dice, rank, 200, 0.4) for rank in range(ranks - 1)]
@@ -98,7 +98,7 @@ def test_one_that_takes_twice_as_long_is_named(ranks: int) -> None:
         assert found[0].what == "compute"
 
 
-def test_one_that_has_only_just_come_is_left_out() -> None:
+def test_a_new_rank_is_not_compared() -> None:
     dice = random.Random(0)
     totals = [*(looked(dice, rank, 200, 0.4) for rank in range(2)), looked(dice, 2, 200, 0.95)]
     fresh = Total(rank=3, samples={"forward": 2}, steps=0, seconds=0.2)

@@ -8,11 +8,16 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from phalanx.forkserver import signed_store
 from phalanx.forkserver.store import access, peers
 from phalanx.forkserver.store.peers import PeerLookup
+from phalanx.launcher.workers import store_process
 from tests.kit.users import as_root
 from tests.launcher import store_host
 from tests.launcher.gated_server import gated_server
@@ -235,3 +240,24 @@ def test_if_the_kernel_does_not_report_users_the_agent_is_informed() -> None:
     with store_host.hosted(before=before) as store:
         assert store.wait_for("open")["why"] == "the kernel does not report which user connects"
         assert store.client().num_keys() == 0
+
+
+def test_all_nodes_of_a_run_sign_with_one_key_and_each_run_has_its_own(tmp_path: Path) -> None:
+    keys: list[str] = []
+
+    def left(token: bytes | None, name: str) -> str:
+        """Return the key that an agent leaves for its workers."""
+        path = tmp_path / str(len(keys))
+        path.mkdir()
+        rendezvous = None if token is None else SimpleNamespace(token=SimpleNamespace(key=token))
+        plan: Any = SimpleNamespace(rendezvous=rendezvous)
+        folder: Any = SimpleNamespace(path=str(path), name=name)
+        store_process.leave_key(plan, folder)
+        keys.append((path / signed_store.KEY_FILE).read_text())
+        return keys[-1]
+
+    one, two = b"1" * 32, b"2" * 32
+    assert left(one, "run") == left(one, "run")
+    assert len({left(one, "run"), left(one, "run-2"), left(two, "run"), left(None, "run"), left(None, "run")}) == 5
+    assert one.hex() not in keys
+    assert {len(key) for key in keys} == {64}

@@ -31,7 +31,7 @@ def test_a_traceback_is_kept_back_and_what_surrounds_it_is_shown(tmp_path: Path,
     assert one.due == DELAY
 
 
-def test_it_may_come_line_by_line_and_in_colour(tmp_path: Path) -> None:
+def test_a_colored_traceback_in_single_lines_is_withheld(tmp_path: Path) -> None:
     one = withheld(tmp_path)
     for line in TRACEBACK.splitlines():
         assert one.feed(f"\x1b[35m{line}\x1b[0m\r\n".encode(), 0.0) == b""
@@ -53,7 +53,7 @@ def test_a_traceback_that_another_thread_writes_into_is_shown(tmp_path: Path) ->
     assert one.feed(torn, 0.0) == torn
 
 
-def test_it_is_dropped_once_the_failure_was_reported_even_if_it_comes_later(tmp_path: Path) -> None:
+def test_a_traceback_after_the_reported_failure_is_dropped(tmp_path: Path) -> None:
     one = withheld(tmp_path)
     one.feed(TRACEBACK.encode()[:40], 0.0)
     one.drop()
@@ -63,7 +63,7 @@ def test_it_is_dropped_once_the_failure_was_reported_even_if_it_comes_later(tmp_
     assert (late.release(), late.due) == (b"", None)
 
 
-def test_only_what_matches_is_dropped(tmp_path: Path) -> None:
+def test_only_matching_tracebacks_are_dropped(tmp_path: Path) -> None:
     one = withheld(tmp_path)
     one.feed(TRACEBACK.encode(), 0.0)
     one.drop(lambda text: "KeyboardInterrupt" in text)

@@ -29,7 +29,7 @@ def after(*states: WorkerState) -> Worker:
         ((EXITED, STOPPING), EXITED, False, False, False),  # it had ended by itself
     ],
 )
-def test_what_follows_what(
+def test_states_follow_each_other(
     states: tuple[WorkerState, ...], state: WorkerState, connected: bool, finished: bool, stopped: bool
 ) -> None:
     worker = after(*states)

@@ -13,12 +13,14 @@ import pytest
 from phalanx.contract.messages import worker_messages
 from phalanx.forkserver import linux
 from phalanx.launcher.actions import RegroupPlan
-from phalanx.launcher.workers.regroup.formation import Formation
+from phalanx.launcher.workers.failures import Failures
+from phalanx.launcher.workers.formation import Formation
 from phalanx.launcher.workers.regroup.heartbeats import HeartbeatWatch
 from phalanx.launcher.workers.regroup.regrouper import ReadinessReporter, Regrouper
 from phalanx.launcher.workers.regroup.spares import SparePool
 from phalanx.launcher.workers.stopper import Stopper, escalation
-from phalanx.launcher.workers.worker import StepProgress, Worker, WorkerState
+from phalanx.launcher.workers.worker import StepProgress, Worker, WorkerFailure, WorkerState
+from phalanx.launcher.workers.worker_group import WorkerGroup
 from phalanx.launcher.workers.workers import Workers
 from tests.kit.cli import until
 from tests.kit.placements import seat
@@ -262,7 +264,7 @@ def test_a_worker_waits_if_it_is_a_spare_or_its_group_is_held() -> None:
     assert held.assignment(worker(0)) == worker_messages.Wait("1 of 2 nodes is left", (int(signal.SIGUSR1),))
 
 
-def test_optimizer_steps_match_committed_steps_if_they_advance_alike() -> None:
+def test_optimizer_steps_match_committed_steps_if_both_advance_equally() -> None:
     progress = StepProgress()
     progress.committed(10, 110)
     assert not progress.steps_match
@@ -270,3 +272,28 @@ def test_optimizer_steps_match_committed_steps_if_they_advance_alike() -> None:
     assert (progress.steps_match, progress.step, progress.slot_step) == (True, 20, 120)
     progress.committed(21, 124)  # several optimizer steps per committed step
     assert not progress.steps_match
+
+
+def test_a_rank_that_was_killed_for_memory_is_reported_as_such_when_it_is_replaced() -> None:
+    workers, _ = group(worker(0, *CONNECTED), worker(1, *CONNECTED))
+    output: Any = SimpleNamespace(tail=lambda *_: [], shown=lambda _: "whole", failed=lambda *_: None)
+    reported: list[WorkerFailure] = []
+    parts: Any = SimpleNamespace(
+        workers=workers,
+        output=output,
+        failures=Failures(workers, output),
+        number=0,
+        stopping=False,
+        _context=SimpleNamespace(
+            memory_kill=lambda pid: f"the kernel killed {pid} for memory",
+            folder=SimpleNamespace(event=lambda _: None),
+            worker_failed=reported.append,
+        ),
+        _channels=SimpleNamespace(drain=lambda _: None),
+        _probe_message=lambda *_: None,
+        _timeout_victims=SimpleNamespace(take=lambda _: False),
+    )
+    WorkerGroup.worker_exited(parts, {"name": "1", "pid": 101, "status": int(signal.SIGKILL), "peak": 0})
+    (failure,) = reported
+    assert failure.reason == "rank 1 failed: SIGKILL (Killed), the kernel killed 101 for memory"
+    assert failure.place == "SIGKILL (Killed)"  # the same again without progress ends the run

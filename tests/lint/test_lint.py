@@ -62,7 +62,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\x00", b"\xff\xfe\x00", b"# coding: none\n", b"(" * 5000], ids=str)
-def test_what_is_no_text_or_no_python_is_said(tmp_path: Path, content: bytes) -> None:
+def test_files_that_cannot_be_parsed_are_reported(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "train.py").write_bytes(content)
     report = inspect_all([str(tmp_path)])
     assert [file for file, _ in report.unreadable] == [str(tmp_path / "train.py")]

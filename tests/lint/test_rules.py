@@ -19,7 +19,7 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("rule", "text"), WRONG)
-def test_what_is_wrong_is_found_on_its_line(rule: str, text: str) -> None:
+def test_wrong_code_is_found_on_its_line(rule: str, text: str) -> None:
     marked = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# !")]
     found = inspect(text)
     assert [(one.rule, one.line) for one in found] == [(rule, line) for line in marked], found
@@ -27,7 +27,7 @@ def test_what_is_wrong_is_found_on_its_line(rule: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", RIGHT)
-def test_what_is_right_is_left_alone(text: str) -> None:
+def test_correct_code_has_no_findings(text: str) -> None:
     assert inspect(text) == []
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from torch import nn
 
-from phalanx.train.kept.agreement import describe_model, disagreement
+from phalanx.errors import JoinError, PhalanxError, UsageError
+from phalanx.train.kept.agreement import Agreement, describe_model, disagreement
 
 SAME = {"seed": "0", "model net weight": "(8, 4) float32", "data loader length": "240 samples"}
 
@@ -48,6 +52,34 @@ def test_ranks_that_differ_from_the_training_are_wrong() -> None:
     found = disagreement([SAME | {"seed": "1"}, SAME, SAME, SAME | {"seed": "2"}], reference=2)
     assert found is not None
     assert found[1] == {0, 3}
+
+
+@pytest.mark.parametrize(
+    ("reference", "rank", "kind", "message"),
+    [
+        (None, 0, UsageError, "the ranks have different models"),  # the first group: no rank is known to be right
+        (None, 1, UsageError, "the ranks have different models"),
+        (0, 0, JoinError, "rank 1 cannot take part: the ranks have different models"),
+        (0, 1, UsageError, "the ranks have different models"),
+    ],
+)
+def test_ranks_are_compared_when_a_group_forms(
+    reference: int | None, rank: int, kind: type[PhalanxError], message: str
+) -> None:
+    models = [nn.Linear(2, 2 + each) for each in range(2)]
+    descriptions = [{"seed": "0", "kept net": "Linear"} | describe_model(model, "net") for model in models]
+
+    def gather(mine: object, **_: bool) -> list[Any]:
+        if not isinstance(mine, dict):
+            return [mine, 0]  # checksums
+        assert mine == descriptions[rank]
+        return descriptions
+
+    group: Any = SimpleNamespace(world_size=2, rank=rank, seed=0, gather=gather)
+    kept: Any = SimpleNamespace(objects={"net": models[rank]})
+    with pytest.raises(kind) as caught:
+        Agreement(kept, lambda: reference).compare_kept(group)
+    assert caught.value.what == message
 
 
 def test_a_message_has_the_first_differences() -> None:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import phalanx
-from phalanx.errors import UsageError
+from phalanx.errors import OptionError, UsageError
+from phalanx.train import other_names
+from phalanx.train.model import sharding
+from phalanx.train.model.wrapped import Wrapped
 from phalanx.train.run import Run
 from phalanx.worker.process_group.group import WorkerProcessGroup
+
+DATA = TensorDataset(torch.zeros(8, 1))
 
 
 @pytest.fixture
@@ -41,7 +50,7 @@ def test_a_loss(run: phalanx.Run, loss: Any, message: str) -> None:
 
 
 def test_a_number_of_epochs(run: phalanx.Run) -> None:
-    for wrong in ("2", 2.0, None, [1, 2]):
+    for wrong in ("2", 2.0, None, [1, 2], -1, torch.tensor(3.0), numpy.array([1, 2])):
         with pytest.raises(UsageError, match=r"epochs\(\) was given .*, expected a number(.*\n)*.*run.epochs\(10\)"):
             list(run.epochs(wrong))  # type: ignore[arg-type]
     assert list(run.epochs(numpy.int64(2))) == [0, 1]
@@ -84,6 +93,14 @@ def test_a_model(run: phalanx.Run) -> None:
         run.wrap(nn.Linear)
     with pytest.raises(UsageError, match=r"given an Adam, expected a torch\.nn\.Module"):
         run.wrap(torch.optim.Adam(nn.Linear(1, 1).parameters()))
+    for wrong, message in (
+        ({"how": torch.optim.Adam(nn.Linear(1, 1).parameters())}, r"given a Adam after the model, expected one of ddp"),
+        ({"accumulate": "4"}, "accumulate='4': expected 1 or more"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            run.wrap(nn.Linear(1, 1), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"shard='Block': expected a class of module"):
+        sharding.units(nn.Linear(1, 1), "Block")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="find_unused_parameters"):
         run.wrap(nn.Linear(1, 1), find_unused_parameters=True)  # type: ignore[call-arg]
 
@@ -122,11 +139,83 @@ def test_a_name_of_another_object_says_where_it_is(run: phalanx.Run) -> None:
             getattr(run, name)
         assert str(caught.value) == f"Run has no '{name}'. {there}"
         assert not hasattr(run, name)
+    for name, typed in (
+        ("is_main_process", "run.group.is_main"),
+        ("wait_for_everyone", "run.group.barrier()"),
+        ("all_gather", "run.group.gather(x, all=True)"),
+        ("autocast", 'run.wrap(model, precision="bf16")'),
+    ):
+        with pytest.raises(AttributeError, match=rf"^Run has no '{name}'\. What you may mean: {re.escape(typed)}$"):
+            getattr(run, name)
     with pytest.raises(AttributeError, match=r"^Run has no 'batchs'$") as caught:
         run.batchs  # type: ignore[attr-defined]  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("batchs", run)  # so that Python finds: Did you mean: 'batches'?
     with pytest.raises(AttributeError, match=r"no 'keep'. Training needs a run: run = phalanx\.Run\(group\)$"):
         run.group.keep  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_names_of_other_libraries_say_what_to_type_here(run: phalanx.Run) -> None:
+    """No name is one of ours, and everything that is suggested exists."""
+    assert not other_names.OTHER.keys() & (names(Run) | names(run.group))
+    for typed in other_names.OTHER.values():
+        for path in re.findall(r"\b(?:run|phalanx|ddp)(?:\.\w+)+", typed):
+            operator.attrgetter(path)(SimpleNamespace(run=run, phalanx=phalanx, ddp=Wrapped))
+
+
+def test_the_package_names_what_it_has() -> None:
+    assert {"Run", "main", "spawn"} <= set(dir(phalanx))
+    with pytest.raises(AttributeError, match="phalanx has no run") as caught:
+        phalanx.run  # type: ignore[attr-defined]  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("run", phalanx)  # Did you mean: 'Run'?
+
+
+def test_a_value_is_no_attribute(run: phalanx.Run) -> None:
+    with pytest.raises(AttributeError, match=r'run\.state\["best"\]'):
+        run.state.best  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r'run\.state\.best is not kept: run\.state\["best"\] = …'):
+        run.state.best = 0.5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (5, {}, r"loader\(\) was given an int, expected a data set(.*\n)*.*run\.loader\(dataset, batch_size=64\)"),
+        ("data/train", {}, r"loader\(\) was given a str, expected a data set"),
+        (nn.Linear(1, 1), {}, r"loader\(\) was given a Linear, expected a data set"),
+        (TensorDataset, {}, r"the class TensorDataset, expected(.*\n)*.*run\.loader\(TensorDataset\(…\), batch_size"),
+        ({"train": DATA}, {}, r"given a dict, expected(.*\n)*.*run\.loader\(data\['train'\], batch_size=64\)"),
+        (DATA, {"seed": "x"}, "seed='x': expected a whole number"),
+        (DATA, {"weights": numpy.array([1.0, 2.0])}, "2 weights for 1 rank"),
+        (DATA, {"weights": 3}, r"weights=3: expected one number per rank\n.*weights=\[1\]"),
+        (DATA, {"collate_fn": 3}, "collate_fn=3: expected a function"),
+        (DATA, {"num_workers": 1.5}, "num_workers=1.5: expected a whole number"),
+    ],
+)
+def test_a_loader(run: phalanx.Run, dataset: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run.loader(dataset, 4, **options)
+
+
+def test_a_loader_is_not_loaded_again(run: phalanx.Run) -> None:
+    with pytest.raises(UsageError, match=r"given a loader of run\.loader(.*\n)*.*run\.batches\(loader\)"):
+        run.loader(run.loader(DATA, 4), 4)
+    for wrong in (5, None, nn.Linear(1, 1), TensorDataset):
+        with pytest.raises(UsageError, match=r"batches\(\) was given .*, expected a loader"):
+            run.batches(wrong)
+
+
+def test_what_is_kept(run: phalanx.Run) -> None:
+    model = nn.Linear(1, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given, message in (
+        ([model, opt], r"keep\(\) was given a list of objects\n.*fix: run\.keep\(model, optimizer\)$"),
+        ({"model": model}, r"keep\(\) was given a dict of objects\n.*fix: run\.keep\(model\)$"),
+        (DATA, r"cannot be kept(.*\n)*.*data = run\.loader\(dataset\), and run\.keep\(data\)"),
+        (model.state_dict(), r"a value needs a name: run\.keep\(name=…\)$"),
+        (5, r"a value needs a name: run\.keep\(name=5\)$"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            run.keep(given)
 
 
 def test_an_error_inside_a_property_is_not_hidden(run: phalanx.Run, monkeypatch: pytest.MonkeyPatch) -> None:

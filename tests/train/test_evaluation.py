@@ -63,13 +63,13 @@ def test_numbers_are_weighted_by_samples_and_padding_is_left_out() -> None:
         ({"loss": 0.5}, "1 of the batch's 4 samples are padding"),
     ],
 )
-def test_what_cannot_be_averaged(measured: Any, seen: str) -> None:
+def test_invalid_measures_are_refused(measured: Any, seen: str) -> None:
     with pytest.raises(UsageError) as caught:
         MeanOverSamples().add(measured, 3, 4)
     assert seen in str(caught.value)
 
 
-def test_what_cannot_be_evaluated() -> None:
+def test_invalid_arguments_of_evaluate_are_refused() -> None:
     data = Loader(range(10), Here(), batch_size=3, shuffle=True)
     for given, measure, kept, seen in (
         ([1, 2], print, False, "evaluate() was given a list"),

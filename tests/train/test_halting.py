@@ -12,8 +12,8 @@ import pytest
 
 from phalanx.contract import encoding
 from phalanx.contract.messages import worker_messages as words
-from phalanx.train.elastic.elastic_loop import ElasticLoop
 from phalanx.train.elastic.halting import Halting
+from phalanx.train.elastic_loop import ElasticLoop
 from phalanx.worker.process_group import nccl
 from tests.kit.cli import until
 
@@ -40,7 +40,7 @@ class Rank(threading.Thread):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_they_halt_at_one_step(seed: int) -> None:
+def test_all_ranks_halt_at_the_same_step(seed: int) -> None:
     chance = random.Random(seed)
     together = threading.Barrier(RANKS)
     ranks = [Rank(together, chance) for _ in range(RANKS)]
@@ -74,7 +74,7 @@ def test_a_rank_that_waits_to_halt_notices_a_new_group() -> None:
     assert found == [False]
 
 
-def test_one_that_stands_nowhere_yet_answers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_step_answers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits until there are enough workers; the thread that reports must not wait as well."""
     for variable in nccl.VARIABLES:
         monkeypatch.setenv(variable, "0")

@@ -50,7 +50,7 @@ def test_who_is_in_the_next_epoch_is_further_than_who_ends_this_one() -> None:
     assert (deal.holders, deal.lacking) == ((1,), (0, 2))
 
 
-def test_givers_are_near_where_that_can_be() -> None:
+def test_states_come_from_the_same_node_if_possible() -> None:
     deal = Deal.of([word(5), word(5), "", word(5), "", ""], [(0, 1, 2), (3,), (4, 5)])
     assert [deal.near(rank) for rank in deal.lacking] == [(0, 1), (), ()]
     assert [deal.giver(rank) for rank in deal.lacking] == [0, 1, 3]
@@ -78,7 +78,7 @@ def test_givers_are_near_where_that_can_be() -> None:
         (["[7,0,[0,2],0,false]", "[5,0,[1,2],0,true]", "", ""], None),
     ],
 )
-def test_of_each_shard_one_has_to_be_left(words: list[str], holders: dict[int, int] | None) -> None:
+def test_each_shard_needs_a_holder(words: list[str], holders: dict[int, int] | None) -> None:
     nodes = [range(len(words))]
     deal = ShardDeal.of(offers(words), nodes)
     assert (deal.holders if deal is not None else None) == holders

@@ -71,6 +71,6 @@ def test_steps_that_become_slow() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "ten", "5d", "-1", 0, "1.5h"])
-def test_what_is_no_interval(text: str | int) -> None:
+def test_invalid_intervals_are_refused(text: str | int) -> None:
     with pytest.raises(OptionError, match="not an interval"):
         Interval(text)

@@ -276,7 +276,7 @@ def test_without_a_step_too(run: phalanx.Run, tmp_path: Path) -> None:
         ({"rank": 1}, 'cannot be named "rank"'),
     ],
 )
-def test_what_is_no_metric(run: phalanx.Run, values: Any, message: str) -> None:
+def test_invalid_metrics_are_refused(run: phalanx.Run, values: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run.log(values)
 
@@ -415,6 +415,14 @@ def test_wandb_and_mlflow(fakes: tuple[FakeWandb, FakeMlflow], monkeypatch: pyte
     send(tmp_path, "wandb", (1,))
     assert wandb.calls == [(1, {"loss": 0.5}), (1, {"heat/rank 3": 71.0})]
     assert json.loads((tmp_path / trackers.NAME).read_text()) == {"wandb": "own"}
+    # The folder may be one that someone else has made.
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    (tmp_path / trackers.NAME).unlink()
+    (tmp_path / trackers.NAME).symlink_to(outside)
+    (line,) = send(tmp_path, "wandb", (2,), resumed_at=1)
+    assert f"{trackers.NAME}: is a link, not a regular file" in line
+    assert outside.read_text() == "precious"
 
 
 def test_a_run_of_a_tracker_stays_open_while_the_group_forms_again(

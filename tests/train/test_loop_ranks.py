@@ -106,12 +106,12 @@ def test_two_models_and_two_optimizers(how: str) -> None:
         ("opt.step", "run.step(opt, loss=loss) in place of opt.step()"),
     ],
 )
-def test_a_mistake_is_told_once_by_one_rank(mistake: str, fix: str) -> None:
+def test_a_mistake_is_reported_once_by_one_rank(mistake: str, fix: str) -> None:
     (warning,), nothing = (rank["misused"][mistake] for rank in seen())
     assert fix in warning
     assert nothing == []
 
 
-def test_what_is_no_mistake_is_not_told() -> None:
+def test_correct_loops_have_no_warnings() -> None:
     """Accumulation, frozen parameters, DDP and FSDP of torch, evaluation, data that the script divides itself."""
     assert [rank["misused"]["right"] for rank in seen()] == [[], []]

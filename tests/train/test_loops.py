@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import phalanx
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.train.script_warnings import ScriptWarnings
 
 pytestmark = [pytest.mark.xdist_group("loops"), pytest.mark.warmed]
 
@@ -65,7 +67,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_an_evaluation_commits_nothing_and_begins_anew(run: phalanx.Run) -> None:
+def test_an_evaluation_commits_nothing_and_starts_from_the_beginning(run: phalanx.Run) -> None:
     training = Training(run)
     train, test = run.loader(numbers(), batch_size=2), run.loader(numbers(), batch_size=3, drop_last=False)
     sizes = []
@@ -157,7 +159,7 @@ def test_a_loader_of_torch_that_cannot_be_divided(
 
 
 @pytest.mark.parametrize("way", ["in the step", "after the step", "after the epoch"])
-def test_a_scheduler_outside_of_the_step_is_told(run: phalanx.Run, way: str) -> None:
+def test_a_scheduler_outside_of_the_step_is_reported(run: phalanx.Run, way: str) -> None:
     training, data = Training(run), run.loader(numbers(), batch_size=4)
     decay = torch.optim.lr_scheduler.ExponentialLR(training.opt, 0.9)
     run.keep(training.model, training.opt, decay, data)
@@ -232,7 +234,7 @@ def test_steps_of_one_batch_are_one_commit(run: phalanx.Run, tmp_path: Path) -> 
     assert all((line["first"], line["second"]) == (1.0, 2.0) for line in found)
 
 
-def test_two_commits_of_a_batch_are_told(run: phalanx.Run) -> None:
+def test_two_commits_of_a_batch_are_reported(run: phalanx.Run) -> None:
     training = Training(run)
     opts = [torch.optim.SGD([parameter], lr=0.1) for parameter in training.model.parameters()]
     data = run.loader(numbers(), batch_size=2)
@@ -253,7 +255,7 @@ def test_two_commits_of_a_batch_are_told(run: phalanx.Run) -> None:
                 training.step(x, y)
 
 
-def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) -> None:
+def test_uneven_batches_without_run_backward_are_reported(run: phalanx.Run) -> None:
     training = Training(run)
     data = run.loader(numbers(), batch_size=4, drop_last=False)
     data.world_size = 2  # from the perspective of one of two ranks
@@ -267,6 +269,11 @@ def test_uneven_batches_and_a_backward_of_ones_own_are_told(run: phalanx.Run) ->
     with pytest.warns(UserWarning, match="averages by sample") as raised:
         epoch()
     assert [warning.filename for warning in raised] == [__file__]
+    run._reader._warnings = ScriptWarnings()
+    run._reader._placement = replace(run._reader._placement, rank=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epoch()  # rank 0 has warned
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (2, 3)])
@@ -277,7 +284,7 @@ def test_a_loss_of_no_meaning(run: phalanx.Run, shape: tuple[int, ...]) -> None:
         break
 
 
-def test_epochs_go_on(run: phalanx.Run) -> None:
+def test_epochs_continue_in_a_second_loop(run: phalanx.Run) -> None:
     data = run.loader(numbers(), batch_size=5, shuffle=True)
     training = Training(run)
     run.keep(data=data, model=training.model)
@@ -323,7 +330,7 @@ def test_a_metric_is_one_number(run: phalanx.Run) -> None:
         run.step(training.opt, loss=losses)
 
 
-def test_what_cannot_be_kept_is_told_at_once(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
     with alone(tmp_path) as run, pytest.raises(UsageError, match=r"data is a .*DataLoader, which cannot be kept"):
         run.keep(nn.Linear(1, 1), data=DataLoader(numbers()))
     with alone(tmp_path) as run:
@@ -337,7 +344,7 @@ def test_what_cannot_be_kept_is_told_at_once(tmp_path: Path) -> None:
             run.keep(opt=training.opt)
 
 
-def test_checkpoints_without_a_folder_are_told(run: phalanx.Run) -> None:
+def test_checkpoints_without_a_folder_are_reported(run: phalanx.Run) -> None:
     run.checkpoints(every=100)
     with pytest.warns(UserWarning, match="--checkpoints DIR") as raised:
         run.keep(model=nn.Linear(1, 1))
@@ -396,3 +403,57 @@ def test_an_update_that_breaks_off_belongs_to_no_step(run: phalanx.Run, monkeypa
         run.step(training.opt)
     assert run._stepper.torn
     assert run.steps == 1
+
+
+def test_a_loop_of_ones_own_with_a_wrapped_model_is_told(tmp_path: Path) -> None:
+    """Not a few steps before the training, not after a committed step, and not for another model."""
+    for begins_with, steps, told, other in ((0, 30, 1, False), (0, 5, 0, False), (1, 30, 0, False), (0, 30, 0, True)):
+        with alone(tmp_path) as run, warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("always")
+            training = Training(run)
+            hook = register_optimizer_step_post_hook(lambda *_: None)  # after that of the check
+            if other:
+                training.opt = torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.01)
+            for x, y in DataLoader(numbers(begins_with)) if begins_with else ():
+                training.step(x, y)
+            for x, y in DataLoader(numbers(steps)):
+                mse_loss(training.net(x), y).backward()
+                training.opt.step()
+                training.opt.zero_grad()
+            hook.remove()
+        texts = [str(warning.message) for warning in raised if warning.filename == __file__]
+        assert ["run.step(opt, loss=loss) in place of opt.step()" in text for text in texts] == [True] * told
+
+
+def test_a_warning_at_the_end_of_a_block_is_at_a_line_of_the_script() -> None:
+    with pytest.warns(UserWarning, match="a text") as raised, contextlib.ExitStack() as stack:
+        stack.callback(ScriptWarnings().warn, "subject", "a text")
+    assert [warning.filename for warning in raised] == [__file__]
+
+
+@pytest.mark.parametrize("kept", ["model", "loader", "no folder"])
+def test_a_loader_that_is_not_kept_is_told(tmp_path: Path, kept: str) -> None:
+    """Once, where something is restored after a failure; not loaders of an evaluation."""
+    with alone(tmp_path) as run, warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        if kept != "no folder":
+            run.checkpoints(tmp_path / "kept")
+        model = nn.Linear(3, 1)
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        data, test = run.loader(numbers(), batch_size=2, shuffle=True), run.loader(numbers(), batch_size=2, train=False)
+        run.keep(model, opt, *[data] * (kept == "loader"))
+        other = iter(run.loader(numbers(), batch_size=2))
+        for _ in run.epochs(2):
+            for x, y in run.batches(data):
+                with torch.no_grad():
+                    next(other, None)
+                run.evaluate(test, lambda x, y: {"loss": mse_loss(model(x), y)})
+                run.backward(mse_loss(model(x), y))
+                run.step(opt)
+    told = [f"{warning.filename}: {warning.message}" for warning in raised]
+    if kept != "model":
+        assert told == []
+    else:
+        (text,) = told
+        assert text.startswith(f"{__file__}: the loader of TensorDataset was not given to run.keep")
+        assert "run.keep(model, optimizer, loader)" in text

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import CheckpointError, JoinError, PhalanxError, UsageError
+from phalanx.train.main import _leave_out_frames
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from tests.kit.cli import PHALANX, PYTHON, terminal
 from tests.kit.cli import phalanx as command
@@ -46,9 +48,7 @@ def test_what_train_returns_is_returned() -> None:
     assert (seed, world, run.group.closed) == (3, 1, True)
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(UsageError, 2), (JoinError, 1), (CheckpointError, 1)], ids=lambda kind: str(kind)
-)
+@pytest.mark.parametrize(("error", "code"), [(UsageError, 2), (JoinError, 1), (CheckpointError, 1)], ids=str)
 def test_errors_of_phalanx_are_reported_without_a_traceback(
     error: type[PhalanxError], code: int, report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +137,7 @@ def test_an_exit_keeps_its_code(code: object, failed: bool, report: Path, monkey
     assert not report.exists()
 
 
-def test_what_fails_at_the_end_comes_second(
+def test_an_error_at_the_end_does_not_hide_the_first(
     report: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = WorkerProcessGroup.close
@@ -159,6 +159,26 @@ def test_what_fails_at_the_end_comes_second(
             phalanx.main(end)
         assert left.value.code == 1
         assert "phalanx: step 8 is not on the disk" in capsys.readouterr().err
+
+
+def test_the_traceback_of_a_script_has_one_frame_of_phalanx(report: Path) -> None:
+    with pytest.raises(ValueError, match="a broken sample") as caught:
+        phalanx.main(raising(ValueError("a broken sample")))
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert [Path(file).name for file in files] == ["test_main.py", "main.py", "test_main.py"]
+
+
+def test_a_traceback_that_does_not_begin_in_main_stays_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        1 / 0  # noqa: B018
+    _leave_out_frames(caught.value)
+    assert len(traceback.extract_tb(caught.value.__traceback__)) == 1
+
+
+def test_a_seed_is_checked_before_anything_starts(capsys: pytest.CaptureFixture[str], report: Path) -> None:
+    with pytest.raises(SystemExit):
+        phalanx.main(lambda _: None, seed="x")
+    assert "seed='x': expected a whole number" in capsys.readouterr().err
 
 
 def test_an_interrupt_propagates(report: Path) -> None:

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import UsageError
-from phalanx.train.reporting import metrics
-from phalanx.train.reporting.metrics import FLUSH_EVERY, LOG_FLUSH_EVERY, MOST, Metrics, cut, encode, held, read
+from phalanx.train.reporting import earlier_lines, metrics
+from phalanx.train.reporting.earlier_lines import cut
+from phalanx.train.reporting.metrics import FLUSH_EVERY, LOG_FLUSH_EVERY, MOST, Metrics, encode, held, read
 
 
 def steps(folder: Path) -> list[int]:
@@ -67,7 +68,7 @@ def test_tensors_and_numbers(tmp_path: Path) -> None:
         ({"step": 3}, 'a metric cannot be named "step"'),
     ],
 )
-def test_what_is_no_metric(values: dict[str, object], words: str) -> None:
+def test_invalid_metrics_are_refused(values: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         held(values)
     assert words in str(caught.value)
@@ -94,7 +95,7 @@ def test_a_tensor_elsewhere_is_copied_and_not_read() -> None:
     assert (found is not loss, found.device.type, found.requires_grad) == (True, "meta", False)
 
 
-def test_what_is_not_finite_is_still_json() -> None:
+def test_values_that_are_not_finite_are_valid_json() -> None:
     found = json.loads(encode(1, 0, 0.0, {"a": math.nan, "b": math.inf, "c": -math.inf}), parse_constant=pytest.fail)
     assert math.isnan(float(found["a"]))
     assert (float(found["b"]), float(found["c"])) == (math.inf, -math.inf)
@@ -137,7 +138,7 @@ def test_cut(numbers: list[int], step: int, block: int, rest: bytes) -> None:
     lines = [encode(number, 0, 0.0, {"x": number / 3}).encode() for number in numbers]
     kept = b"".join(line for number, line in zip(numbers, lines, strict=True) if number <= step)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "_BLOCK", block)
+        patch.setattr(earlier_lines, "_BLOCK", block)
         assert cut(io.BytesIO(b"".join(lines) + rest), step) == len(kept)
 
 
@@ -185,13 +186,41 @@ def test_closing_twice(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_metrics_and_not_the_training(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     said: list[str] = []
     with Metrics(str(tmp_path), tensorboard=False, say=said.append) as file:
+        assert file._file is not None
+        file._file.close()
+        file._file = open("/dev/full", "ab")  # noqa: SIM115
         for step in (1, 2):
             file.write(step, 0, {"loss": 1.0})
             file.flush()
     assert said == ["metrics are no longer written: [Errno 28] No space left on device"]
+
+
+@pytest.mark.parametrize("resumed_at", [0, 5])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo"])
+def test_only_a_regular_file_of_the_folder_is_written(kind: str, resumed_at: int, tmp_path: Path) -> None:
+    """A folder of checkpoints that someone else has made may have a link to a file outside of it."""
+    folder, outside = tmp_path / "checkpoints", tmp_path / "outside"
+    folder.mkdir()
+    if kind == "fifo":
+        os.mkfifo(folder / "metrics.jsonl")
+    else:
+        (folder / "metrics.jsonl").symlink_to(outside)
+    if kind == "link" and resumed_at:
+        outside.write_text("precious\n")
+    elif kind == "link":
+        outside.touch()  # one with contents is renamed: the link, not what it leads to
+    said: list[str] = []
+    with Metrics(str(folder), resumed_at=resumed_at, tensorboard=False, say=said.append) as file:
+        file.write(6, 0, {"loss": 1.0})
+        assert not file.has_logged(5, {"accuracy": 0.5})
+    (line,) = said
+    named = "a FIFO" if kind == "fifo" else "a link"
+    assert line.startswith("metrics are no longer written: ")
+    assert f"checkpoints/metrics.jsonl: is {named}, not a regular file" in line
+    assert outside.exists() is (kind == "link")
+    assert kind != "link" or outside.read_text() == ("precious\n" if resumed_at else "")
 
 
 def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
@@ -213,7 +242,7 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     assert steps(tmp_path) == list(range(1, 300))
 
 
-def test_tensorboard_forgets_a_training_that_began_here_before(tmp_path: Path) -> None:
+def test_tensorboard_drops_steps_of_an_earlier_training(tmp_path: Path) -> None:
     for last in (8, 3):
         with Metrics(str(tmp_path)) as file:
             for step in range(1, last):

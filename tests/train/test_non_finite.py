@@ -97,7 +97,7 @@ def test_decision(policy: Policy, skipped: list[int], finite: bool, stops: str) 
         assert stops in found.why
 
 
-def test_what_is_described() -> None:
+def test_messages_about_values_that_are_not_finite() -> None:
     assert describe([3.0, 4.0, 4.0], 4) == "the loss of rank 1 is not finite"
     assert describe([0.0, 4.0, 4.0], 4) == "the loss is not finite"
     assert describe([0.0, 0.0, 4.0], 4) == "the gradients are not finite"
@@ -311,7 +311,7 @@ def test_rollback_and_a_dead_rank(tmp_path: Path) -> None:
         (("mean", "plain"), "the loss is not finite"),
     ],
 )
-def test_what_is_not_finite(tmp_path: Path, words: tuple[str, ...], what: str) -> None:
+def test_losses_and_gradients_that_are_not_finite(tmp_path: Path, words: tuple[str, ...], what: str) -> None:
     done = trained(tmp_path, *words, options=("--on-nan", "rollback"))
     assert done.code == 0, done.err
     assert done.err.count(f"step 3: {what}; ") == 1

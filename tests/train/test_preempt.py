@@ -140,10 +140,10 @@ def test_a_scheduler_may_signal_every_process(
 
 
 @pytest.mark.extended
-def test_one_that_hangs_in_a_collective_is_cut_loose(tmp_path: Path, trainings: Trainings) -> None:
+def test_a_rank_that_hangs_in_a_collective_is_interrupted(tmp_path: Path, trainings: Trainings) -> None:
     job = trainings.start(tmp_path, "hang", options=("--grace", "12s"))
     wait_for_steps(tmp_path, job)
-    until(lambda: (tmp_path / "hung").exists(), 60, "rank 1 to hang")
+    until((tmp_path / "hung").exists, 60, "rank 1 to hang")
     job.signal(signal.SIGTERM)
     trainings.to_its_end(tmp_path, preempted(tmp_path, job), "hang")
 
@@ -153,7 +153,7 @@ def test_a_death_while_the_checkpoint_is_written(tmp_path: Path, trainings: Trai
     job = trainings.start(tmp_path, "slow")
     wait_for_steps(tmp_path, job)
     job.signal(signal.SIGTERM)
-    until(lambda: (tmp_path / "saving").exists(), 60, "the checkpoint to be written")
+    until((tmp_path / "saving").exists, 60, "the checkpoint to be written")
     os.kill(int((tmp_path / "steps.1").read_text().split()[-1]), signal.SIGKILL)
     assert preempted(tmp_path, job) == max(steps(tmp_path))
 
@@ -162,7 +162,7 @@ def test_a_death_while_the_checkpoint_is_written(tmp_path: Path, trainings: Trai
 def test_preemption_while_a_checkpoint_is_written(tmp_path: Path, trainings: Trainings) -> None:
     """It is also no failure that all ranks end with an error, once it is written."""
     job = trainings.start(tmp_path, "slow", "often", "badly", options=("--grace", "10m"))
-    until(lambda: (tmp_path / "saving").exists(), 60, "a checkpoint to be written")
+    until((tmp_path / "saving").exists, 60, "a checkpoint to be written")
     job.signal(signal.SIGTERM)
     assert preempted(tmp_path, job) == max(steps(tmp_path), default=1)
 

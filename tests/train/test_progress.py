@@ -49,7 +49,7 @@ def test_in_80_columns() -> None:
         (20, "epoch 2/10  1200/500"),
     ],
 )
-def test_what_matters_least_goes_first(width: int, expected: str) -> None:
+def test_the_least_important_fields_are_dropped_first(width: int, expected: str) -> None:
     assert bar(FULL, width) == expected
 
 
@@ -124,7 +124,7 @@ def test_a_resumed_training_shows_all_steps_and_its_current_speed() -> None:
     assert (view.step, view.total, view.samples, view.left) == (910, 1000, 32.0, 90.0)
 
 
-def test_the_speed_is_that_of_late() -> None:
+def test_the_speed_is_that_of_recent_steps() -> None:
     clock, screen = Clock(), Screen()
     progress = ProgressBar(10_000, stream=screen, clock=clock)
     clock.now += 100  # the first step took long
@@ -159,7 +159,7 @@ def test_text_goes_above_the_bar() -> None:
     assert screen.getvalue() == f"first\n{row}\r\x1b[Ksaved\n{row}"
 
 
-def test_of_a_training_without_a_step_nothing_is_shown() -> None:
+def test_a_training_without_a_step_shows_nothing() -> None:
     for stream in (Screen(), io.StringIO()):
         ProgressBar(10, start=10, stream=stream).close()
         assert stream.getvalue() == ""
@@ -217,7 +217,7 @@ def test_the_width_is_the_terminals() -> None:
     assert len(shown.removeprefix("\r").removesuffix("\x1b[K")) == 39
 
 
-def test_a_step_costs_nearly_nothing() -> None:
+def test_the_progress_bar_takes_microseconds_per_step() -> None:
     """At most 20 µs; the best of a few rounds, because others use this machine too."""
     progress = ProgressBar(10**9, stream=io.StringIO())
     values = {"loss": 0.5}

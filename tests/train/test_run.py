@@ -81,7 +81,7 @@ def whole(ranks: int, script: str, how: str = "ddp", dropout: str = "0") -> list
 
 @pytest.mark.extended
 @pytest.mark.imported
-def test_as_many_ranks_as_one_likes(script: str) -> None:
+def test_any_number_of_ranks_gives_the_same_result(script: str) -> None:
     alone = result(python(script, "ddp", "0", "0"))
     assert alone[0] == 21
     for how, ranks in (("ddp", 2), ("ddp", 3), ("fsdp", 2)):

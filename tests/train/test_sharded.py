@@ -101,7 +101,7 @@ def test_what_a_snapshot_takes_from_the_training_beside_it_counts() -> None:
     assert "each costs 9.0 ms, a step takes 100.0 ms: 3.0% of the time" in hidden.said[0]
 
 
-def test_reviews_become_rare() -> None:
+def test_reviews_become_less_frequent() -> None:
     cheap = Measuring(0.001)
     left_out = {*range(1, 5001)} - {*cheap.saved(5000)}
     assert 6 <= len(left_out) <= 6 * 8  # in each review, every second step of twelve
@@ -275,7 +275,7 @@ def lose_a_node(folder: Path, trainings: Trainings, how: str, options: tuple[str
     where = ("-n", "1:2", "--last-call", "60s", "-g", "2,2", "--master", f"127.0.0.1:{free_port()}", "--cpu", *options)
     what = (SCRIPT, str(folder), how, '[[5, 3, "node"]]')
     jobs = [start("run", *where, "-i", str(node), *what, env=trainings.env) for node in range(2)]
-    until(lambda: (folder / "fault 0").exists(), 60, "step 5")
+    until((folder / "fault 0").exists, 60, "step 5")
     jobs[1].signal(signal.SIGKILL)
     assert [job.wait(120) for job in jobs] == [0, -signal.SIGKILL], "\n".join(job.both for job in jobs)
     return ended(folder)

@@ -82,7 +82,7 @@ def test_a_dead_rank_costs_no_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_failure_is_told_once_however_long_its_replacement_takes(tmp_path: Path) -> None:
+def test_a_failure_is_reported_once_however_long_its_replacement_takes(tmp_path: Path) -> None:
     late = tmp_path / "late.py"
     late.write_text(
         "import os, time, torch, phalanx\n"
@@ -151,6 +151,16 @@ def test_one_rank_that_fails_in_the_same_way_again_shows_its_traceback_once(tmp_
     assert done.out == "TrTr"
     folder = Path(re.findall(r"all of its output: (\S+)", done.err)[0])
     assert (folder / "stderr.log").read_text().count("Traceback (most recent call last)") == 2
+
+
+@pytest.mark.extended
+def test_one_rank_that_calls_what_does_not_exist_is_not_tried_again(tmp_path: Path) -> None:
+    script = tmp_path / "typo.py"
+    script.write_text("import phalanx\ndef train(run):\n    print('try')\n    run.epoch(2)\nphalanx.main(train)\n")
+    done = phalanx("run", "-g", "1", "--cpu", str(script), env=places)
+    assert (done.code, done.out) == (1, "try\n"), done.err
+    assert done.err.count("Traceback (most recent call last)") == 1
+    assert done.err.splitlines()[-1] == "  not retrying: an error in the script or its arguments"
 
 
 @pytest.mark.extended

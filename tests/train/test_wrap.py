@@ -195,7 +195,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["ddp", "dp", "fsdp"])
-def test_it_looks_like_the_model(how: str) -> None:
+def test_a_wrapped_model_has_the_attributes_of_the_model(how: str) -> None:
     model = Net()
     wrapped = wrap(model, how, group=Nobody())
     assert wrapped.module is model
@@ -350,7 +350,7 @@ def test_a_group_added_later_is_clipped_too() -> None:
         ({"accumulate": 0}, "expected 1 or more"),
     ],
 )
-def test_what_cannot_be_asked(options: dict[str, Any], text: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError) as raised:
         wrap(Net(), group=Nobody(), **options)
     assert text in str(raised.value)

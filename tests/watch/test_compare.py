@@ -108,7 +108,7 @@ def test_a_run_of_before_has_its_own_metrics(capsys: pytest.CaptureFixture[str])
     assert table["steps/s"][0] == "10"
 
 
-def test_of_a_short_run_every_step_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_has_every_step(capsys: pytest.CaptureFixture[str]) -> None:
     """Samples have one step per second; the metrics of the training have all of them."""
     run = left("short", simulation.run(2, 10))
     lines = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.watch.model.series.curve import MOST, Curve
 
 
-def test_a_long_one_keeps_its_shape() -> None:
+def test_a_long_curve_keeps_its_shape() -> None:
     curve = Curve()
     for step in range(10 * MOST):
         curve.add(step, float(step), step / 2)
@@ -15,7 +15,7 @@ def test_a_long_one_keeps_its_shape() -> None:
     assert curve.last == (10 * MOST - 1) / 2, "the latest, kept or not"
 
 
-def test_what_is_new_whatever_was_thinned_out() -> None:
+def test_new_points_are_sent_after_thinning() -> None:
     curve, sent, given = Curve(), [], 0
     for step in range(3 * MOST):
         curve.add(step, -float(step), 0.0)  # whatever the clock does

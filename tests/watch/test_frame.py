@@ -102,7 +102,7 @@ def test_a_frame_costs_little() -> None:
         assert min(took) < 0.01 * SLOWEST
 
 
-def test_only_what_has_changed_is_written() -> None:
+def test_only_changed_cells_are_written() -> None:
     model, view, painter = model_of(8, 30), View(), Painter(colour=True, ascii_only=False)
 
     def frame_of() -> bytes:
@@ -191,11 +191,11 @@ def test_wrapped_text_is_all_there() -> None:
         ("über 日本語", "über 日本語"),
     ],
 )
-def test_what_a_terminal_would_obey(written: str, expected: str) -> None:
+def test_control_characters_are_removed(written: str, expected: str) -> None:
     assert text.clean(written) == expected
 
 
-def test_nothing_that_is_obeyed_is_painted() -> None:
+def test_control_characters_are_not_painted() -> None:
     """The folder of another user's run may contain anything."""
     model, view = model_of(2, 3), View(follows=True)
     model.ranks[0].activity.strip.letters = "ddd\x1b]0;title\x07\x1b[2Jfff"

@@ -32,7 +32,7 @@ def test_a_run_that_has_ended() -> None:
     assert not any("steps/s" in line for line in printed)  # an old rate is not shown
 
 
-def test_how_far_it_is_now_and_then() -> None:
+def test_progress_is_printed_at_intervals() -> None:
     out = io.StringIO()
     assert lines.show(Past(4, 35, start=time.time() + 1), out=out) == 0
     printed = [line for line in out.getvalue().splitlines() if "running, step" in line]
@@ -42,7 +42,7 @@ def test_how_far_it_is_now_and_then() -> None:
     assert "succeeded" in out.getvalue().splitlines()[-1]
 
 
-def test_a_run_whose_end_nobody_has_seen() -> None:
+def test_a_run_without_an_end_event() -> None:
     class Killed(Past):
         async def events(self) -> AsyncIterator[events.AnyEvent]:
             async for event in super().events():

@@ -310,7 +310,7 @@ def test_a_constant_curve_stands_at_its_value_and_curves_are_smoothed_scaled_and
     stage.run(act())
 
 
-def test_what_ran_is_shown(stage: Stage) -> None:
+def test_the_metadata_of_the_run_is_shown(stage: Stage) -> None:
     async def act() -> None:
         made = await begun()
         await made.seconds(1, 2)

@@ -200,7 +200,7 @@ def test_many_ranks_stay_smooth(stage: Stage) -> None:
     stage.run(act())
 
 
-def test_it_comes_back_when_the_server_does(stage: Stage) -> None:
+def test_the_page_reconnects_when_the_server_is_back(stage: Stage) -> None:
     async def act() -> None:
         made = await begun()
         await made.seconds(1, 3)

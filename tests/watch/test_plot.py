@@ -69,21 +69,21 @@ def test_what_is_no_number_is_a_gap() -> None:
     assert sum(line.count("*") for line in rows) == 3
 
 
-def test_nothing_and_a_single_point() -> None:
+def test_plots_of_no_point_and_one_point() -> None:
     assert len(plot.lines([], 30, 8)) == 8
     rows = plot.lines([Series("a", [(5, 0.25)])], 30, 8)
     assert sum(style == 0 for row in rows for _, style in row) == 1
     assert "5" in text(rows)[-1]
 
 
-def test_a_log_scale_gives_each_decade_the_same_room() -> None:
+def test_decades_are_equally_high_on_a_log_scale() -> None:
     series = Series("a", [(step, 10.0**-step) for step in range(5)] + [(5, 0.0), (6, -1.0)])
     rows = text(plot.lines([series], 40, 12, log=True))
     labels = [line.split("┤")[0].strip() for line in rows if "┤" in line]
     assert labels == ["1", "0.1", "0.01", "0.001", "0.0001"]
 
 
-def test_marks_stand_on_the_axis() -> None:
+def test_marks_are_drawn_on_the_axis() -> None:
     assert text(plot.lines([RISING], 60, 8, marks=[50.0, 5000.0]))[-2].count("▲") == 1
 
 

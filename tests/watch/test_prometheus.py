@@ -31,7 +31,7 @@ def value(families: dict[str, Family], name: str, /, **labels: str) -> float:
     return families[name].samples[name, tuple(sorted({"run": "train-simulated", **labels}.items()))]
 
 
-def test_what_a_run_says() -> None:
+def test_metrics_of_a_run() -> None:
     model = seen(4, 60)
     families = read(prometheus.text(model))
     assert all(name.startswith("phalanx_") for name in families)
@@ -90,7 +90,7 @@ def test_a_long_step_takes_as_long_as_it_takes() -> None:
     assert model.ranks.times["waiting"].count == 4
 
 
-def test_of_a_run_of_which_only_some_samples_were_kept_the_times_are_the_same() -> None:
+def test_times_do_not_depend_on_how_many_samples_were_kept() -> None:
     whole, some = RunModel(), RunModel()
     for second in range(400):
         sample = events.RankSample(rank=0, step=4 * second, data=0.5, compute=0.3, waiting=0.2)
@@ -110,7 +110,8 @@ NASTY = 'a "b" \\ c\nd, e="f" } #'
 def test_nothing_that_a_user_writes_breaks_out() -> None:
     model = RunModel()
     model.apply(events.RunStarted(time=0, run=NASTY, command=("python", NASTY), world_size=1, pid=1))
-    model.apply(events.RankInfos(time=1, ranks=(events.RankInfo(rank=0, host=NASTY, device=NASTY),)))
+    node = events.NodeRanks(host=NASTY, ranks=(events.RankInfo(rank=0, device=NASTY),))
+    model.apply(events.RankInfos(time=1, nodes=(node,)))
     model.apply(events.MetricsMeasured(time=2, step=1, values={NASTY: 1e-9, "big": 1e300, "negative": -2.5}))
     families = read(prometheus.text(model))
     measured = {dict(labels)["name"]: value for (_, labels), value in families["phalanx_measured"].samples.items()}
@@ -119,7 +120,7 @@ def test_nothing_that_a_user_writes_breaks_out() -> None:
     assert [dict(labels)["host"] for _, labels in families["phalanx_rank_info"].samples] == [NASTY]
 
 
-def test_of_nothing_there_is_little() -> None:
+def test_a_run_without_events_has_few_metrics() -> None:
     families = read(prometheus.text(RunModel()))
     assert "phalanx_step" not in families
     assert "phalanx_rank_info" not in families
@@ -127,7 +128,7 @@ def test_of_nothing_there_is_little() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(EVENTS)
-def test_it_can_always_be_read_and_counters_only_grow(happened: list[events.AnyEvent]) -> None:
+def test_metrics_are_always_valid_and_counters_never_decrease(happened: list[events.AnyEvent]) -> None:
     model = RunModel()
     before: dict[str, float] = {}
     for event in happened:

@@ -8,7 +8,7 @@ from phalanx.watch.model.series.resources import CPU, GPU, GPU_MEMORY, MEMORY, R
 GIB = 1 << 30
 
 
-def test_what_all_ranks_use_together() -> None:
+def test_resources_of_all_ranks_are_added() -> None:
     resources = Resources()
     ranks = (
         RankSample(rank=0, cpu=1.5, memory=2 * GIB, gpu=0.5, gpu_memory=8 * GIB),
@@ -24,7 +24,7 @@ def test_what_all_ranks_use_together() -> None:
     }
 
 
-def test_what_is_not_known_has_no_curve() -> None:
+def test_unknown_resources_have_no_curve() -> None:
     """Without a GPU; before the first rate; after the last process."""
     resources = Resources()
     for when, rank in enumerate((RankSample(rank=0, memory=GIB), RankSample(rank=0, state="E"))):

@@ -43,7 +43,7 @@ def failed_with(summary: str) -> list[events.AnyEvent]:
     ]
 
 
-def test_how_far_each_got_and_why_no_further(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_and_reasons_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     left("well", simulation.run(2, 60))
     left("badly", failed_with("rank 1 failed: ValueError: no\nsuch key " + "x" * 300), code=1)
     left("killed", simulation.run(2, 5), code=None)
@@ -58,7 +58,7 @@ def test_how_far_each_got_and_why_no_further(capsys: pytest.CaptureFixture[str])
     assert (summary_["asked"]["step"], summary_["asked"]["loss"], summary_["asked"]["why"]) == (None, None, "")
 
 
-def test_of_long_files_only_the_end_is_read() -> None:
+def test_only_the_end_of_long_files_is_read() -> None:
     record = left("long", [])
     fault = events.FaultEvent(time=START, rank=1, reason="killed", recovery="regroup")
     sample = events.ClusterSample(
@@ -92,7 +92,7 @@ def test_the_last_steps_of_a_run_that_failed_are_in_its_metrics() -> None:
 
 
 def test_a_viewer_of_an_ended_run_gets_every_step() -> None:
-    """An agent hears of a few steps per second only, and of none before it watches its ranks."""
+    """An agent is sent a few steps per second only, and none before it watches its ranks."""
     sampled = [events.MetricsMeasured(time=START + 3, step=3, epoch=1, epochs=2, total=4, values={"loss": 0.3})]
     record = left("ended", [*sampled, events.RunEnded(time=START + 5, code=0, seconds=5.0)])
     lines = [f'{{"step": {step}, "epoch": 0, "time": {START + step}, "loss": {1 / step}}}\n' for step in (1, 2, 3, 4)]
@@ -166,7 +166,7 @@ def test_a_copy_is_not_forgotten_with_the_run(capsys: pytest.CaptureFixture[str]
     assert os.listdir(runs) == []
 
 
-def test_one_that_cannot_be_forgotten_does_not_keep_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_deleted_does_not_keep_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     stays = left("a", simulation.run(2, 5))
     part = left("node_1", simulation.run(2, 5), where=Path(stays.folder))
     record_at(part, id="a", host="other", ended=None, code=None)
@@ -224,7 +224,7 @@ def test_nodes_that_share_a_disk_are_forgotten_together(capsys: pytest.CaptureFi
     assert os.listdir(tmp_path) == []
 
 
-def test_what_runs_or_is_not_named_in_full_is_not_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_live_run_or_part_of_a_name_is_not_deleted(capsys: pytest.CaptureFixture[str]) -> None:
     record = left("running", simulation.run(2, 5))
     record_at(record, pid=os.getpid(), pid_started=linux.start_time(os.getpid()), ended=None, code=None)
     assert main(["ps", "--forget", "running"]) == 2

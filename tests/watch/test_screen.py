@@ -36,7 +36,7 @@ def showing(
         yield VirtualTerminal(job, rows, columns)
 
 
-def test_what_is_seen_and_what_keys_do(tmp_path: Path) -> None:
+def test_the_view_and_its_keys(tmp_path: Path) -> None:
     with showing(tmp_path) as term:
         before = attributes(term)
         text = term.until(r"100%\|bar")  # the log comes last
@@ -99,7 +99,7 @@ def test_what_is_seen_and_what_keys_do(tmp_path: Path) -> None:
         assert not (tmp_path / "actions").exists()
         term.type("xy")
         term.until("stopping the run")
-        until(lambda: (tmp_path / "actions").exists(), 30)
+        until((tmp_path / "actions").exists, 30)
         assert (tmp_path / "actions").read_text() == "stop\n"
 
         term.type("q")

@@ -133,7 +133,7 @@ def test_a_client_with_the_cookie_sees_everything(page: Served) -> None:
         ("/stop", 404, "not found"),
     ],
 )
-def test_what_cannot_be_answered(page: Served, path: str, status: int, said: str) -> None:
+def test_invalid_requests_are_refused(page: Served, path: str, status: int, said: str) -> None:
     answer = page.ask(path, Cookie=page.cookie)
     assert (answer.status, said in answer.text) == (status, True), answer.text
 
@@ -190,7 +190,7 @@ def test_other_clients_see_nothing(page: Served, path: str) -> None:
     ],
     ids=["wrong", "empty", "another origin", "another site", "another name", "too long", "packed", "no post"],
 )
-def test_no_way_to_a_cookie_without_the_key(
+def test_there_is_no_cookie_without_the_key(
     page: Served, method: str, body: str | None, headers: dict[str, str], status: int
 ) -> None:
     answer = page.ask("/enter", method, body, **headers)
@@ -284,7 +284,7 @@ def test_places(text: str | None, found: PageAddress, loopback: bool) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a:b", "host:99999", "http://host", "[::1]80", "user@host", "a b", "²"])
-def test_what_is_no_place(text: str) -> None:
+def test_invalid_addresses_are_refused(text: str) -> None:
     with pytest.raises(OptionError, match="--page-at is") as caught:
         address.parse(text)
     assert "--page-at 127.0.0.1:29580" in caught.value.fix

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.watch.model import simulation
+from phalanx.watch.model.run_model import RunModel
+from phalanx.watch.model.series import strip as strips
 from phalanx.watch.model.series.strip import MOST, Strip
 
 ADDED = {
@@ -20,7 +23,7 @@ ADDED = {
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_what_is_added(name: str) -> None:
+def test_letters_are_appended(name: str) -> None:
     given, letters = ADDED[name]
     strip = Strip()
     for when, more in given:
@@ -42,6 +45,16 @@ def test_it_is_never_longer_than_its_bound() -> None:
     strip.add(10, "d" * 2 * MOST)
     strip.add(1e9, "f" * 10)
     assert len(strip.letters) == MOST
+
+
+def test_strips_of_many_ranks_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they take 200 MB for 32,768 ranks, which every sample copies."""
+    assert [strips.room(ranks) for ranks in (0, 1, 1000, 2000, 32_768)] == [6000, 6000, 6000, 3000, 300]
+    monkeypatch.setattr(strips, "_ALL", 4 * 320)
+    model = RunModel()
+    for event in simulation.run(4, 70):
+        model.apply(event)
+    assert {len(view.activity.strip.letters) for view in model.ranks.values()} == {320}
 
 
 @pytest.mark.parametrize(

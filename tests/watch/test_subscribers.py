@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -13,7 +14,9 @@ from aiohttp import web
 
 from phalanx.contract import events
 from phalanx.watch.model import simulation
-from phalanx.watch.page import subscribers
+from phalanx.watch.model.rank import RankView
+from phalanx.watch.page import subscribers, updates
+from phalanx.watch.page.protocol import RankRow
 from phalanx.watch.page.subscribers import Subscribers
 
 
@@ -59,8 +62,11 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_a_slow_browser_delays_no_other_and_gets_the_whole_state_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscribers, "_BEHIND", 5)
+@pytest.mark.parametrize(("limit", "most"), [("_BEHIND", 5), ("_BEHIND_BYTES", 5000)])
+def test_a_slow_browser_delays_no_other_and_gets_the_whole_state_again(
+    monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    monkeypatch.setattr(subscribers, limit, most)
     monkeypatch.setattr(subscribers, "EVERY", 0.0)
 
     async def work() -> None:
@@ -120,5 +126,66 @@ def test_an_event_is_reported_at_once_and_many_together() -> None:
         assert len(updates) <= took / subscribers.EVERY + 3
         message = [each["text"] for update in updates for each in update.get("events", ())]
         assert [text for text in message if text.isdigit()] == [str(number) for number in range(200)]
+
+    asyncio.run(work())
+
+
+def test_rows_use_a_bounded_share_of_a_core_and_delay_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of thousands of ranks are expensive: they are sent less often."""
+    monkeypatch.setattr(subscribers, "EVERY", 0.0)
+    row, spend = updates._row, threading.Event()
+
+    def expensive(view: RankView) -> RankRow:
+        until = time.thread_time() + 0.05 * spend.is_set()
+        while time.thread_time() < until:
+            pass
+        return row(view)
+
+    monkeypatch.setattr(updates, "_row", expensive)
+
+    async def work() -> None:
+        feed, browser = Feed(), Browser()
+        people = Subscribers(feed)  # type: ignore[arg-type]
+        following = asyncio.create_task(people.follow())
+        for event in simulation.begin(2, now=1.0):
+            feed.queue.put_nowait(event)
+        await people.settled(10.0)
+        shown = asyncio.create_task(people.show(browser, None))
+        await until(lambda: browser.got)
+        spend.set()
+        (sample, *_) = simulation.second(1, 2, now=3.0)
+        feed.queue.put_nowait(sample)
+        await until(lambda: len(browser.got) == 2)
+        assert people._rows_due - people._sent_at > 0.3
+        people._rows_due += 1000
+        feed.queue.put_nowait(simulation.second(2, 2, now=4.0)[0])
+        feed.queue.put_nowait(events.NoteEvent(time=4.0, text="at once"))
+        await until(lambda: "events" in browser.got[-1][1])
+        assert "rows" not in browser.got[-1][1]
+        assert people._rows_timer is not None
+        feed.queue.put_nowait(events.NoteEvent(time=4.1, text="at once, too"))  # it does not wait for the rows
+        await until(lambda: "at once, too" in str(browser.got[-1][1].get("events")))
+        people._rows_due = 0.0
+        people._send_update()
+        await until(lambda: "rows" in browser.got[-1][1])
+        following.cancel()
+        shown.cancel()
+        await asyncio.gather(following, shown, return_exceptions=True)
+
+    asyncio.run(work())
+
+
+def test_a_browser_that_comes_at_the_end_gets_the_final_rows() -> None:
+    async def work() -> None:
+        feed, browser = Feed(), Browser()
+        people = Subscribers(feed)  # type: ignore[arg-type]
+        people._rows_due = time.monotonic() + 1000
+        following = asyncio.create_task(people.follow())
+        for event in (*simulation.begin(2, now=1.0), events.RunEnded(time=9.0, code=0, seconds=8.0)):
+            feed.queue.put_nowait(event)
+        await following
+        await people.show(browser, None)
+        assert browser.names == ["whole", "end"]
+        assert len(browser.got[0][1]["rows"]) == 2
 
     asyncio.run(work())

@@ -28,7 +28,7 @@ def test_who_is_waited_for(name: str) -> None:
     assert {one.rank: one.seconds for one in tally.ranking()} == seconds
 
 
-def test_how_long_each_was_waited_for() -> None:
+def test_the_waiting_time_caused_by_each_rank() -> None:
     tally = WaitingTally()
     tally.record(10.0, {0: "wwwwwwwwwO", 1: "ddddwwwwwO", 2: "wwwwwwfwwO"})
     found = tally.ranking()

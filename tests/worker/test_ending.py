@@ -83,7 +83,7 @@ def test_what_counts_as_a_failure() -> None:
 
 
 @pytest.mark.imported
-def test_what_cannot_be_closed_is_no_success() -> None:
+def test_a_group_that_cannot_be_closed_fails_the_rank() -> None:
     text = (
         "from phalanx.worker.process_group.group import WorkerProcessGroup\n"
         "class Full(WorkerProcessGroup):\n"

@@ -185,7 +185,7 @@ def test_a_group_of_one_where_it_is_asked_for() -> None:
         ({"device": "cuda:99"}, "a CUDA device was asked for, but there is none|there is no cuda:99"),
     ],
 )
-def test_what_cannot_be(options: dict[str, Any], seen: str) -> None:
+def test_contradicting_arguments_are_refused(options: dict[str, Any], seen: str) -> None:
     with pytest.raises(UsageError, match=seen):
         WorkerProcessGroup.join(**options)
 

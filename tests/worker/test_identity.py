@@ -142,11 +142,12 @@ REFUSED = [
     ({"WORLD_SIZE": "4"}, ("WORLD_SIZE is set, but RANK is not", "set: WORLD_SIZE=4", "WORLD_SIZE=4 MASTER_ADDR")),
     ({"LOCAL_RANK": "1"}, ("LOCAL_RANK is set, but RANK and WORLD_SIZE are not", "phalanx run")),
     ({**HAND, "RANK": "2"}, ("RANK=2 cannot be", "expected from 0 to 1")),
-    ({**HAND, "RANK": "one"}, ("RANK='one' is no number",)),
+    ({**HAND, "RANK": "one"}, ("RANK='one' is not a number",)),
     ({**HAND, "WORLD_SIZE": "0"}, ("WORLD_SIZE=0 cannot be",)),
     ({**HAND, "RANK": "2000000", "WORLD_SIZE": "3000000"}, ("WORLD_SIZE=3000000 cannot be", "from 1 to 1048576")),
     ({**HAND, "LOCAL_RANK": "2000000"}, ("LOCAL_RANK=2000000 cannot be", "from 0 to 1048575")),
     ({**HAND, "NODE_RANK": "2000000"}, ("NODE_RANK=2000000 cannot be",)),
+    ({**HAND, "NODE_RANK": "99999999999"}, ("NODE_RANK=99999999999 cannot be", "from 0 to 1048575")),
     (
         {**mpich(0, 2, 0, 1), "PMI_SIZE": "2000000"},
         ("MPICH says where this process runs, but PMI_SIZE=2000000 cannot be",),

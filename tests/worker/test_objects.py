@@ -55,7 +55,7 @@ def test_a_view_is_sent_as_it_looks() -> None:
     assert not found.requires_grad
 
 
-def test_what_a_tensor_only_seems_to_be_is_sent() -> None:
+def test_conjugated_tensors_are_sent() -> None:
     tensor = torch.tensor([1 + 2j]).conj()
     assert torch.equal(objects.decode(objects.encode(tensor)), tensor)
     assert objects.decode(objects.encode(tensor.imag)).tolist() == [-2]
@@ -79,13 +79,13 @@ def test_the_state_of_a_module() -> None:
         (torch.eye(2).to_sparse(), "sparse"),
     ],
 )
-def test_what_is_not_sent(obj: Any, seen: str) -> None:
+def test_objects_that_cannot_be_sent_are_refused(obj: Any, seen: str) -> None:
     with pytest.raises(UsageError) as caught:
         objects.encode(obj)
     assert seen in str(caught.value)
 
 
-def test_itself() -> None:
+def test_an_object_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(UsageError, match="contains itself"):

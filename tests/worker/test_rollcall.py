@@ -97,7 +97,7 @@ def test_the_store_stays_until_all_ranks_have_read_why() -> None:
     assert leaving == [2, 2]
 
 
-def test_what_all_have_to_do_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_not_all_ranks_make_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import HashStore
 
     monkeypatch.setattr(roll_call, "NOTICE", 0.05)
@@ -125,7 +125,7 @@ def test_a_rank_that_is_there_already() -> None:
     assert "MASTER_PORT" in error.fix
 
 
-def test_they_do_not_agree_on_how_many_they_are() -> None:
+def test_different_world_sizes_are_reported() -> None:
     found = attend([person(0, 2), person(1, 3)])
     for error in found:
         assert isinstance(error, JoinError)

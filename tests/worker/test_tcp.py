@@ -41,7 +41,7 @@ def test_a_name_that_does_not_resolve(identity: Identity) -> None:
     assert seconds < 10
 
 
-def test_what_to_type_is_what_was_typed() -> None:
+def test_the_fix_repeats_the_given_method() -> None:
     error, _ = refusal(parse("tcp://192.0.2.7:4000").place or place(""), KEEPER)
     assert 'phalanx.init(method="tcp://' in error.fix
     assert ':4000"), the same for every rank' in error.fix
@@ -83,7 +83,7 @@ def test_the_store_of_a_launcher_that_has_gone() -> None:
     assert seconds < 10
 
 
-def test_no_other_rank_comes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_ranks_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     error, seconds = refusal(place("127.0.0.1", port), CALLER, timeout=3.3)
     assert error.what == f"rank 0 is missing: no process listened on 127.0.0.1 port {port} within 3.3 s"

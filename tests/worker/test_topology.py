@@ -37,7 +37,7 @@ def test_no_launcher() -> None:
         ({"RANK": "7", "WORLD_SIZE": "3", "PHALANX_TOPOLOGY": "3"}, "RANK=7"),
     ],
 )
-def test_what_cannot_be(environ: dict[str, str], seen: str) -> None:
+def test_invalid_variables_are_refused(environ: dict[str, str], seen: str) -> None:
     with pytest.raises(UsageError) as caught:
         topology.read(environ)
     assert seen in str(caught.value)

@@ -126,6 +126,8 @@ def _main(args: list[str]) -> int:
         sys.stdout = None
         return 141
     except KeyboardInterrupt:
+        if args[:1] in (["run"], ["chaos"]):  # before there is a run, whose agent reports it
+            sys.stderr.write("phalanx: stopped by Ctrl-C\n")
         return 130
 
 

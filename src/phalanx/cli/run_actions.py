@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from phalanx.cli.commands.manage.stop import handle
+from phalanx.cli.run_lookup import agent_handle
 from phalanx.launcher.runs.run_folder import RunRecord
 
 _PAUSE = 0.3  # seconds between two signals: the kernel merges two pending signals of the same number
@@ -25,17 +25,17 @@ class LocalRunActions:
 
     def stop(self) -> None:
         """Ask the run to stop, as `phalanx stop` does."""
-        with handle(self._run) as process:
+        with agent_handle(self._run) as process:
             signal.pidfd_send_signal(process, signal.SIGTERM)
 
     def interrupt(self) -> None:
         """Ask the run to stop, as Ctrl-C in its terminal does."""
-        with handle(self._run) as process:
+        with agent_handle(self._run) as process:
             signal.pidfd_send_signal(process, signal.SIGINT)
 
     def end_now(self) -> None:
         """End the run at once, as pressing Ctrl-C twice does."""
-        with handle(self._run) as process:
+        with agent_handle(self._run) as process:
             signal.pidfd_send_signal(process, signal.SIGINT)
             time.sleep(_PAUSE)
             signal.pidfd_send_signal(process, signal.SIGINT)

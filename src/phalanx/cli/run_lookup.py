@@ -6,9 +6,10 @@ NAME.1 the first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.errors import UsageError
@@ -69,6 +70,21 @@ def find_by_pid(pid: int, folder: str | None = None) -> RunRecord:
     raise UsageError(f"process {pid} is not the agent of a run", fix="phalanx ps")
 
 
+@contextlib.contextmanager
+def agent_handle(run: RunRecord) -> Iterator[int]:
+    """Yield a pidfd of a run's agent: its pid could belong to another process by the time a signal is sent."""
+    try:
+        process = os.pidfd_open(run.pid)
+    except ProcessLookupError:
+        raise UsageError(f"{run.id} has ended already", fix="phalanx ps") from None
+    try:
+        if not run.alive:
+            raise UsageError(f"{run.id} has ended already", fix="phalanx ps")
+        yield process
+    finally:
+        os.close(process)
+
+
 def _all() -> list[RunRecord]:
     return list(run_folder.all_runs(run_folder.home(environment())))
 
@@ -91,8 +107,22 @@ def matching(word: str, runs: Sequence[RunRecord]) -> list[RunRecord]:
     exact = [run for run in runs if word in (run.id, f"{run.id}.1")]
     if exact:
         return exact[-1:]
-    found = [run for run in runs if run.id.startswith(word) or run.name.startswith(word)]
+    found = _starting(word, runs)
     return found[-1:] if len({run.name or run.id for run in found}) == 1 else found
+
+
+def named(words: Sequence[str]) -> list[RunRecord]:
+    """Return all runs, running or ended, whose name starts with one of these words. Each must find a run."""
+    runs = _all()
+    found = {word: _starting(word, runs) for word in words}
+    for word, its in found.items():
+        if not its:
+            raise _unknown(word, runs, how="is known here")
+    return [run for run in runs if any(run in its for its in found.values())]
+
+
+def _starting(word: str, runs: Sequence[RunRecord]) -> list[RunRecord]:
+    return [run for run in runs if run.id.startswith(word) or run.name.startswith(word) or word == f"{run.id}.1"]
 
 
 def _chosen(word: str, runs: Sequence[RunRecord], *, verb: str, how: str) -> RunRecord:
@@ -101,8 +131,12 @@ def _chosen(word: str, runs: Sequence[RunRecord], *, verb: str, how: str) -> Run
         return found[0]
     if found:
         raise _ambiguous(f"{len(found)} runs start with {word}", found, verb)
+    raise _unknown(word, runs, how=how)
+
+
+def _unknown(word: str, runs: Sequence[RunRecord], *, how: str) -> UsageError:
     names = ", ".join(run.id for run in runs[-5:])
-    raise UsageError(
+    return UsageError(
         f"no run called {word} {how}",
         details=[f"{'running' if how == 'is running' else 'known'} runs: {names}"] if names else [],
         fix="phalanx ps --all",

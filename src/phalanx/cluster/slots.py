@@ -104,7 +104,7 @@ def _resolve(inventory: Inventory, text: str, entry: str) -> list[Device]:
         return [device]
     span = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", entry, re.ASCII)
     if span is None:
-        raise _refuse(inventory, text, f"“{entry}” is no number, range or UUID")
+        raise _refuse(inventory, text, f"“{entry}” is not a number, range or UUID")
     first, last = int(span[1]), int(span[2] or span[1])
     if last < first:
         raise _refuse(inventory, text, f"the range {entry} runs backwards")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -21,10 +22,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_d
 class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
     """The agent has started. First event of a run."""
 
-    run: str
-    command: tuple[str, ...]
-    world_size: int
-    pid: int
+    run: str  # id: the name of the run folder
+    command: tuple[str, ...]  # of local rank 0
+    world_size: int  # as planned before the nodes join; `ranks` has the real ones
+    pid: int  # of the agent
 
 
 class RunDescribed(Event, frozen=True, kw_only=True, tag="run-described"):
@@ -33,92 +34,92 @@ class RunDescribed(Event, frozen=True, kw_only=True, tag="run-described"):
     It comes after the workers have started; a later one replaces it.
     """
 
-    metadata: RunMetadata  # without the diff, which is in metadata.json
+    metadata: RunMetadata  # content of metadata.json, without the diff
 
 
 class ForkServerReady(Event, frozen=True, kw_only=True, tag="fork-server-ready"):
     """The fork server has imported torch and accepts requests."""
 
-    pid: int
+    pid: int  # of the fork server
     mode: str  # cold, warm or fresh
-    seconds: float
-    imports: dict[str, float] = {}
+    seconds: float  # spent on imports; 0 for a warm fork server, which has done them before
+    imports: dict[str, float] = {}  # seconds per module, from 10 ms on
 
 
 class ForkServerRefused(Event, frozen=True, kw_only=True, tag="fork-server-refused"):
     """Forking is not safe after these imports. Workers are started as fresh interpreters instead."""
 
-    reason: str
+    reason: str  # what makes a fork unsafe
 
 
 class AttemptStarted(Event, frozen=True, kw_only=True, tag="attempt-started"):
     """All workers are about to be started."""
 
-    attempt: int
+    attempt: int  # 0, and 1 more after each restart of all ranks
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True, tag="worker-started"):
     """A worker process has started."""
 
-    rank: int
-    pid: int
-    device: str = ""
-    attempt: int = 0
+    rank: int  # global rank; meaningless for a standby worker
+    pid: int  # of the worker
+    device: str = ""  # empty: CPU
+    attempt: int = 0  # number of the attempt
     spare: bool = False  # a standby worker without a rank
 
 
 class RankChanged(Event, frozen=True, kw_only=True, tag="rank-changed"):
     """A running worker has got another rank."""
 
-    rank: int
-    pid: int
-    previous_rank: int
+    rank: int  # the new rank
+    pid: int  # of the worker
+    previous_rank: int  # the rank until now
 
 
 class WorkerExited(Event, frozen=True, kw_only=True, tag="worker-exited"):
     """A worker process has ended."""
 
-    rank: int
-    pid: int
+    rank: int  # its last rank
+    pid: int  # of the worker
     code: int = 0  # exit code, or the negative signal number
     peak_memory: int = 0  # bytes; 0: unknown, for one that was killed
-    attempt: int = 0
+    attempt: int = 0  # number of the attempt
     hung: bool = False  # killed because it was stalled
 
 
 class Stopping(Event, frozen=True, kw_only=True, tag="stopping"):
     """Workers are being stopped, because of a failure or a signal to the agent."""
 
-    reason: str
-    signal: str
+    reason: str  # a sentence that says why
+    signal: str  # name of the signal that the workers get: SIGTERM
 
 
 class WorkerFailed(Event, frozen=True, kw_only=True, tag="worker-failed"):
     """The root cause: the first worker that failed."""
 
-    rank: int
-    summary: str
-    code: int
-    attempt: int = 0
+    rank: int  # the rank that failed
+    summary: str  # the cause, in one line
+    code: int  # exit code, or the negative signal number
+    attempt: int = 0  # number of the attempt
     blame: tuple[str, ...] = ()  # after a timeout: lines that name the rank that did not take part
 
 
 class FaultEvent(Event, frozen=True, kw_only=True, tag="fault"):
     """The group changes because of a failure, or because a node has joined."""
 
-    rank: int
+    rank: int  # the rank that failed; the first rank of a lost node; 0 if a node joined
     reason: str  # a sentence that names the rank or node
     recovery: str  # regroup, restart or stop
-    kind: FaultKind = "worker"
+    kind: FaultKind = "worker"  # worker, node-lost or node-joined
     idle: float = 0.0  # seconds without a committed step before it was noticed: they are lost, too
 
 
 class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
     """The first step after a fault is committed."""
 
-    generation: int
-    seconds: float
-    step: int
+    generation: int  # process group generation that committed the step
+    seconds: float  # from when the fault was noticed to this step
+    step: int  # the committed step
     redone: int = 0  # committed steps that were lost and are computed again
     idle: float = 0.0  # that of the fault; `seconds` counts from when it was noticed
 
@@ -126,7 +127,7 @@ class Recovered(Event, frozen=True, kw_only=True, tag="recovered"):
 class BatchSkipped(Event, frozen=True, kw_only=True, tag="batch-skipped"):
     """The update of a step was not finite: it was dropped, and its batch skipped (`--on-nan rollback`)."""
 
-    step: int
+    step: int  # the step that was dropped
     reason: str  # a sentence that says what was not finite
     seconds: float = 0.0  # that the step has cost
 
@@ -134,7 +135,7 @@ class BatchSkipped(Event, frozen=True, kw_only=True, tag="batch-skipped"):
 class GoodputMeasured(Event, frozen=True, kw_only=True, tag="goodput"):
     """What the console says at the end about lost time. Page and report show the same."""
 
-    lost: float
+    lost: float  # seconds lost to faults, repeated steps, skipped batches and stalls
     seconds: float  # since the first step
 
 
@@ -148,23 +149,23 @@ class Restarted(Event, frozen=True, kw_only=True, tag="restarted"):
 class Preempted(Event, frozen=True, kw_only=True, tag="preempted"):
     """The run was preempted. A checkpoint of `step` is on disk."""
 
-    step: int
+    step: int  # the last committed step
     seconds: float  # since the preemption signal
 
 
 class Stalled(Event, frozen=True, kw_only=True, tag="stalled"):
     """No rank makes progress. The evidence is in `folder`."""
 
-    seconds: float
-    folder: str = ""
+    seconds: float  # since the last progress
+    folder: str = ""  # path of the evidence: stacks of all ranks, and what was compared
 
 
 class VerdictEvent(Event, frozen=True, kw_only=True, tag="verdict"):
     """Why the run is stalled, and which ranks are to blame."""
 
-    kind: str
-    text: str
-    ranks: tuple[int, ...] = ()
+    kind: str  # data, deadlock, stopped …: the table in docs/concepts/hangs.md has all
+    text: str  # one sentence with rank, place and cause
+    ranks: tuple[int, ...] = ()  # ranks to blame; empty: none, or all
 
 
 class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
@@ -176,47 +177,47 @@ class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
 class StepTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds per step of one rank. If no steps are known: shares of its time."""
 
-    rank: int
-    steps: int
+    rank: int  # global rank
+    steps: int  # number of steps; 0: unknown
     samples: int  # number of samples behind these numbers
-    data: float
-    compute: float
-    waiting: float
+    data: float  # waiting for input
+    compute: float  # forward, backward and optimizer
+    waiting: float  # waiting for other ranks
     throttled: str = ""  # why its GPU was throttled
 
 
 class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
     """A straggler, and a sentence about it."""
 
-    rank: int
-    text: str
+    rank: int  # global rank
+    text: str  # a sentence: how slow, and at what
 
 
 class StepTimingReport(Event, frozen=True, kw_only=True, tag="step-timings"):
     """What each rank has spent its time on, and which ranks were slow."""
 
-    ranks: tuple[StepTiming, ...]
-    slow: tuple[SlowRank, ...] = ()
+    ranks: tuple[StepTiming, ...]  # one entry per rank
+    slow: tuple[SlowRank, ...] = ()  # ranks that were slow; empty: none
 
 
 class StoreLost(Event, frozen=True, kw_only=True, tag="store-lost"):
     """The store process has ended unexpectedly."""
 
-    code: int
+    code: int  # exit code, or the negative signal number
 
 
 class NoteEvent(Event, frozen=True, kw_only=True, tag="note"):
     """A message on the console."""
 
-    text: str
+    text: str  # the message; it may have several lines
     repeats: bool = False  # another event says the same: viewers skip it
 
 
 class RunEnded(Event, frozen=True, kw_only=True, tag="run-ended"):
     """The run is over. Last event of a run."""
 
-    code: int
-    seconds: float
+    code: int  # exit code of the run
+    seconds: float  # since the start of the agent
     preempted: bool = False  # a checkpoint is on disk, and the same command resumes it
 
 
@@ -239,30 +240,40 @@ UNSEEN = "."  # not sampled
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where a rank runs."""
+    """Where a rank runs on its node."""
 
-    rank: int
-    node: int = 0
-    host: str = ""
+    rank: int  # global rank
+    pid: int = 0  # of the worker
     device: str = ""  # empty: CPU
-    pid: int = 0
+
+
+class NodeRanks(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The ranks of one node, in ascending order."""
+
+    node: int = 0  # number of the node
+    host: str = ""  # name of the host
+    ranks: tuple[RankInfo, ...] = ()  # one entry per rank
 
 
 class RankInfos(Event, frozen=True, kw_only=True, tag="ranks"):
     """Where all ranks of all nodes run. Sent when one of them changes."""
 
-    ranks: tuple[RankInfo, ...]
+    nodes: tuple[NodeRanks, ...]  # one entry per node
+
+    def each(self) -> Iterator[tuple[NodeRanks, RankInfo]]:
+        """Yield every rank, with its node."""
+        return ((node, info) for node in self.nodes for info in node.ranks)
 
 
 class RankSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One rank at one moment. Shares and rates cover the time since the previous sample."""
 
-    rank: int
+    rank: int  # global rank
     step: int = -1  # committed steps if the script reports them, else optimizer steps seen; -1: none
     phases: str = ""  # one letter (LETTERS) per tenth of a second, oldest first; a capital letter: a step ended
-    data: float = 0.0  # shares of the time
-    compute: float = 0.0
-    waiting: float = 0.0
+    data: float = 0.0  # share of the time spent on input
+    compute: float = 0.0  # share spent on forward, backward and optimizer
+    waiting: float = 0.0  # share spent waiting for other ranks
     cpu: float = 0.0  # cores
     memory: int = 0  # bytes
     gpu: float = -1.0  # utilization, 0 to 1; -1: unknown
@@ -270,7 +281,7 @@ class RankSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     samples: float = -1.0  # training samples per second of this rank; -1: unknown
     state: str = "S"  # process state as in /proc; X: failed; E: exited with code 0
     silent: float = 0.0  # seconds since the last heartbeat
-    debugged: bool = False
+    debugged: bool = False  # a debugger is attached
     place: str = ""  # line of the script: train.py:41 step
 
 
@@ -283,8 +294,8 @@ class ClusterSample(Event, frozen=True, kw_only=True, tag="sample"):
     """
 
     seconds: float  # the time that letters, shares and rates cover
-    generation: int = 0
-    ranks: tuple[RankSample, ...] = ()
+    generation: int = 0  # process group generation
+    ranks: tuple[RankSample, ...] = ()  # one entry per rank
 
 
 class MetricsMeasured(Event, frozen=True, kw_only=True, tag="metrics"):
@@ -293,8 +304,8 @@ class MetricsMeasured(Event, frozen=True, kw_only=True, tag="metrics"):
     At most five per second; samples.jsonl of a long run keeps fewer. For a plain script: the loss that rank 0 prints.
     """
 
-    step: int
-    values: dict[str, float | None]
+    step: int  # the committed step
+    values: dict[str, float | None]  # by name: loss, accuracy
     epoch: int = 0  # counted from 1, or as the script prints it; 0: unknown
     epochs: int = 0  # 0: unknown
     total: int = 0  # planned steps; 0: unknown
@@ -304,27 +315,27 @@ class MetricsMeasured(Event, frozen=True, kw_only=True, tag="metrics"):
 class RendezvousProgress(Event, frozen=True, kw_only=True, tag="rendezvous"):
     """Which nodes have joined so far."""
 
-    expected: int
-    joined: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    text: str = ""
+    expected: int  # number of nodes that are expected
+    joined: tuple[str, ...]  # hosts that have joined
+    missing: tuple[str, ...] = ()  # hosts that have not joined, as far as their names are known
+    text: str = ""  # what the leader waits for; empty: all have joined
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Latency and bandwidth between two hosts."""
 
-    one: str  # hosts
-    other: str
+    one: str  # a host
+    other: str  # another host
     latency: float  # seconds
     there: float  # bytes per second, from `one` to `other`
-    back: float
+    back: float  # bytes per second, from `other` to `one`
 
 
 class Links(Event, frozen=True, kw_only=True, tag="links"):
     """The links between the hosts of this run, as `phalanx doctor` measured them."""
 
     measured: float  # when, in seconds since 1970
-    pairs: tuple[LinkMeasured, ...]
+    pairs: tuple[LinkMeasured, ...]  # one entry per pair of hosts
 
 
 AnyEvent = (

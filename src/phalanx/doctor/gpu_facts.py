@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.cluster import nvidia
 from phalanx.cluster import xids as kernel_xids
 from phalanx.cluster.xids import XidLine
-from phalanx.doctor.checks.versions import torch_build
+from phalanx.doctor import torch_build
 from phalanx.doctor.quantity import several
 
 _SLOWED = {
@@ -107,7 +107,7 @@ def read(environ: Mapping[str, str], root: str = "/") -> Gpus:
         trouble=inventory.trouble,
         driver=driver,
         driver_cuda=cuda,
-        torch_cuda=torch_build().get("cuda", ""),
+        torch_cuda=torch_build.read().get("cuda", ""),
         xids=kernel_xids.read(),
         topology=topology,
     )

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.doctor.link_probe import LinkProbe
 from phalanx.doctor.pairs import Collective, HostPair, doubtful
 
 _CHUNK = 4 << 20
-_LARGEST = 64  # chunks
-_PINGS = 40
 _AGAIN = 2  # number of times a suspicious link is measured again
 _MOST_AGAIN = 16  # links; if more are suspicious, it is not a coincidence
 _REPEAT = 5
@@ -64,67 +63,19 @@ def measure_pairs(
 
 
 def _measure(rank: int, rounds: Sequence[Sequence[tuple[int, int]]], budget: float, into: torch.Tensor) -> None:
+    probe = LinkProbe(dist.send, dist.recv, chunk=_CHUNK)
     for pairs in rounds:
         dist.barrier()
         for one, other in pairs:
             if rank == one:
-                latency = _ping(other)
-                there = _send(other, budget)
-                _receive(other)
+                latency, there = probe.ask(other, budget)
+                probe.answer(other)
                 into[one, other] = torch.tensor([latency, there, _rate(other)], dtype=torch.float64)
             elif rank == other:
-                _pong(one)
-                _receive(one)
-                dist.send(torch.tensor([_send(one, budget)], dtype=torch.float64), one)
+                probe.answer(one)
+                _, back = probe.ask(one, budget)
+                dist.send(torch.tensor([back], dtype=torch.float64), one)
     dist.barrier()
-
-
-def _ping(peer: int) -> float:
-    """Return half of a round trip, from the fastest of many."""
-    note = torch.zeros(1)
-    times = []
-    for _ in range(_PINGS):
-        began = time.perf_counter()
-        dist.send(note, peer)
-        dist.recv(note, peer)
-        times.append(time.perf_counter() - began)
-    return statistics.quantiles(times, n=10)[0] / 2
-
-
-def _pong(peer: int) -> None:
-    note = torch.zeros(1)
-    for _ in range(_PINGS):
-        dist.recv(note, peer)
-        dist.send(note, peer)
-
-
-def _send(peer: int, budget: float) -> float:
-    """Return bytes per second. The time of the first chunk determines how many more are sent."""
-    chunk = torch.zeros(_CHUNK, dtype=torch.uint8)
-    count = torch.zeros(1, dtype=torch.int64)
-    began = time.perf_counter()
-    dist.send(chunk, peer)
-    dist.recv(count, peer)
-    once = time.perf_counter() - began
-    chunks = min(_LARGEST, max(1, int(budget / once)))
-    count[0] = chunks
-    dist.send(count, peer)
-    began = time.perf_counter()
-    for _ in range(chunks):
-        dist.send(chunk, peer)
-    dist.recv(count, peer)
-    return chunks * _CHUNK / (time.perf_counter() - began)
-
-
-def _receive(peer: int) -> None:
-    chunk = torch.zeros(_CHUNK, dtype=torch.uint8)
-    count = torch.zeros(1, dtype=torch.int64)
-    dist.recv(chunk, peer)
-    dist.send(count, peer)
-    dist.recv(count, peer)
-    for _ in range(int(count[0])):
-        dist.recv(chunk, peer)
-    dist.send(count, peer)
 
 
 def _rate(peer: int) -> float:

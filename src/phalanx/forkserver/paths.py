@@ -36,7 +36,7 @@ THREADED = "collectives/engines/threaded.py"
 # Modules, by their name in `sys.modules`.
 FLIGHT_RECORDER = "phalanx.collectives.flight_recorder"
 GROUPS = "phalanx.collectives.registry"
-TRAINING = ("phalanx.train.main", "phalanx.train.elastic.elastic_loop")
+TRAINING = ("phalanx.train.main", "phalanx.train.elastic_loop")
 # Exceptions, as tracebacks name them.
 ERRORS = "phalanx.collectives.errors"
 TIMED_OUT = "CollectiveTimeout"

@@ -37,7 +37,7 @@ class _WithoutCollector:
             self._depth -= 1
 
     def _reset(self) -> None:
-        """The thread that was inside does not exist in a forked child."""
+        """Start again in a forked child, where the thread that was inside does not exist."""
         self._lock = threading.RLock()
         if self._depth and self._enabled:
             gc.enable()

@@ -4,16 +4,19 @@
     python -m phalanx.launcher.function_call DIR    each rank
     results(folder)                               the caller, when all have ended
 
+If its first argument is a run, it gets the run of its rank: `with_run`, which `phalanx.spawn` uses, too.
+
 Both sides are the same user on machines that share the folder. A folder of another user is rejected.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx.cluster.sources.surroundings import environment
@@ -21,11 +24,49 @@ from phalanx.contract.messages import function_call
 from phalanx.errors import LaunchError
 
 _CALL = "call.pickle"
+_TRAINING = "phalanx.train.main"
+
+
+class WithRun:
+    """A function whose first argument is a `phalanx.Run`: if called without one, it gets the run of its rank."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Join the run, call the function, and close the run."""
+        training: Any = importlib.import_module(_TRAINING)  # only in ranks: the launcher imports no torch
+        return training.call_with_run(lambda run: self._function(run, *args, **kwargs))
+
+
+def with_run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the callable for these arguments: `function`, or `WithRun` if its first argument is a run.
+
+    The first argument is a run if its type is `Run`, or if it has no type and is named `run`.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function without a signature
+        return function
+    first = next(iter(signature.parameters.values()), None)
+    if first is None or not _is_run(first) or first.name in kwargs:
+        return function
+    try:
+        signature.bind(None, *args, **kwargs)
+    except TypeError:  # all arguments are given, or the call fails in the rank
+        return function
+    return WithRun(function)
+
+
+def _is_run(parameter: inspect.Parameter) -> bool:
+    if parameter.annotation is inspect.Parameter.empty:
+        return parameter.name == "run"
+    return str(parameter.annotation).rpartition(".")[2].rstrip("'>") == "Run"  # a class, or its name
 
 
 def write(folder: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
     """Write a call for the ranks to `folder`. Raises UsageError if it cannot be pickled."""
-    data = function_call.pack(function_call.with_run(function, args, {}), args, {})
+    data = function_call.pack(with_run(function, args, {}), args, {})
     with open(os.path.join(folder, _CALL), "wb") as file:
         file.write(data)
 
@@ -36,7 +77,7 @@ _RUN = object()  # placeholder for a run, which is not a hyperparameter
 def simple_arguments(function: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of a call by name, defaults included, that are numbers, truth values, texts or None."""
     try:
-        gets_run = isinstance(function_call.with_run(function, args, {}), function_call.WithRun)
+        gets_run = isinstance(with_run(function, args, {}), WithRun)
         bound = inspect.signature(function).bind(*([_RUN] if gets_run else []), *args)
     except (TypeError, ValueError):  # a call that fails on the ranks, or a function without a signature
         return {}

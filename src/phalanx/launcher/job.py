@@ -102,7 +102,7 @@ class Job:
         return code if code is None or code >= 0 else 128 - code
 
     def _found(self) -> RunRecord:
-        """The record that the process writes when it starts; its name is known first."""
+        """Return the record that the process writes when it starts; its name is known first."""
         while self._record is None:
             ended = self._process.poll() is not None
             pid = self._process.pid

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from phalanx.errors import UsageError
+from phalanx.train.data.loader import Loader
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 
@@ -34,6 +36,30 @@ def check_model(model: object) -> None:
         raise UsageError(f"wrap() was given {kind(model)}, expected a torch.nn.Module", fix=fix)
 
 
+def check_dataset(dataset: object) -> None:
+    """Raise unless `run.loader` can read this, as far as its type tells."""
+    if isinstance(dataset, Loader):
+        raise UsageError("loader() was given a loader of run.loader", fix="use it as it is: run.batches(loader)")
+    if isinstance(dataset, type):
+        fix = f"run.loader({dataset.__name__}(…), batch_size=64)"
+    elif isinstance(dataset, Mapping) and 0 not in dataset:  # such as a DatasetDict
+        fix = f"run.loader(data[{next(iter(dataset), 'train')!r}], batch_size=64)"
+    elif isinstance(dataset, str | bytes | int | float | torch.nn.Module | None):
+        fix = "run.loader(dataset, batch_size=64)"
+    else:
+        return
+    raise UsageError(f"loader() was given {kind(dataset)}, expected a data set or a DataLoader", fix=fix)
+
+
+def check_batches(data: object) -> None:
+    """Raise unless `run.batches` can read this."""
+    if isinstance(data, type) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+        raise UsageError(
+            f"batches() was given {kind(data)}, expected a loader",
+            fix="data = run.loader(dataset, batch_size=64), and then run.batches(data)",
+        )
+
+
 def check_loss(loss: object) -> None:
     """Raise unless this is a loss with gradients."""
     if not isinstance(loss, torch.Tensor):
@@ -56,9 +82,12 @@ def check_loss(loss: object) -> None:
 def check_epochs(count: Any) -> int:
     """Return the number of epochs, or raise."""
     try:
-        return operator.index(count)
+        number = operator.index(count)
     except TypeError:
-        raise UsageError(f"epochs() was given {count!r}, expected a number of epochs", fix="run.epochs(10)") from None
+        number = -1
+    if number < 0:
+        raise UsageError(f"epochs() was given {count!r}, expected a number of epochs", fix="run.epochs(10)")
+    return number
 
 
 def check_step(opt: Any, clip: object, scheduler: object) -> None:

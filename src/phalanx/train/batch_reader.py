@@ -165,9 +165,14 @@ class BatchReader:
         return self._stepper.weights.weigh_each(loss, data.last_count, data.last_total)
 
     def check_weights(self) -> None:
-        """Warn if the ranks have different numbers of samples and the loss was not weighted."""
+        """Warn if the ranks have different numbers of samples and the loss was not weighted.
+
+        If a whole batch is divided evenly, the part of rank 0 is the largest, so that rank 0 warns for all.
+        """
         data = self._current.data if self._current is not None and not self._stepper.scaled else None
         if isinstance(data, Loader) and data.last_count * self._placement.world_size != data.last_total:
+            if self._placement.rank and data.length is not None and len(set(data.batches)) == 1:
+                return
             self._warnings.warn(
                 "weights",
                 f"rank {self._placement.rank} has {data.last_count} of this batch's {data.last_total} samples, and "

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from phalanx.train import evaluation
-from phalanx.train.arguments import check_epochs
+from phalanx.train.arguments import check_batches, check_dataset, check_epochs
 from phalanx.train.batch_reader import BatchReader
 from phalanx.train.data.loader import Loader
 from phalanx.train.data.loader_options import options_of
@@ -89,6 +89,7 @@ class DataRun(StatefulRun):
             "sampler": sampler,
             "batch_sampler": batch_sampler,
         }
+        check_dataset(dataset)
         if isinstance(dataset, DataLoader):
             dataset, options = dataset.dataset, options_of(dataset, options)
         loader = Loader(dataset, self._group, **options)
@@ -118,6 +119,7 @@ class DataRun(StatefulRun):
         the first `data.last_count` samples count, and the rest is padding. `data` comes from `run.loader`; any other
         iterable is read as it is. `for x, y in data` is the same for a loader of `run.loader`.
         """
+        check_batches(data)
         self._misuse.reading()
         return self._reader.read(data, pause=self._batch_done, epoch_ended=self._recovery.epoch_ended)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,7 +15,8 @@ from phalanx.train.elastic.halting import Halted
 from phalanx.train.reporting.trackers import LogTo, close_all, trackers
 from phalanx.train.run import Run
 from phalanx.worker import error_file, given_hyperparameters
-from phalanx.worker.process_group.ending import is_failure
+from phalanx.worker.ending import is_failure
+from phalanx.worker.process_group import seeds
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ def main(train: Callable[[Run], Result], *, log_to: LogTo | Sequence[LogTo] | No
         if not callable(train):
             raise UsageError(f"main() takes a function, not {train!r}", fix="phalanx.main(train)")
         trackers(log_to)  # raises for an unknown one before the group forms
+        seeds.check(options.get("seed", 0))
         given_hyperparameters.record(options.pop("hyperparameters", None), environment())
         line = environment().get(LINE)
         return _survive(train, line, options, log_to) if line else _run(train, options, log_to)
@@ -93,6 +96,7 @@ def main(train: Callable[[Run], Result], *, log_to: LogTo | Sequence[LogTo] | No
         raise SystemExit(error.exit_code) from error
     except Exception as error:
         error_file.write(error)
+        _leave_out_frames(error)
         raise
 
 
@@ -102,6 +106,16 @@ def call_with_run(train: Callable[[Run], Result]) -> Result:
     They report its exceptions to their caller.
     """
     return main(train) if environment().get(LINE) else _run(train, {}, None)
+
+
+def _leave_out_frames(error: Exception) -> None:
+    """Leave the frames between `main` and the script out of the traceback that Python prints."""
+    here = os.path.dirname(main.__code__.co_filename) + os.sep
+    main_ = inner = error.__traceback__
+    while inner is not None and inner.tb_frame.f_code.co_filename.startswith(here):
+        inner = inner.tb_next
+    if main_ is not None and inner is not None and inner is not main_:
+        main_.tb_next = inner
 
 
 def _run(train: Callable[[Run], Result], options: dict[str, Any], log_to: Any) -> Result:
@@ -118,7 +132,7 @@ def _run(train: Callable[[Run], Result], options: dict[str, Any], log_to: Any) -
 
 def _survive(train: Callable[[Run], Result], line: str, options: dict[str, Any], log_to: Any) -> Result:
     """Train under `phalanx run`, which replaces a rank that dies."""
-    from phalanx.train.elastic.elastic_loop import ElasticLoop
+    from phalanx.train.elastic_loop import ElasticLoop
 
     loop = ElasticLoop(line, options, log_to)
     try:

@@ -44,12 +44,15 @@ class Restoration:
         options = checkpoints.options
         folder, every = options.folder or environ.get(CHECKPOINTS), options.every
         recovery.take_over()
-        snapshots.open(group, recovery)
+        generation = recovery.generation
+        recovery.waited = snapshots.open(
+            group, recovery.waited, training=generation.training, regroups=generation.regroups
+        )
+        begins = not generation.number and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"  # the very first start
         if folder is not None:
             if every is None:
                 every = environ.get(CHECKPOINT_EVERY, checkpoint_schedule.EVERY)
             key = read_key(environ[CHECKPOINT_KEY]) if CHECKPOINT_KEY in environ else b""
-            begins = not recovery.generation.number and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
             checkpoints.open(group, folder, every, waited=recovery.waited, key=key, begins=begins)
         elif options != CheckpointOptions() and group.is_main:
             self._warnings.warn(
@@ -60,7 +63,9 @@ class Restoration:
         if recovery.from_peers:
             self._make_values_equal(group)
             return None
-        snapshot = snapshots.load(group, recovery, checkpoints)
+        if not begins:
+            recovery.before = snapshots.reached(group, recovery.before)
+        snapshot = snapshots.load(group, checkpoints) if not begins else None
         if snapshot is not None:
             step, extra = snapshot
             recovery.from_snapshot = True

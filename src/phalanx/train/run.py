@@ -37,7 +37,7 @@ from phalanx.train.schedule.checkpoint_schedule import CheckpointSchedule
 from phalanx.train.schedule.snapshot_schedule import SnapshotSchedule
 from phalanx.train.script_warnings import ScriptWarnings
 from phalanx.train.stepping.stepper import OptimizerUpdate, Stepper
-from phalanx.worker.process_group import ending
+from phalanx.worker import ending
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.rendezvous.store import Store
 
@@ -236,6 +236,7 @@ class Run(DataRun):
             elastic=elastic,
         )
         self._kept.adopt()
+        self._misuse.wrapped()
         if how == "hsdp":
             self._recovery.commit_in_two_phases(self._reader.loaders)
         # otherwise the random state of each rank is restored
@@ -325,7 +326,8 @@ class Run(DataRun):
         counter = self._counter
         samples = self._reader.commit(opt)
         if not self._misuse.done:
-            self._misuse.committed(self._reader.data, idle=self._stepper.idle)
+            saved = self._checkpoints.folder is not None and not self._recovery.generation.number
+            self._misuse.committed(self._reader.data, self._reader.loaders(), idle=self._stepper.idle, saved=saved)
         first = counter.steps == counter.start
         if first:
             self._stepper.fresh.settle()

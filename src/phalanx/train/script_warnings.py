@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
 
 import torch
 
-# torch frames are between the script and a hook of phalanx that torch calls.
-_NOT_THE_SCRIPT = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
+# torch frames are between the script and a hook of phalanx that torch calls; those of contextlib, if a block ends.
+_FOLDERS = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
+_NOT_THE_SCRIPT = (*_FOLDERS, contextlib.__file__)
 
 
 class ScriptWarnings:

@@ -7,17 +7,17 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Self
 
 from phalanx.errors import UsageError
+from phalanx.train import other_names
 from phalanx.train.arguments import check_metrics
 from phalanx.train.elastic.halting import Halted
 from phalanx.train.elastic.recovery_state import RecoveryState
 from phalanx.train.kept.agreement import Agreement
 from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
-from phalanx.train.model.wrapped import Wrapped
 from phalanx.train.reporting.metrics import held
 from phalanx.train.reporting.reporter import RunReporter
 from phalanx.train.restoration import Restoration
 from phalanx.train.schedule.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
-from phalanx.worker.process_group import ending
+from phalanx.worker import ending
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class StatefulRun:
             group = self.__dict__.get("_group")
             if name.startswith("_") or hasattr(type(self), name) or group is None:
                 return object.__getattribute__(self, name)  # raises as Python does
-            raise AttributeError(f"Run has no {name!r}{_home(name, group)}", name=name, obj=self)
+            raise AttributeError(f"Run has no {name!r}{other_names.hint(name, group)}", name=name, obj=self)
 
     def __dir__(self) -> list[str]:
         return [name for name in dir(type(self)) if not name.startswith("_")]
@@ -217,16 +217,3 @@ class StatefulRun:
     def __repr__(self) -> str:
         group = self._group
         return f"<{type(self).__name__} rank {group.rank} of {group.world_size} on {group.device}, by {group.launcher}>"
-
-
-def _home(name: str, group: WorkerProcessGroup) -> str:
-    """Return what to type for a name that `Run` does not have, if another object has it."""
-    owner: type
-    if name in dir(group):
-        owner, what, where = WorkerProcessGroup, "process group", "run.group"
-    elif hasattr(Wrapped, name):
-        owner, what, where = Wrapped, "module that run.wrap returns", "ddp"
-    else:
-        return ""
-    call = "()" if callable(getattr(owner, name, None)) else ""
-    return f". The {what} has it: {where}.{name}{call}"

@@ -1,7 +1,7 @@
 """train.py FOLDER FAULTS: a training that is disturbed as FAULTS says, each fault once. As JSON, FAULTS is a list of
 [step, rank, how, where, after].
 
-how     kill, segv, abort, bus, stop; exit N, leave N: os._exit, sys.exit; raise; spin: holds Python's lock for good;
+how     kill, segv, abort, bus, stop; exit N, leave N: os._exit, sys.exit; raise; spin: never releases the GIL;
         pause: a second; greedy: takes more memory than there is; late: dies as the interpreter ends; edit WAY: dies
         after it has changed the script's files; all: kills every rank; fill, free: the disk at $DISK is full, or no
         longer; store, forkserver, agent: these are killed

@@ -54,6 +54,19 @@ def test_ranks_join_through_a_store_and_leave_nothing(tmp_path: Path) -> None:
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
 
 
+def test_memory_that_can_shrink_is_not_mapped() -> None:
+    """What the store says about the memory of a group is not trusted."""
+    size = _native.memory(2, segment.SLOT)
+    fd = shared_memory.create_unsealed("phalanx")
+    os.ftruncate(fd, size)
+    where = f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}"
+    with pytest.raises(PeerLost, match="what rank 0 shares is not the memory of this group: its size can change"):
+        segment._open(where, 0, size)
+    shared_memory.seal(fd)
+    os.close(segment._open(where, 0, size))
+    os.close(fd)
+
+
 def test_a_rank_that_cannot_join_fails_its_peers_at_once() -> None:
     memory = shared_memory.create("phalanx", _native.memory(2, segment.SLOT))
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.collectives import registration
 
@@ -55,11 +55,13 @@ def reductions(count: int, *dtypes: torch.dtype) -> None:
             tensor = parts[rank].clone()
             dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
             if name == "AVG" and dtype in FLOATS:
-                want = wide.sum(0).to(torch.float32 if dtype.itemsize < 8 else dtype) / size
-            same(f"all_reduce {name} {dtype}", tensor, want.to(dtype))
+                expected = wide.sum(0).to(torch.float32 if dtype.itemsize < 8 else dtype) / size
+            else:
+                expected = want
+            same(f"all_reduce {name} {dtype}", tensor, expected.to(dtype))
             tensor = parts[rank].clone()
             dist.reduce(tensor, size - 1, getattr(dist.ReduceOp, name))
-            same(f"reduce {name} {dtype}", tensor, want.to(dtype) if rank == size - 1 else parts[rank])
+            same(f"reduce {name} {dtype}", tensor, expected.to(dtype) if rank == size - 1 else parts[rank])
     tensor = torch.full((count,), float(rank + 1))
     dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
     same("PREMUL_SUM", tensor, torch.full((count,), size * (size + 1) / 4))
@@ -153,7 +155,9 @@ def the_rest() -> None:
             dist.broadcast(tensor, size - 1, group=group)
             same("broadcast in a subgroup", tensor, torch.tensor([size - 1]))
     torch.manual_seed(0)
-    model = DDP(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    )
     rows = torch.randn(size, 4, 16)
     model(rows[rank]).mean().backward()
     ours = [parameter.grad.clone() for parameter in model.parameters()]

@@ -223,19 +223,19 @@ def test_an_error_of_the_protocol_is_logged_and_ends_the_connection() -> None:
     asyncio.run(exchange())
 
 
-def test_a_stranger_is_not_accepted() -> None:
+def test_a_peer_with_another_token_is_not_accepted() -> None:
     async def exchange() -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         recorder = Recorder()
-        stranger = asyncio.create_task(
+        peer = asyncio.create_task(
             asyncio.open_connection(sock=theirs, ssl=tls.client_context(OTHER), server_hostname="")
         )
         with pytest.raises(ssl.SSLError):
             await tls_transport.accept(ours, SERVER, lambda: recorder, timeout=60, close_timeout=1)
         assert ours.fileno() < 0
         with pytest.raises(ssl.SSLCertVerificationError):
-            await stranger
+            await peer
         assert recorder.lost == []
 
     asyncio.run(exchange())

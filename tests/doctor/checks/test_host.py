@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.doctor import torch_build
 from phalanx.doctor.checks import clock, disk, limits, shared_memory, versions
 from phalanx.doctor.checks.clock import Offset
 from phalanx.doctor.checks.disk import Disk
@@ -135,4 +136,4 @@ def test_version_file_is_read_not_run() -> None:
     text = (
         "from typing import Optional\n__version__ = '2.13.0+cpu'\ncuda: Optional[str] = '12.8'\nhip = None\nx = 1/0\n"
     )
-    assert versions.assignments(text) == {"__version__": "2.13.0+cpu", "cuda": "12.8"}
+    assert torch_build.assignments(text) == {"__version__": "2.13.0+cpu", "cuda": "12.8"}

@@ -17,7 +17,8 @@ import pytest
 
 from phalanx.diagnose.evidence import CallEvidence, Frame, GroupEvidence, ThreadStack
 from phalanx.forkserver import linux
-from phalanx.forkserver.probe import probe, report, status_slot
+from phalanx.forkserver.board import status_slot
+from phalanx.forkserver.probe import probe, report
 from phalanx.launcher.forking import fork_servers
 from phalanx.launcher.workers import probes
 from phalanx.launcher.workers.probes import ProbeClient, StatusBoard

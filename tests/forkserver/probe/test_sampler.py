@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.forkserver.probe import movement, phases, sampler, status_slot
+from phalanx.forkserver.board import status_slot
+from phalanx.forkserver.probe import movement, phases, sampler
 from phalanx.forkserver.probe.steps import StepCounter
 
 

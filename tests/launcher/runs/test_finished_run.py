@@ -40,6 +40,46 @@ def test_parts_are_bounded_and_in_the_order_of_time(tmp_path: Path, monkeypatch:
     assert [events.decode(line).time for line in lately.splitlines()] == [48.0, 48.5, 49.0, 49.5]
 
 
+def test_older_events_are_skipped_without_reading_them(tmp_path: Path, monkeypatch: Any) -> None:
+    """A viewer that connects again must not cost the leader more, the longer the run is."""
+    folder = RunFolder(str(tmp_path))
+    for number in range(5000):
+        folder.event(events.NoteEvent(time=float(number), text="x" * (number % 50)))
+        if number % 7 == 0:
+            folder.sample(events.ClusterSample(time=number + 0.5, seconds=1.0))
+    folder.close()
+    lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
+    damaged = lines[2500][:20] + b"\n"
+    (tmp_path / "events.jsonl").write_bytes(b"".join([*lines[:2500], damaged, *lines[2501:]]))
+    monkeypatch.setattr(event_cursor, "_READ", 2000)
+    for since in (1.0, 2499.0, 2501.0, 4000.0, 4999.0, 9000.0):
+        cursor = event_cursor.begin(str(tmp_path), since=since + event_cursor.SLACK)
+        assert _times(tmp_path, cursor) == [
+            time for time in _times(tmp_path, event_cursor.begin(str(tmp_path))) if time >= since
+        ]
+        skipped = event_cursor._skipped(str(tmp_path / "events.jsonl"), since)
+        older = sum(map(len, lines[: int(since)]))
+        assert skipped <= older <= skipped + 4000
+
+
+def _times(folder: Path, cursor: event_cursor.EventCursor | None) -> list[float]:
+    found = b""
+    while cursor is not None:
+        lines, cursor = event_cursor.part(str(folder), cursor)
+        found += lines
+    return [events.decode(line).time for line in found.splitlines() if line.endswith(b"}")]
+
+
+def test_a_sample_of_many_ranks_is_read(tmp_path: Path) -> None:
+    """That of 32,768 ranks has 5 MB."""
+    folder = RunFolder(str(tmp_path))
+    sample = events.ClusterSample(time=1.0, seconds=1.0, ranks=(events.RankSample(rank=0, place="x" * 5_000_000),))
+    folder.sample(sample)
+    folder.close()
+    line, _ = event_cursor.part(str(tmp_path), event_cursor.begin(str(tmp_path)))
+    assert events.decode(line) == sample
+
+
 def test_the_start_of_the_run_comes_first(tmp_path: Path) -> None:
     """A sample covers a whole second, and the first one may begin before the run."""
     folder = RunFolder(str(tmp_path))
@@ -55,7 +95,7 @@ def test_the_start_of_the_run_comes_first(tmp_path: Path) -> None:
 def test_damaged_lines_are_skipped(tmp_path: Path) -> None:
     note = events.encode(events.NoteEvent(time=2.0, text="ä"))
     cut = note[: note.index("ä".encode()) + 1]
-    (tmp_path / "events.jsonl").write_bytes(b"\0" * (event_cursor._READ + 100) + b"\n" + cut + note + note)
+    (tmp_path / "events.jsonl").write_bytes(b"\0" * (event_cursor._LONGEST + 100) + b"\n" + cut + note + note)
     cursor: event_cursor.EventCursor | None = event_cursor.begin(str(tmp_path))
     lines, parts = b"", 0
     while cursor is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
+from phalanx.forkserver.board.status_slot import PHASES, SlotLook
 
 WALL = 1000.0  # seconds that the wall clock is ahead of the other
 

@@ -13,11 +13,11 @@ import pytest
 
 from phalanx.cluster import links
 from phalanx.contract import encoding, events
-from phalanx.contract.events import LinkMeasured, RankInfo, RankSample
+from phalanx.contract.events import LinkMeasured, NodeRanks, RankInfo, RankSample
 from phalanx.contract.messages import worker_messages
 from phalanx.control import messages
-from phalanx.forkserver.probe import status_slot
-from phalanx.forkserver.probe.status_slot import PHASES
+from phalanx.forkserver.board import status_slot
+from phalanx.forkserver.board.status_slot import PHASES
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.telemetry import collector, metrics, node_sampler
@@ -105,7 +105,7 @@ class SampledAgent:
         seen = NodeSamples(
             tick=tick,
             seconds=1.0,
-            infos=(RankInfo(rank=rank, node=rank, host=f"host{rank}"),),
+            infos=NodeRanks(node=rank, host=f"host{rank}", ranks=(RankInfo(rank=rank),)),
             ranks=(RankSample(rank=rank, **sample),),
         )
         content = encoding.encode({"samples": seen})
@@ -159,7 +159,7 @@ async def _together(scene: SampledAgent) -> None:
     assert together.ranks[0].data == 1.0
     assert together.ranks[0].memory > 1 << 20
     infos = scene.of(events.RankInfos)
-    assert [len(event.ranks) for event in infos] == [1, 3]
+    assert [len(list(event.each())) for event in infos] == [1, 3]
     # One is a second late: the sample of the other is not lost.
     scene.second()
     scene.other(1, 10530, phases="k" * 10)
@@ -181,7 +181,7 @@ async def _together(scene: SampledAgent) -> None:
     scene.links.ranks = {1: (1,)}
     scene.second()
     scene.other(1, int(scene.now + WALL) * 10, phases="w" * 10)
-    assert [len(event.ranks) for event in scene.of(events.RankInfos)] == [1, 3, 2]
+    assert [len(list(event.each())) for event in scene.of(events.RankInfos)] == [1, 3, 2]
     scene.links.ranks = {1: (5,)}  # another node now has another rank, and has not sent its sample yet
     scene.second()
     scene.second()
@@ -264,7 +264,7 @@ async def _follow(scene: SampledAgent) -> None:
     (frame,) = scene.links.sent
     assert frame.kind == "telemetry"
     seen = collector._decoder.decode(node_sampler._sections.decode(frame.content)["samples"])
-    assert seen.infos == (RankInfo(rank=0, host=os.uname().nodename, pid=os.getpid()),)
+    assert seen.infos == NodeRanks(host=os.uname().nodename, ranks=(RankInfo(rank=0, pid=os.getpid()),))
     assert len(seen.ranks[0].phases) == 10
     scene.collector.measured(worker_messages.MeasuredStep(step=3, values={"loss": 0.5}))
     assert [sent.kind for sent in scene.links.sent] == ["telemetry", "measured"]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from phalanx.contract.events import UNSEEN
-from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
+from phalanx.forkserver.board.status_slot import PHASES, SlotLook
 from phalanx.launcher.telemetry import rank_samples
 from phalanx.launcher.telemetry.metrics import Downsampler
 from phalanx.launcher.workers.worker import Worker

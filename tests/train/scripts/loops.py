@@ -244,8 +244,8 @@ class Mine(torch.utils.data.Dataset):
 
 def looped(data: Any, wrap: str = "run", how: str = "run", *, direct: bool = False) -> list[str]:
     """Return the warnings of a training with `data`. `direct`: its loop does not use `run.batches`."""
-    with phalanx.Run(phalanx.init()) as run, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught, phalanx.Run(phalanx.init()) as run:
+        warnings.simplefilter("always")  # until the run is closed, which may give the last one
         model = mlp()
         model[0].weight.requires_grad_(how != "frozen")
         if wrap == "fsdp":

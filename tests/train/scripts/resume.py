@@ -38,7 +38,7 @@ class Points:
         return index, x + PLAY["noise"] * torch.randn(6), (x**2).sum(0, keepdim=True)
 
 
-class Told(IterableDataset):
+class PointStream(IterableDataset):
     """The same in order, with a position that can be saved."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def train(run: phalanx.Run) -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(PLAY["dropout"]), nn.Linear(16, 1))
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = run.loader(
-        Told() if PLAY["stream"] else Points(),
+        PointStream() if PLAY["stream"] else Points(),
         global_batch=GLOBAL // PLAY["accumulate"],
         shuffle=not PLAY["stream"],
         drop_last=False,

@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 
 from phalanx.contract import events
-from phalanx.contract.events import RankInfo, RankSample
+from phalanx.contract.events import NodeRanks, RankInfo, RankSample
 from tests.watch.model.run_events import FAULT, STALL, VERDICT, AnyEvent, model_of, sample, started
+
+
+def infos(when: float, *nodes: NodeRanks) -> events.RankInfos:
+    return events.RankInfos(time=when, nodes=nodes)
+
+
+def node(number: int, pid: int, rank: int) -> NodeRanks:
+    """A node with one rank."""
+    return NodeRanks(node=number, host=f"host{number}", ranks=(RankInfo(rank=rank, pid=pid),))
 
 
 def health_of(*happened: AnyEvent) -> list[str]:
@@ -53,7 +62,7 @@ HEALTHS = {
     ),
     "died elsewhere, and is back": ([sample(2, 1, 1, state="X"), sample(3, 1, 1)], ["healthy", "healthy"]),
     "replaced elsewhere": (
-        [sample(2, 1, 1), events.RankInfos(time=3, ranks=(RankInfo(rank=0, pid=10), RankInfo(rank=1, pid=77)))],
+        [sample(2, 1, 1), infos(3, NodeRanks(ranks=(RankInfo(rank=0, pid=10), RankInfo(rank=1, pid=77))))],
         ["healthy", "starting"],
     ),
     "a spare ends": (
@@ -102,17 +111,17 @@ def test_a_rank_that_only_waits_is_waiting() -> None:
 
 
 def test_a_smaller_world_has_fewer_ranks_once_it_runs() -> None:
-    two = tuple(RankInfo(rank=rank, node=rank, host=f"host{rank}", pid=10 + rank) for rank in range(2))
-    model = model_of(*started(), events.RankInfos(time=2, ranks=two), sample(3, 1, 1), FAULT)
+    two = [node(rank, 10 + rank, rank) for rank in range(2)]
+    model = model_of(*started(), infos(2, *two), sample(3, 1, 1), FAULT)
     assert (model.ranks.world_size, model.ranks.nodes, len(model.ranks)) == (2, 2, 2)
-    model.apply(events.RankInfos(time=11, ranks=two[:1]))
+    model.apply(infos(11, two[0]))
     assert len(model.ranks) == 2, "the others may still come"
     model.apply(events.Recovered(time=12, generation=1, seconds=1.5, step=8))
     model.apply(sample(13, 9, generation=1))
     assert len(model.ranks) == 2, "they still may"
     model.apply(sample(14, 10, generation=1))
     assert (model.ranks.world_size, model.ranks.nodes, list(model.ranks), model.run.generation) == (1, 1, [0], 1)
-    model.apply(events.RankInfos(time=15, ranks=two))
+    model.apply(infos(15, *two))
     assert (model.ranks.world_size, list(model.ranks)) == (2, [0, 1])
 
 
@@ -137,7 +146,7 @@ def test_a_failed_rank_of_another_node_is_dead() -> None:
 
 def test_a_process_that_changes_its_rank_is_listed_once() -> None:
     """Node 1 of three is lost, and the run ends right after."""
-    infos = [RankInfo(rank=rank, node=rank, host=f"host{rank}", pid=7) for rank in range(3)]
-    model = model_of(*started(1), events.RankInfos(time=2, ranks=tuple(infos)), sample(2, 1, 1, 1), FAULT)
-    model.apply(events.RankInfos(time=11, ranks=(infos[0], RankInfo(rank=1, node=2, host="host2", pid=7))))
+    three = [node(rank, 7, rank) for rank in range(3)]
+    model = model_of(*started(1), infos(2, *three), sample(2, 1, 1, 1), FAULT)
+    model.apply(infos(11, three[0], node(2, 7, 1)))
     assert (list(model.ranks), model.ranks.world_size) == ([0, 1], 2)

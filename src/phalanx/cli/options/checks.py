@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cli.options.scan import Given
 from phalanx.cli.options.table import OPTIONS
+from phalanx.contract.ranks.placement import MAX_RANKS
 from phalanx.errors import OptionError
 
 if TYPE_CHECKING:
@@ -98,6 +99,17 @@ def slots_per_node(values: Any, given: Mapping[str, Given], most: int, verb: str
         details=["expected one number per node, or one number for all"],
         fix=f"phalanx {verb} -n {len(listed)} {typed} {here} …, or phalanx {verb} -g {listed[0]} …",
     )
+
+
+def check_ranks(values: Any, slots: tuple[int, ...] | None, most: int, verb: str) -> None:
+    """Raise if there would be more ranks than a run can have."""
+    workers = values.nproc_per_node if isinstance(values.nproc_per_node, int) else 1
+    ranks = sum(slots) if slots is not None else workers * most
+    if ranks > MAX_RANKS:
+        raise OptionError(
+            f"{most} nodes with {ranks // most} workers each are {ranks} ranks: a run has at most {MAX_RANKS}",
+            fix=f"phalanx {verb} -n {MAX_RANKS // (ranks // most)} -g {ranks // most} …",
+        )
 
 
 def workers_on_this_node(values: Any, given: Mapping[str, Given], slots: tuple[int, ...] | None, verb: str) -> Any:

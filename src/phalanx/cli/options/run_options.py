@@ -150,6 +150,7 @@ def _combined(
     checks.check_spares(values, given, hosts, verb)
     checks.check_cpu(values, given, verb)
     slots = checks.slots_per_node(values, given, max_nodes, verb)
+    checks.check_ranks(values, slots, max_nodes, verb)
     return {
         "script.kind": checks.script_kind(values, found.script, verb),
         "script.target": found.script,

@@ -141,6 +141,9 @@ _SCRIPT_OPTIONS = "options of the script go after its name"
 _OTHER_LAUNCHERS = {
     "--num-processes": "-g",
     "--num-gpus": "-g",
+    "--ranks": "-g",
+    "--workers": "-g",
+    "--world-size": "-g",
     "--gpus": "-g",
     "--np": "-g",
     "-np": "-g",

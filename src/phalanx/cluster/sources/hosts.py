@@ -145,7 +145,7 @@ def _host(name: str, given: list[str]) -> Host:
     for part in given:
         span = _SPAN.fullmatch(part)
         if span is None:
-            raise ValueError(f"“{part}” behind {name} is no number of slots, no device and no range of devices")
+            raise ValueError(f"“{part}” behind {name} is not a number of slots, a device or a range of devices")
         first, last = int(span[1]), int(span[2] or span[1])
         if last < first:
             raise ValueError(f"the range {part} of {name} runs backwards")
@@ -160,7 +160,7 @@ def _host(name: str, given: list[str]) -> Host:
 
 def _slots(name: str, text: str) -> int:
     if not _NUMBER.fullmatch(text):
-        raise ValueError(f"“{text}” is no number of slots for {name}")
+        raise ValueError(f"“{text}” is not a number of slots for {name}")
     if int(text) < 1:
         raise ValueError(f"{name} takes at least 1 slot, not {text} (device 0 alone is {name}:0-0 in --hosts)")
     if int(text) > MAX_WORKERS:

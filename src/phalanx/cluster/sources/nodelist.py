@@ -45,7 +45,7 @@ class _Span:
     def __init__(self, text: str) -> None:
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text, re.ASCII)
         if match is None:
-            raise ValueError(f"“{text[:80]}” in brackets is no number or range")
+            raise ValueError(f"“{text[:80]}” in brackets is not a number or range")
         self.first, self.last = int(match[1]), int(match[2] or match[1])
         self.width = len(match[1])
         if self.last < self.first:

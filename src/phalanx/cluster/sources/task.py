@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from phalanx.contract.ranks.placement import MAX_RANKS, PartialPlacement
 from phalanx.errors import UsageError
 
+_MOST_DIGITS = 10  # no number of a scheduler is larger
+
 BY_HAND = "on every node: phalanx run -n NODES -i NODE_ID --master HOST:PORT …"
 
 
@@ -80,10 +82,10 @@ class Variables:
         value = self.needed(*names)
         name = next(name for name in names if name in self.said)
         # int() would accept "+1", "1_0" and digits of other scripts.
-        if not re.fullmatch(r"\d{1,10}", value, re.ASCII):
-            raise self.refuse(f"{name}={value!r} is no number", f"expected a whole number from {least} on")
-        number = int(value)
-        if number < least or (below is not None and number >= below):
+        if not re.fullmatch(r"\d+", value, re.ASCII):
+            raise self.refuse(f"{name}={value!r} is not a number", f"expected a whole number from {least} on")
+        number = int(value) if len(value) <= _MOST_DIGITS else None
+        if number is None or number < least or (below is not None and number >= below):
             span = f"from {least} on" if below is None else f"from {least} to {below - 1}"
             raise self.refuse(f"{name}={value} cannot be", f"expected {span}")
         return number

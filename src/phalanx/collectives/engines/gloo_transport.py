@@ -119,7 +119,7 @@ def within(timeout: float) -> timedelta:
 
 def _device(lazy: bool) -> Any:
     # torch's own variable. torch does not read it if a device is passed.
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]  # noqa: TID251
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=lazy)
     return dist.ProcessGroupGloo.create_default_device(lazy_init=lazy)

@@ -98,7 +98,7 @@ class StartedWork(dist.Work):  # type: ignore[misc]
             if pending.done():
                 try:
                     pending.wait()
-                except Exception as error:
+                except Exception as error:  # torch asks for it
                     return error
         return None
 

@@ -10,7 +10,6 @@ private folder whose owner is checked. Never through a network.
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import pickle
 import signal
@@ -24,47 +23,9 @@ Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
 STACK_SIGNAL = signal.SIGRTMAX - 3  # makes a rank of `spawn` write its stack; programs do not use these signals
 
-_TRAINING = "phalanx.train.main"
 _MAIN = ("init_main_from_name", "init_main_from_path")  # of multiprocessing's preparation data
 
 _importing_main = False  # `unpack` is importing the caller's script
-
-
-class WithRun:
-    """A function whose first argument is a `phalanx.Run`: if called without one, it gets the run of its rank."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Join the run, call the function, and close the run."""
-        training: Any = importlib.import_module(_TRAINING)  # of a higher layer, and only in ranks
-        return training.call_with_run(lambda run: self._function(run, *args, **kwargs))
-
-
-def with_run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the callable for these arguments: `function`, or `WithRun` if its first argument is a run.
-
-    The first argument is a run if its type is `Run`, or if it has no type and is named `run`.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function without a signature
-        return function
-    first = next(iter(signature.parameters.values()), None)
-    if first is None or not _is_run(first) or first.name in kwargs:
-        return function
-    try:
-        signature.bind(None, *args, **kwargs)
-    except TypeError:  # all arguments are given, or the call fails in the rank
-        return function
-    return WithRun(function)
-
-
-def _is_run(parameter: inspect.Parameter) -> bool:
-    if parameter.annotation is inspect.Parameter.empty:
-        return parameter.name == "run"
-    return str(parameter.annotation).rpartition(".")[2].rstrip("'>") == "Run"  # a class, or its name
 
 
 def pack(

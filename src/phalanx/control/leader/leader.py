@@ -56,13 +56,13 @@ class LeaderEvents(Protocol):
     """What a leader reports."""
 
     def message_received(self, member: int, message: messages.FromMember) -> None:
-        """A member has sent a message."""
+        """Handle a message of a member."""
 
     def member_joined(self, member: int) -> None:
-        """A member has joined after the start of the run."""
+        """Handle a member that has joined after the start of the run."""
 
     def member_lost(self, member: int, why: str, *, silent: bool) -> None:
-        """A member is lost. `silent`: it may still run, but cannot be reached."""
+        """Handle the loss of a member. `silent`: it may still run, but cannot be reached."""
 
     def note(self, text: str) -> None:
         """Print a line."""

@@ -7,8 +7,8 @@ import logging
 import socket
 import ssl
 
+from phalanx.connection_gate import ConnectionGate
 from phalanx.control.leader import tls_transport
-from phalanx.control.leader.connection_gate import ConnectionGate
 from phalanx.control.tls import HANDSHAKE
 
 logger = logging.getLogger(__name__)

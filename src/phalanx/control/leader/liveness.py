@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.control.leader.connection_gate import PATIENCE
 from phalanx.control.leader.members import JoinedMember, Members
 
 QUIET = 3.0  # seconds without a message from a member after which a note is printed
@@ -19,7 +18,7 @@ class Timing:
 
     ping: float = 1.0
     node_timeout: float = 15.0
-    patience: float = PATIENCE  # for a caller to authenticate
+    patience: float = 10.0  # for a caller to authenticate
     last_call: float = 0.0  # for others to join once enough have joined
 
     def rest(self, members: int) -> float:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
+from phalanx.connection_gate import ConnectionGate, GateLimits
 from phalanx.control import messages
-from phalanx.control.leader.connection_gate import MOST, ConnectionGate, GateLimits, make_room
 from phalanx.control.leader.listener import Listener
+from phalanx.errors import JoinError
 
 PATH = "/phalanx/worker"
 SERVER = "phalanx"  # in the Server header: tells a member that it has reached a leader
 FINGERPRINT = "Phalanx-Token"  # a header: the fingerprint of the sender's token, to explain a failed TLS handshake
 CLOSE_TIMEOUT = 5.0  # seconds for members to disconnect at the end
+MOST = 512  # unauthenticated connections, besides those of expected members
+AT_ONCE = 64  # connections that are accepted at a time
+_ALLOWANCE = messages.JOIN_REQUEST_LIMIT + (1 << 14)  # bytes for the authentication
+_OTHER_FILES = 256  # further files that this process may need
 _BACKLOG = 4096  # connections that the kernel queues
 
 
@@ -42,7 +48,7 @@ class ControlServer:
         self._other_token = other_token
         self._members = members
         # All members are unauthenticated at first.
-        self._limits = GateLimits(most=MOST + members, patience=patience)
+        self._limits = GateLimits(most=MOST + members, patience=patience, allowance=_ALLOWANCE)
         self._gate: ConnectionGate | None = None
         self._listener: Listener | None = None
 
@@ -101,3 +107,18 @@ def host(transport: asyncio.BaseTransport, end: str) -> str:
     if not name:
         raise ConnectionResetError
     return str(name[0]).removeprefix("::ffff:")  # an IPv4 address on a dual-stack socket
+
+
+def make_room(members: int) -> None:
+    """Raise the limit of open files if members and other callers need more."""
+    needed = members + MOST + 3 * AT_ONCE + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < members + _OTHER_FILES:
+        raise JoinError(
+            f"{members} nodes cannot join: the limit of open files is {hard}, and every node needs one",
+            details=[f"at least {members + _OTHER_FILES} are needed"],
+            fix=f"raise the hard limit of open files on node 0: ulimit -Hn {needed}, LimitNOFILE= or limits.conf",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))

@@ -32,10 +32,10 @@ class MemberEvents(Protocol):
     """What a member reports."""
 
     def message_received(self, message: messages.FromLeader) -> None:
-        """The leader has sent a message."""
+        """Handle a message of the leader."""
 
     def leader_lost(self, why: str, *, silent: bool) -> None:
-        """The leader is lost. `silent`: it may still run, but cannot be reached."""
+        """Handle the loss of the leader. `silent`: it may still run, but cannot be reached."""
 
     def note(self, text: str) -> None:
         """Print a line."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import platform
 import sys
 from collections.abc import Callable, Mapping
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.cluster import nvidia, software
+from phalanx.doctor import torch_build
 from phalanx.doctor.finding import Finding
 from phalanx.version import __version__
 
@@ -42,7 +41,7 @@ class Versions:
 
 def read(root: str = "/") -> Versions:
     """Read the installed versions, without importing torch."""
-    torch = torch_build()
+    torch = torch_build.read()
     return Versions(
         python=platform.python_version(),
         phalanx=__version__,
@@ -53,35 +52,6 @@ def read(root: str = "/") -> Versions:
         gpus=len(nvidia.scan(Path(root, "sys"))[0]),
         interpreter=sys.executable,
     )
-
-
-def torch_build() -> dict[str, str]:
-    """Parse torch/version.py and return its values. Empty: torch is not installed."""
-    try:
-        spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
-        return {}
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        try:
-            return assignments(Path(folder, "version.py").read_text())
-        except (OSError, SyntaxError, UnicodeError):
-            continue
-    return {}
-
-
-def assignments(text: str) -> dict[str, str]:
-    """Return the plain strings that a module assigns, by name."""
-    found = {}
-    for line in ast.parse(text).body:
-        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
-            name = line.targets[0].id
-        elif isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            name = line.target.id
-        else:
-            continue
-        if isinstance(line.value, ast.Constant) and isinstance(line.value.value, str):
-            found[name] = line.value.value
-    return found
 
 
 def judge(versions: Versions) -> list[Finding]:

@@ -11,6 +11,7 @@ import os
 import re
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from .. import log
@@ -138,17 +139,15 @@ def _str(value: Any) -> str:
         return "<exception str() failed>"  # as in Python's own tracebacks
 
 
-def report(value: Any, trace: Any) -> None:
+def report(value: Any, trace: Any, send: Callable[[Any], None] | None) -> None:
     """Report to the agent what this rank was doing in its groups when it lost the others. Called just before it
     exits.
+
+    `send`: sends the report; None: this process has no probe.
     """
     try:
-        if not _BETWEEN_RANKS.search(f"{type(value).__name__}: {value}"):
-            return
-        from ..probe import probe
-
-        if probe.current is not None:
-            probe.current.report_exception(trace)
+        if send is not None and _BETWEEN_RANKS.search(f"{type(value).__name__}: {value}"):
+            send(trace)
     except Exception:  # the script's own exception is reported next
         log.swallowed("forkserver.child.error_file")
 

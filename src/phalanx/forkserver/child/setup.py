@@ -7,13 +7,16 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from .. import linux, log
 from . import exit_calls
 
 ChildSpec = dict[str, Any]
+
+exception_reporter: Callable[[TracebackType | None], None] | None = None  # of the probe of this process
 
 
 # Signals that a scheduler may send to every process of a job.
@@ -128,7 +131,7 @@ def record_exceptions(path: str) -> None:
             error_file.write(path, kind, value, trace, text)
             if os.getpid() == pid and text:  # not of a fork of the script
                 error_file.write_printed(path, text)
-        error_file.report(value, trace)
+        error_file.report(value, trace, exception_reporter)
         if text:
             sys.stderr.write(text)
             sys.stderr.flush()
@@ -200,7 +203,7 @@ def execute(spec: ChildSpec) -> None:
     """Execute another program. Does not return."""
     command = spec["exec"]
     try:
-        os.execvpe(command[0], command, spec["environ"])
+        os.execvpe(command[0], command, spec["environ"])  # noqa: S606
     except OSError as error:
         os.write(2, f"phalanx: cannot run {command[0]}: {error.strerror}\n".encode())
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)

@@ -20,11 +20,11 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from .. import log, paths, thread_frames
+from ..board.ledger import CallLedger
 from ..signed_store import SignedStore
 from . import mismatch
 from .exchange import WAIT, CallExchange, SharedMemoryExchange, StoreExchange
 from .fingerprint import CALLS, CallReader, CollectiveCall, describe, fingerprint, own_call
-from .ledger import CallLedger
 
 _MAX_CACHED = 4096  # cached entries
 

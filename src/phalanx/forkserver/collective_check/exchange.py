@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from ..board.ledger import CallLedger
 from ..signed_store import SignedStore
 from . import mismatch
-from .ledger import CallLedger
 from .mismatch import Side
 
 WAIT = 5.0  # seconds to wait for a rank; a longer wait is a stall, which the hang detector reports

@@ -14,13 +14,13 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-Away = Literal["", "during", "for good"]
+Away = Literal["", "during", "permanently"]
 
 _AWAY: Mapping[str, Away] = {
     "unshare": "during",
     "setns": "during",
-    "seccomp": "for good",
-    "seccomp_load": "for good",  # of libseccomp
+    "seccomp": "permanently",
+    "seccomp_load": "permanently",  # of libseccomp
 }
 _BY_ARGUMENT = ("prctl", "syscall")
 _PR_SET_SECCOMP = 22
@@ -45,7 +45,7 @@ def install(stop: Callable[[], None], start: Callable[[], None], end: Callable[[
 
     def call(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         match away(name, arguments, machine):
-            case "for good":
+            case "permanently":
                 end()
             case "during":
                 stop()

@@ -22,10 +22,11 @@ from types import TracebackType
 from typing import Any
 
 from .. import linux, log, wire
-from ..child import finalization, gloo_groups
-from ..collective_check import checker, ledger
+from ..board import ledger, status_slot
+from ..child import finalization, gloo_groups, setup
+from ..collective_check import checker
 from ..debug import debugger, group_timeouts, terminal
-from . import exclusive, report, sampler, status_slot
+from . import exclusive, report, sampler
 from .steps import StepCounter
 
 INTERVAL = 0.1  # seconds between two samples
@@ -85,6 +86,7 @@ def _begin(memory: memoryview, slot: int, channel: int, stacks: int) -> None:
     atexit.register(probe.end)
     if ledger.is_enabled(memory):
         checker.begin(ledger.CallLedger(memory, slot), slot)
+    setup.exception_reporter = probe.report_exception
     debugger.install(probe.send)
     exclusive.install(probe.stop, probe.start, probe.end)
     probe.start()

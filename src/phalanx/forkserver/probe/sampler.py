@@ -10,7 +10,8 @@ from types import FrameType
 from typing import Any
 
 from .. import log, thread_frames
-from . import movement, phases, stacks, status_slot
+from ..board import status_slot
+from . import movement, phases, stacks
 from .collectives import current_call, group_progress, recorded_calls
 
 _NUMBERS = {phase: number for number, phase in enumerate(status_slot.PHASES)}

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from . import status_slot
+from ..board import status_slot
 
 _SWITCH_AFTER = 4  # steps of another optimizer, without one of the counted optimizer, after which the other is counted
 

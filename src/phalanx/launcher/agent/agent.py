@@ -20,8 +20,8 @@ from phalanx.launcher.agent.group_controller import GroupController
 from phalanx.launcher.agent.notices import Notices
 from phalanx.launcher.agent.run_hook import NoHook, RunHook
 from phalanx.launcher.agent.services import NodeServices
+from phalanx.launcher.agent.shutdown import Shutdown
 from phalanx.launcher.agent.stopping.end_request import EndRequest
-from phalanx.launcher.agent.stopping.shutdown import Shutdown
 from phalanx.launcher.agent.stopping.signals import Signals
 from phalanx.launcher.agent.watchers import Watchers
 from phalanx.launcher.coordination.coordinator import Coordinator, RunResult

@@ -141,7 +141,7 @@ class AttemptLoop:
         console.drop_withheld()
 
     async def _settle_forwarded(self, group: WorkerGroup) -> None:
-        """Same for the output that is sent to the leader, which shows nothing after the report."""
+        """Do the same for the output that is sent to the leader, which shows nothing after the report."""
         stopped = self._end_request.signal is not None
         await group.output.settle_forwarded(
             succeeded=_succeeded(group), reported=root_cause.stopped_by_signal if stopped else None

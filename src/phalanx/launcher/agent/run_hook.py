@@ -31,16 +31,16 @@ class RunHook(Protocol):
         ...
 
     def opened(self, sockets: Sequence[socket.socket]) -> None:
-        """Called before anything is started, with the sockets on which node 0 listens."""
+        """Take the sockets on which node 0 listens, before anything is started."""
 
     def begin(self, agent: HookedAgent) -> None:
-        """Called when the agent's event loop runs."""
+        """Begin, once the agent's event loop runs."""
 
     async def end(self, code: int) -> None:
-        """Called when the run is over and the coordinator closed."""
+        """End, after the run is over and the coordinator closed."""
 
     def hurry(self) -> None:
-        """Called when the user does not want to wait for other nodes to end."""
+        """Stop waiting for other nodes to end, because the user does not want to."""
 
 
 class NoHook:

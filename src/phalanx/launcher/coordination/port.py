@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from phalanx.contract.visible import visible_line
 from phalanx.errors import PortError
 
+# Connections that the kernel queues until the store runs. A rank of phalanx.main makes two: one to see whether the port
+# answers. If the queue is full, a rank takes the store for a host that does not answer.
+_BACKLOG = 4096
+
 
 def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens on this address only. Port 0: a free one."""
@@ -28,7 +32,7 @@ def listen(address: str, port: int) -> socket.socket:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, where[0] != "::")
     try:
         sock.bind(where)
-        sock.listen(1024)
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         raise _explain(error, address, port) from error

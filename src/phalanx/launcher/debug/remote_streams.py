@@ -70,10 +70,10 @@ class StreamEvents(Protocol):
         ...
 
     def interrupt_failed(self, rank: int) -> None:
-        """Called when a rank on another node cannot be interrupted."""
+        """Handle a rank on another node that cannot be interrupted."""
 
     def stream_opened(self) -> None:
-        """Called when there is a new stream."""
+        """Handle a new stream."""
 
 
 class RemoteStreams:

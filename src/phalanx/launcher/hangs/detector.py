@@ -17,9 +17,8 @@ import msgspec
 
 from phalanx.contract import encoding, events
 from phalanx.contract.encoding import Decoder
-from phalanx.diagnose import diagnosis, report, words
+from phalanx.diagnose import absent, diagnosis, report, words
 from phalanx.diagnose.evidence import Evidence
-from phalanx.diagnose.rules.collectives import absent
 from phalanx.diagnose.rules.collectives.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
 from phalanx.errors import LaunchError

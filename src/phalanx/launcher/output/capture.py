@@ -235,7 +235,11 @@ class OutputCapture:
             if not stream.ended.done() and stream.log is not None:
                 os.set_blocking(stream.source, True)
                 subprocess.Popen(
-                    ["cat"], stdin=stream.source, stdout=stream.log, stderr=subprocess.DEVNULL, start_new_session=True
+                    ["cat"],  # noqa: S607
+                    stdin=stream.source,
+                    stdout=stream.log,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
                 )
                 self._copier.end(stream)
 

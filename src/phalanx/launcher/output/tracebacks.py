@@ -154,6 +154,14 @@ def shown(frames: Sequence[Line]) -> tuple[Line, ...]:
     return _once(found)
 
 
+def without_access(frames: Sequence[Line]) -> Sequence[Line]:
+    """Return the frames without the innermost ones in which an object has rejected the name of an attribute."""
+    end = len(frames)
+    while end > 1 and frames[end - 1][2] in ("__getattr__", "__setattr__") and not mine(frames[end - 1]):
+        end -= 1
+    return frames[:end]
+
+
 def _once(frames: Sequence[Line]) -> tuple[Line, ...]:
     """Collapse repeated frames of a recursion."""
     return tuple(frame for frame, _ in itertools.groupby(frames))

@@ -38,7 +38,7 @@ def hand_over(
     kept.setdefault(TOKEN, tokens.new())
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(srun, words(allocation, argv, workers_given=workers_given), kept)
+    os.execve(srun, words(allocation, argv, workers_given=workers_given), kept)  # noqa: S606
 
 
 def words(allocation: Allocation, argv: Sequence[str], *, workers_given: bool) -> list[str]:

@@ -53,13 +53,13 @@ class SshEvents(Protocol):
     """Callbacks of a starter."""
 
     def ready(self, link: SshLink) -> None:
-        """Called when a host is ready to take part."""
+        """Handle a host that is ready to take part."""
 
     def failed(self, error: JoinError) -> None:
-        """Called once, with all hosts that cannot take part."""
+        """Handle all hosts that cannot take part, once."""
 
     def ended(self, link: SshLink, code: int) -> None:
-        """Called when the child process of a ready host has ended."""
+        """Handle the end of the child process of a ready host."""
 
 
 class SshStarter:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from typing import BinaryIO
 
 import msgspec
 
 PART = 1 << 18  # bytes returned at a time
-_READ = 1 << 22  # bytes read for that, at most; no line of ours is longer
+_READ = 1 << 22  # bytes read for that, and then the rest of a line
+_LONGEST = 1 << 25  # bytes; no line of ours is longer: a sample of 32,768 ranks has 5 MB
 FILES = ("events.jsonl", "samples.jsonl")
-SLACK = 1.0  # seconds by which an event may be older than one before it
+SLACK = 10.0  # seconds by which an event may be older than one before it: two periods of samples of many nodes
+_TIME = re.compile(rb'\{"event":"[^"]*","time":(-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)')  # how our encoder begins a line
+_HEAD = 128  # bytes that contain it
 
 
 class EventCursor(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,13 +27,6 @@ class EventCursor(msgspec.Struct, frozen=True, kw_only=True):
     at: tuple[int, int]  # offsets in the files
     end: tuple[int, int]  # where to stop: later lines are sent when they happen
     since: float = 0.0  # skip older events
-
-
-class _Timed(msgspec.Struct):
-    time: float = 0.0
-
-
-_times: msgspec.json.Decoder[_Timed] = msgspec.json.Decoder(_Timed)
 
 
 def begin(folder: str, since: float | None = None) -> EventCursor:
@@ -64,9 +61,11 @@ def _line_end(path: str, at: int) -> int:
 
 def part(folder: str, cursor: EventCursor) -> tuple[bytes, EventCursor | None]:
     """Return the next lines and the cursor after them, or None at the end."""
+    paths = [os.path.join(folder, name) for name in FILES]
+    begins = cursor.at == (0, 0) and cursor.since > 0
+    at = [_skipped(path, cursor.since) for path in paths] if begins else cursor.at
     with contextlib.ExitStack() as open_:
-        spans = zip(FILES, cursor.at, cursor.end, strict=True)
-        files = [_File(open_, os.path.join(folder, name), at, end) for name, at, end in spans]
+        files = [_File(open_, *span) for span in zip(paths, at, cursor.end, strict=True)]
         lines: list[bytes] = []
         size = read = 0
         while size < PART and read < _READ:
@@ -81,6 +80,29 @@ def part(folder: str, cursor: EventCursor) -> tuple[bytes, EventCursor | None]:
             read += len(first.line)
             first.step()
         return b"".join(lines), msgspec.structs.replace(cursor, at=(files[0].at, files[1].at))
+
+
+def _skipped(path: str, since: float) -> int:
+    """Return the start of a line before which all events are older than `since`. Reads only a few lines."""
+    low = 0
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        high = os.fstat(file.fileno()).st_size
+        while high - low > _READ:
+            middle = (low + high) // 2
+            file.seek(middle)
+            file.readline(_LONGEST)  # the rest of a line
+            at, time = file.tell(), _time(file.read(_HEAD))
+            if at < high and time is not None and time < since:
+                low = at
+            else:
+                high = middle
+    return low
+
+
+def _time(line: bytes) -> float | None:
+    """Return the time of an event, from its first bytes. None: the line is damaged."""
+    found = _TIME.match(line[:_HEAD])
+    return float(found[1]) if found is not None else None
 
 
 class _File:
@@ -102,9 +124,8 @@ class _File:
         self._next()
 
     def _next(self) -> None:
-        room = min(self._end - self.at, _READ)
+        room = min(self._end - self.at, _LONGEST)
         self.line = self._file.readline(room) if self._file is not None and room > 0 else b""
-        if len(self.line) < _READ and not self.line.endswith(b"\n"):  # cut off by a full disk
+        if len(self.line) < _LONGEST and not self.line.endswith(b"\n"):  # cut off by a full disk
             self.line = b""
-        with contextlib.suppress(ValueError, RecursionError):
-            self.time = _times.decode(self.line).time if self.line else 0.0
+        self.time = _time(self.line) or self.time

@@ -219,7 +219,9 @@ def _explained(death: ProcessFailure, report: TracebackReport) -> list[str]:
 
 def _frames(report: TracebackReport, *, only_own: bool) -> list[str]:
     """Return the frames of the script, from the outermost. Those of libraries below and between them are folded."""
-    stack = report.stack or report.frames
+    stack: Sequence[tracebacks.Line] = report.stack or report.frames
+    if report.exception.startswith("AttributeError"):
+        stack = tracebacks.without_access(stack)
     if report.kind != "SystemExit" and not any(map(tracebacks.mine, stack)):
         return [] if only_own else _placed(report.frames)
     parts = [(own, list(group)) for own, group in itertools.groupby(_last_frames(stack), tracebacks.mine)]

@@ -41,6 +41,10 @@ _PERMANENT = (
     "NameError",
     "UnboundLocalError",
 )
+_WRONG_CALL = re.compile(  # whatever the data; which plain value an object is may depend on it
+    r"AttributeError: (?!'(NoneType|bool|int|float|complex|str|bytes|list|tuple|dict|set)' object)"
+    r"|TypeError: .*( unexpected keyword argument| required .*argument| positional argument)"
+)
 USAGE = "usage error"  # the report of a script that argparse has ended begins with this
 HUNG = "stalled: SIGKILL (--on-hang kill)"
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -211,11 +215,17 @@ def differs(death: ProcessFailure) -> bool:
 
 
 def permanent(death: ProcessFailure) -> bool:
-    """Return whether a retry would fail in the same way: the script cannot be parsed or imported, uses a name that does
-    not exist, or rejects its arguments.
+    """Return whether a retry would fail in the same way: the script cannot be parsed or imported, uses a name or an
+    attribute that does not exist, calls a function with wrong arguments, or rejects its own.
     """
     report = report_of(death)
-    return report.kind in _PERMANENT or report.exception.startswith(f"{USAGE}: ")
+    return report.kind in _PERMANENT or report.exception.startswith(f"{USAGE}: ") or _calls_wrongly(report)
+
+
+def _calls_wrongly(report: TracebackReport) -> bool:
+    """Return whether a line of the script itself names what an object does not have, or calls it wrongly."""
+    stack = tracebacks.without_access(report.stack)
+    return bool(stack and _WRONG_CALL.match(report.exception)) and tracebacks.mine(stack[-1])
 
 
 def stopped_itself(death: ProcessFailure) -> bool:

@@ -75,7 +75,7 @@ class KnownRanks:
                     with contextlib.suppress(msgspec.MsgspecError):
                         event = events.decode(line)
                         if isinstance(event, events.RankInfos):
-                            self._found |= {info.rank for info in event.ranks}
+                            self._found |= {info.rank for _, info in event.each()}
         return self._found
 
 

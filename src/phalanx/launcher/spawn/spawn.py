@@ -24,6 +24,7 @@ from phalanx.contract.messages import function_call
 from phalanx.contract.messages.function_call import Call
 from phalanx.errors import LaunchError, UsageError
 from phalanx.forkserver import linux
+from phalanx.launcher.function_call import with_run
 from phalanx.launcher.spawn.group import SpawnGroup
 
 Result = TypeVar("Result")
@@ -58,7 +59,7 @@ def spawn(
     if fresh is False and why:
         raise UsageError(f"this process cannot be forked: {why}", fix="leave fresh=False out")
     kwargs = dict(kwargs or {})
-    call: Call = (function_call.with_run(fn, args, kwargs), tuple(args), kwargs)
+    call: Call = (with_run(fn, args, kwargs), tuple(args), kwargs)
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:

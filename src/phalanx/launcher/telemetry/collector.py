@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from phalanx.cluster import links
 from phalanx.contract import encoding, events
-from phalanx.contract.events import RankInfo, RankSample
+from phalanx.contract.events import NodeRanks, RankSample
 from phalanx.contract.messages import worker_messages as words
 from phalanx.launcher.ipc.node_links import NodeLinks
 from phalanx.launcher.ipc.node_rpc import NodeRpc
@@ -36,7 +36,7 @@ class NodeSamples(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     tick: int  # tenths of a second, by the leader's clock
     seconds: float
-    infos: tuple[RankInfo, ...]
+    infos: NodeRanks
     ranks: tuple[RankSample, ...]
 
 
@@ -63,7 +63,7 @@ class Collector:
         self._own: NodeSamples | None = None  # not published yet: waits for those of other nodes
         self._received: dict[int, _Received] = {}  # by member
         self._missing: set[int] = set()  # members whose samples of this period are expected
-        self._infos: tuple[RankInfo, ...] = ()
+        self._infos: tuple[NodeRanks, ...] = ()
         self._hosts: frozenset[str] = frozenset()
         self._downsampler = Downsampler(_ROOM, 1.0)
         self._metrics = RunMetrics(rpc, folder)
@@ -146,13 +146,14 @@ class Collector:
         if own is None or not self._links.leads:
             return
         self._own = None
-        infos, ranks = list(own.infos), list(own.ranks)
+        infos, ranks = [own.infos], list(own.ranks)
         members, quiet = self._links.members(), _QUIET * self._period
         for member, received in self._received.items():
             theirs = members.get(member, ())  # ranks may have moved to another node meanwhile
-            infos += [info for info in received.samples.infos if info.rank in theirs]
+            infos.append(_assigned(received.samples.infos, theirs))
             ranks += [sample for sample in _extended(received, own.tick, now, quiet) if sample.rank in theirs]
-        self._write_infos(tuple(sorted(infos, key=lambda info: info.rank)), own.tick / TENTHS)
+        present = sorted((node for node in infos if node.ranks), key=lambda node: node.ranks[0].rank)
+        self._write_infos(tuple(present), own.tick / TENTHS)
         ranks.sort(key=lambda sample: sample.rank)
         counts = [sample.samples for sample in ranks if sample.state not in ("X", "E")]
         self._metrics.samples = round(sum(counts), 1) if counts and min(counts) >= 0 else -1.0
@@ -167,13 +168,13 @@ class Collector:
         size = self._folder.sample(sample, kept=kept)
         self._downsampler.written += size if kept else 0
 
-    def _write_infos(self, infos: tuple[RankInfo, ...], when: float) -> None:
+    def _write_infos(self, infos: tuple[NodeRanks, ...], when: float) -> None:
         """Write where ranks run, if that changed. `when` is the time of the next sample, which readers see after it."""
         if infos == self._infos:
             return
         self._infos = infos
-        self._folder.event(events.RankInfos(time=when, ranks=infos))
-        hosts = frozenset(info.host for info in infos)
+        self._folder.event(events.RankInfos(time=when, nodes=infos))
+        hosts = frozenset(node.host for node in infos)
         if len(hosts) > 1 and hosts != self._hosts:
             self._hosts = hosts
             task = asyncio.get_running_loop().create_task(self._write_links(hosts))
@@ -187,6 +188,13 @@ class Collector:
         if known is not None:
             measured, pairs = known
             self._folder.event(events.Links(time=time.time(), measured=measured, pairs=pairs))
+
+
+def _assigned(infos: NodeRanks, ranks: tuple[int, ...]) -> NodeRanks:
+    """Return the ranks that this node still has."""
+    if tuple(info.rank for info in infos.ranks) == ranks:
+        return infos
+    return replace(infos, ranks=tuple(info for info in infos.ranks if info.rank in ranks))
 
 
 def _extended(received: _Received, tick: int, now: float, quiet: float) -> tuple[RankSample, ...]:

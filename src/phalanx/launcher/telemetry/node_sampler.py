@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from phalanx.contract import encoding
-from phalanx.forkserver.probe.status_slot import StatusReading
+from phalanx.forkserver.board.status_slot import StatusReading
 from phalanx.launcher.ipc.node_links import NodeLinks
 from phalanx.launcher.ipc.node_rpc import NodeRpc
 from phalanx.launcher.telemetry import gpus

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.contract.events import LETTERS, UNSEEN, RankInfo, RankSample
-from phalanx.forkserver.probe.status_slot import PHASES, RING, SlotLook
+from phalanx.contract.events import LETTERS, UNSEEN, NodeRanks, RankInfo, RankSample
+from phalanx.forkserver.board.status_slot import PHASES, RING, SlotLook
 from phalanx.launcher.telemetry.node_sampler import TENTHS, NodeReading, WorkerReading
 
 if TYPE_CHECKING:
@@ -136,19 +136,15 @@ class RankSampleBuilder:
         self._history = {each.name: self._history.get(each.name, _WorkerHistory()) for each in workers.values()}
         return tuple(self._sample(each, span) for _, each in sorted(workers.items()))
 
-    def infos(self, ranks: frozenset[int], reading: NodeReading, node: int, host: str) -> tuple[RankInfo, ...]:
+    def infos(self, ranks: frozenset[int], reading: NodeReading, node: int, host: str) -> NodeRanks:
         """Return where each rank runs."""
         found = {
             each.worker.seat.rank: RankInfo(
-                rank=each.worker.seat.rank,
-                node=node,
-                host=host,
-                device=str(each.worker.seat.slot.device or ""),
-                pid=each.worker.pid,
+                rank=each.worker.seat.rank, pid=each.worker.pid, device=str(each.worker.seat.slot.device or "")
             )
             for each in _of_ranks(reading, ranks)
         }
-        return tuple(info for _, info in sorted(found.items()))
+        return NodeRanks(node=node, host=host, ranks=tuple(info for _, info in sorted(found.items())))
 
     def _sample(self, reading: WorkerReading, span: _SampledSpan) -> RankSample:
         worker, status, stats, gpu = reading.worker, reading.status, reading.stats, reading.gpu

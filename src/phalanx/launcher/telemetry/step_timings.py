@@ -19,7 +19,7 @@ from phalanx.contract import encoding, events
 from phalanx.diagnose.evidence import Gpu
 from phalanx.diagnose.rules import stragglers
 from phalanx.diagnose.rules.stragglers import Straggler, Total
-from phalanx.forkserver.probe.status_slot import StatusReading
+from phalanx.forkserver.board.status_slot import StatusReading
 from phalanx.launcher.ipc.control_messages import QueryRefused, TimingsQuery, TimingsReply
 from phalanx.launcher.telemetry.node_sampler import NodeReading
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from phalanx.contract import events
 
 _SAMPLES_LIMIT = 1 << 20  # bytes: a viewer that is further behind gets no samples
-_DROP_LIMIT = 1 << 23  # bytes: a viewer that is further behind is dropped
+_DROP_LIMIT = 1 << 24  # bytes: a viewer that is further behind is dropped; a sample of 32,768 ranks has 5 MB
 _STUCK = 60.0  # seconds without reading anything, while it is sent the past
 _SAMPLE_PREFIX = b'{"event":"%b"' % str(events.ClusterSample.__struct_config__.tag).encode()
 

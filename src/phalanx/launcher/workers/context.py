@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx.contract.messages import worker_messages
+from phalanx.diagnose.rules.collectives.timeouts import Timeout
 from phalanx.forkserver import wire
 from phalanx.launcher.forking.source_snapshot import SourceSnapshot
 from phalanx.launcher.output.console.console import Console
 from phalanx.launcher.output.log_forwarder import LogForwarder
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.probes import StatusBoard
-from phalanx.launcher.workers.regroup.timeouts import Blame
 from phalanx.launcher.workers.store_peers import StorePeers
 from phalanx.launcher.workers.worker import WorkerFailure
+
+Blame = Callable[[int, Timeout], Awaitable[list[str]]]  # rank that timed out -> lines about the cause
 
 
 class RegroupObserver(Protocol):

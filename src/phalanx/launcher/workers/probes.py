@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.forkserver import wire
-from phalanx.forkserver.collective_check import ledger
-from phalanx.forkserver.probe import status_slot
-from phalanx.forkserver.probe.status_slot import SlotLook
+from phalanx.forkserver.board import ledger, status_slot
+from phalanx.forkserver.board.status_slot import SlotLook
 from phalanx.launcher.ipc.pending_replies import PendingReplies
 
 _SLOTS = 256  # more than a node has workers; unused slots use no memory

@@ -17,8 +17,8 @@ from phalanx.launcher.forking.preload_hints import PreloadHints
 from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.plan import Plan
 from phalanx.launcher.workers.context import WorkerGroupContext
+from phalanx.launcher.workers.formation import Formation
 from phalanx.launcher.workers.probes import ProbeClient
-from phalanx.launcher.workers.regroup.formation import Formation
 from phalanx.launcher.workers.worker import Worker, cuda_device
 from phalanx.launcher.workers.workers import Workers
 

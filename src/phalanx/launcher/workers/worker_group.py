@@ -19,8 +19,8 @@ from phalanx.launcher.plan import Plan
 from phalanx.launcher.workers import store_process
 from phalanx.launcher.workers.context import WorkerGroupContext
 from phalanx.launcher.workers.failures import Failures
+from phalanx.launcher.workers.formation import Formation
 from phalanx.launcher.workers.regroup.dispatcher import MessageDispatcher
-from phalanx.launcher.workers.regroup.formation import Formation
 from phalanx.launcher.workers.regroup.heartbeats import HeartbeatWatch
 from phalanx.launcher.workers.regroup.regrouper import Regrouper
 from phalanx.launcher.workers.regroup.timeouts import TimeoutVictims

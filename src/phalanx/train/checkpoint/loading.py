@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from phalanx.contract.regular_file import open_regular, read_regular
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint.format import integrity, tensorfile
 from phalanx.train.checkpoint.format.folder import Info
 from phalanx.train.checkpoint.format.manifest import STATE, Manifest, Piece, Table, Values, table_file
 from phalanx.train.checkpoint.format.plain import Tensors
-from phalanx.train.checkpoint.format.regular_file import open_regular, read_regular
 from phalanx.train.checkpoint.format.validation import check_tables, check_values
 from phalanx.train.checkpoint.state import Shape
 

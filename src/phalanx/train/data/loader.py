@@ -36,6 +36,7 @@ from phalanx.train.data.loader_options import (
 )
 from phalanx.train.data.order import Position, count_steps, deal
 from phalanx.train.data.shards import RankTotal, Shards, ShardStream, find_stateful_loader
+from phalanx.worker.process_group import seeds
 
 VERSION = 1
 
@@ -135,6 +136,10 @@ class Loader:
         self.batches = deal(global_batch_of(batch_size, global_batch, group.world_size), group.world_size, weights)
         self._device = getattr(group, "device", None)
         check_number("num_workers", num_workers)
+        if seed is not None:
+            seeds.check(seed)
+        if collate_fn is not None and not callable(collate_fn):
+            raise UsageError(f"collate_fn={collate_fn!r}: expected a function of a list of samples")
         seeded = torch.Generator() if generator is None else None
         options = {
             "num_workers": num_workers,

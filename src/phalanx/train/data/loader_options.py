@@ -65,7 +65,7 @@ def choose_tail(train: bool | None, shuffle: bool, drop_last: bool | None, pad_l
 
 def check_number(name: str, value: Any) -> None:
     """Raise UsageError if `value` is not a whole number."""
-    if type(value) is not int or value < 0:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
         raise UsageError(f"{name}={value!r}: expected a whole number, 0 or more", fix=f"{name}=4")
 
 

@@ -195,6 +195,8 @@ def deal(global_batch: int, world_size: int, weights: Sequence[float] | None = N
     """Divide the global batch among the ranks in proportion to `weights`, with at least one sample each."""
     if weights is None:
         weights = [1.0] * world_size
+    if not hasattr(weights, "__len__"):
+        raise UsageError(f"weights={weights!r}: expected one number per rank", fix=f"weights={[1] * world_size}")
     if len(weights) != world_size:
         raise UsageError(
             f"{len(weights)} weights for {world_size} ranks",

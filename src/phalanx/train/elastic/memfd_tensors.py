@@ -163,7 +163,7 @@ def _written(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, in
 
 
 def _copied(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
-    """Same for tensors on a GPU."""
+    """Do the same for tensors on a GPU."""
     places, end = {}, 0
     for name, tensor in tensors.items():
         places[name] = end

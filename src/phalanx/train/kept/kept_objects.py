@@ -105,8 +105,7 @@ def divided(unnamed: Sequence[object], named: Mapping[str, object]) -> tuple[dic
     objects: dict[str, Any] = {}
     for thing in unnamed:
         if not _has_state(thing):
-            error = refusal(thing, _kind(thing))
-            raise UsageError(f"a value needs a name: run.keep(name={thing!r})") if is_value(thing) else error
+            raise _unnamed(thing)
         name = _kind(thing)
         number = 2
         while name in objects or name in named:
@@ -118,6 +117,23 @@ def divided(unnamed: Sequence[object], named: Mapping[str, object]) -> tuple[dic
             raise refusal(thing, name)
         (objects if _has_state(thing) else values)[name] = thing
     return objects, values
+
+
+def _unnamed(thing: object) -> UsageError:
+    """Return the error for an argument without a name that is not an object with a state."""
+    parts = list(thing.values()) if isinstance(thing, Mapping) else thing
+    if isinstance(parts, list | tuple) and any(_has_state(part) for part in parts):
+        fix = ", ".join(map(_kind, filter(_has_state, parts)))
+        return UsageError(f"keep() was given a {type(thing).__name__} of objects", fix=f"run.keep({fix})")
+    if isinstance(thing, type):
+        name = thing.__name__
+        return UsageError(
+            f"keep() was given the class {name}, not an object", fix=f"model = {name}(…), run.keep(model)"
+        )
+    if not is_value(thing):
+        return refusal(thing, _kind(thing))
+    shown = repr(thing)
+    return UsageError(f"a value needs a name: run.keep(name={shown if len(shown) < 60 else '…'})")
 
 
 _OPTIONS = frozenset(("folder", "every"))  # kept as values, they would leave a training without checkpoints

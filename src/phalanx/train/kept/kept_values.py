@@ -7,9 +7,10 @@ every rank should set the same values; where ranks differ, those of rank 0 count
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Dataset
 
 from phalanx.errors import CheckpointError, UsageError
 
@@ -25,6 +26,8 @@ class KeptValues(MutableMapping[str, Any]):
 
     After a failure the script repeats what it did after that step: values that it had set there are reset first.
     """
+
+    __slots__ = ("_committed", "_restored", "_stepped", "_values")
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -45,6 +48,16 @@ class KeptValues(MutableMapping[str, Any]):
 
     def __delitem__(self, name: str) -> None:
         del self._values[name]
+
+    if not TYPE_CHECKING:  # values are items, and the attributes are few
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f'run.state has no attribute {name!r}: run.state["{name}"]', name=name, obj=self)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not name.startswith("_"):
+                raise AttributeError(f'run.state.{name} is not kept: run.state["{name}"] = …', name=name, obj=self)
+            object.__setattr__(self, name, value)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -152,10 +165,11 @@ def refusal(value: object, path: str) -> UsageError:
     details = ["expected a number, a string, a tensor, None, or a list or dict of them"]
     details += ["or an object with state_dict() and load_state_dict(): run.keep(model, optimizer)"]
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    other = "give its class both methods, or keep a number or a string in its place"
     fix = {
         "numpy.ndarray": f"run.state[{path!r}] = torch.from_numpy({path}), or {path}.tolist()",
         "torch.utils.data.dataloader.DataLoader": "data = run.loader(data), which can be kept",
-    }.get(kind, "give its class both methods, or keep a number or a string in its place")
+    }.get(kind, "data = run.loader(dataset), and run.keep(data)" if isinstance(value, Dataset) else other)
     article = "an" if kind[:1].lower() in "aeiou" else "a"
     return UsageError(f"{path} is {article} {kind}, which cannot be kept", details=details, fix=fix)
 

@@ -24,8 +24,10 @@ def units(model: Any, policy: Policy) -> list[Any]:
         found = _blocks(model)
     elif isinstance(policy, type | tuple):
         found = [module for module in model.modules() if isinstance(module, policy)]
-    else:
+    elif callable(policy):
         found = [module for module in model.modules() if policy(module)]
+    else:
+        raise OptionError(f"shard={policy!r}: expected a class of module, or a function of one", fix="shard=Block")
     found = [module for module in found if module is not model]
     if policy is not None and not found:
         raise OptionError(

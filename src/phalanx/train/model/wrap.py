@@ -197,6 +197,9 @@ def _nodes(group: WrapGroup) -> Sequence[Sequence[int]]:
 
 
 def _check(model: Any, how: str, size: int, given: Mapping[str, bool]) -> None:
+    if not isinstance(how, str):
+        what = f"wrap() was given a {type(how).__name__} after the model, expected one of {', '.join(WAYS)}"
+        raise OptionError(what, fix="run.wrap(model); optimizers and loaders are not wrapped")
     if how not in WAYS:
         raise OptionError(f'run.wrap(model, "{how}"): known are {", ".join(WAYS)}', fix="run.wrap(model)")
     if isinstance(model, Wrapped | nn.parallel.DistributedDataParallel | nn.DataParallel):

@@ -17,27 +17,24 @@ import math
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, BinaryIO, Literal
 
 import torch
 
-from phalanx.errors import UsageError
+from phalanx.contract.regular_file import open_regular
+from phalanx.errors import CheckpointError, UsageError
+from phalanx.train.reporting.earlier_lines import OURS, EarlierLines
 from phalanx.train.reporting.non_finite import NonFiniteWatch
 from phalanx.train.reporting.tensorboard import TensorBoardWriter
 from phalanx.train.reporting.trackers import Outcome, Tracker, TrackerGroup
 
 NAME = "metrics.jsonl"
-PREVIOUS = "metrics.{}.jsonl"  # of earlier trainings in this folder
 FLUSH_EVERY = 1.0  # seconds that a step's values on a GPU, TensorBoard's files and trackers may wait
 LOG_FLUSH_EVERY = 0.1  # the same for values of `run.log` while values on a GPU wait
 MOST = 1000  # lines that wait to be written
 Ending = Outcome | Literal["left"]  # left: the group has lost a rank, and the training continues in a new one
-OURS = frozenset(("step", "epoch", "time", "rank"))
-_BLOCK = 1 << 16
-_TAIL = 1 << 20  # bytes of the file that are compared with values of other ranks, which arrive some seconds later
 
 
 class WriteBudget:
@@ -66,8 +63,8 @@ class Metrics:
 
     Numbers are written at once, so that the end of the process does not lose them. Values on a GPU are collected and
     read together once per second, not in the step of the training. Later lines wait for them, because the file is in
-    the order of steps. Trackers get all metrics of a second together. A full disk ends the metrics with a message, but
-    not the training.
+    the order of steps. Trackers get all metrics of a second together. A full disk, or a link in the place of the file,
+    ends the metrics with a message, but not the training.
     """
 
     def __init__(
@@ -84,10 +81,7 @@ class Metrics:
         self._say = say if say is not None else _say
         self._waiting: list[tuple[int, int, float, int, Mapping[str, Any]]] = []
         self._trackers: TrackerGroup | None = None
-        self._resumed_at = resumed_at
-        # names in the lines of the step from which the run resumes
-        self._repeated: Counter[tuple[str, ...]] = Counter()
-        self._logged_before: set[tuple[int, str]] | None = None  # of rank 0: steps and values, once they are read
+        self._earlier = EarlierLines(self.path, resumed_at)
         self._non_finite = NonFiniteWatch()
         self._reported: set[int] = set()  # steps whose non-finite loss was already reported to the user
         self._clock = clock
@@ -99,8 +93,8 @@ class Metrics:
         self._board: TensorBoardWriter | None = None
         with self._or_none():
             os.makedirs(folder, exist_ok=True)
-            self._repeated = _prepare(self.path, resumed_at)
-            self._file = open(self.path, "ab")  # noqa: SIM115
+            self._earlier.prepare()
+            self._file = open(self.path, "ab", opener=open_regular)  # noqa: SIM115
             if tensorboard:
                 self._board = TensorBoardWriter(os.path.join(folder, "tensorboard"), resumed_at + 1)
             if trackers:
@@ -121,21 +115,14 @@ class Metrics:
         `earlier`: they were logged before the group formed again, so the script may log them again for the same step.
         """
         names = (*(("rank",) if rank else ()), *values)
-        if step == self._resumed_at and earlier:
-            self._repeated[names] += 1
-        elif step == self._resumed_at and self._repeated[names]:
-            self._repeated[names] -= 1
-            return
-        if self._file is not None:
+        if not self._earlier.has_line(step, names, expect_again=earlier) and self._file is not None:
             self._add((step, epoch, when, rank, values))
             if self._on_gpu and self._clock() - self._read_at >= LOG_FLUSH_EVERY:
                 self._write_lines()
 
     def has_logged(self, step: int, values: Mapping[str, float]) -> bool:
         """Return whether rank 0 had logged these values before this training resumed, not long ago."""
-        if self._logged_before is None:
-            self._logged_before = _logged(self.path, self._resumed_at)
-        return (step, repr(dict(values))) in self._logged_before
+        return self._earlier.has_values(step, values)
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any], *, reported: bool = False) -> bool:
         """Add the values of a committed step, as returned by `held`; return whether a GPU was just synchronised.
@@ -212,7 +199,7 @@ class Metrics:
     def _or_none(self) -> Any:
         try:
             yield
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._end()
             self._say(f"metrics are no longer written: {error}")
 
@@ -286,103 +273,3 @@ def encode(step: int, epoch: int, when: float, values: Mapping[str, float], rank
 @cache
 def _quoted(name: str) -> str:
     return json.dumps(name)
-
-
-def _prepare(path: str, resumed_at: int) -> Counter[tuple[str, ...]]:
-    """Cut the file for a resumed training, and return the names in the lines of the step from which it resumes. For a
-    new training, rename the file of the previous one.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if resumed_at == 0:
-            if os.path.getsize(path):
-                os.replace(path, _free(os.path.dirname(path)))
-        else:
-            with open(path, "r+b") as file:
-                end = cut(file, resumed_at)
-                file.seek(end)
-                # Lines of other ranks are not in order: they arrive up to some seconds later.
-                others = [line for line in file.read().splitlines(keepends=True) if _step(line, "rank") <= resumed_at]
-                file.truncate(end)
-                file.seek(end)
-                file.writelines(others)
-                return _last_names(file, file.tell(), resumed_at)
-    return Counter()
-
-
-def _last_names(file: BinaryIO, end: int, step: int) -> Counter[tuple[str, ...]]:
-    file.seek(max(0, end - _BLOCK))
-    found: Counter[tuple[str, ...]] = Counter()
-    for line in file.read(_BLOCK).splitlines():
-        if _step(line) != step:
-            continue
-        found[tuple(name for name in json.loads(line) if name not in OURS - {"rank"})] += 1
-    return found
-
-
-def _logged(path: str, until: int) -> set[tuple[int, str]]:
-    """Return the steps and values of rank 0's lines up to a step, at the end of the file."""
-    found: set[tuple[int, str]] = set()
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-        for line in file:
-            if _own_step(line) <= until:
-                row = json.loads(line)
-                with contextlib.suppress(TypeError, ValueError):  # a line that another program has written
-                    found.add((row["step"], repr({name: float(row[name]) for name in row if name not in OURS})))
-    return found
-
-
-def _free(folder: str) -> str:
-    """Return a name that no earlier training has used."""
-    number = 1
-    while os.path.exists(path := os.path.join(folder, PREVIOUS.format(number))):
-        number += 1
-    return path
-
-
-def cut(file: BinaryIO, step: int) -> int:
-    """Return the end of rank 0's lines up to `step`. Reads from the end, because usually little is cut.
-
-    A line that is incomplete, or is not a line of metrics, is cut with everything after it.
-    """
-    file.seek(0, os.SEEK_END)
-    place = file.tell()
-    end: int | None = None  # of the line whose beginning is searched
-    tail = b""
-    while place > 0:
-        size = min(_BLOCK, place)
-        place -= size
-        file.seek(place)
-        tail = file.read(size) + tail
-        while True:
-            if end is None:  # there is no line after the last newline
-                newline = tail.rfind(b"\n")
-                if newline < 0:
-                    tail = b""
-                    break
-                end = place + newline + 1
-                tail = tail[: newline + 1]
-            start = tail.rfind(b"\n", 0, len(tail) - 1)
-            if start < 0 and place > 0:
-                break  # it begins in the previous block
-            if _own_step(tail[start + 1 :]) <= step:
-                return end
-            if start < 0:
-                return 0
-            tail = tail[: start + 1]
-            end = place + start + 1
-    return 0
-
-
-def _step(line: bytes, needs: str = "step") -> float:
-    """Return the step of a line; infinity for one that is incomplete or lacks the key `needs`."""
-    try:
-        found = json.loads(line)
-        return int(found["step"]) if needs in found else math.inf
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
-def _own_step(line: bytes) -> float:
-    """Return the step of a line of rank 0."""
-    return _step(line) if math.isinf(_step(line, "rank")) else math.inf

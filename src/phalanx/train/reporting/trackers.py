@@ -25,8 +25,9 @@ from typing import Any, Literal, Protocol
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.hyperparameters import Hyperparameter
+from phalanx.contract.regular_file import open_regular
 from phalanx.contract.variables import RUN
-from phalanx.errors import UsageError
+from phalanx.errors import CheckpointError, UsageError
 from phalanx.worker import given_hyperparameters
 
 logger = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ class TrackerGroup:
                 self._members.append(member)
                 _used[member.name] = member
         if ids:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 json.dump({**before, **ids}, file)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -263,6 +264,7 @@ class TrackerGroup:
         try:
             call()
         except Exception as error:  # a network that is down, a package that is missing
+            logger.debug("a call of %s failed", member.name, exc_info=True)
             if _ended.is_set():  # the process is about to end
                 return False
             fix = f"; install it: pip install {member.name}" if isinstance(error, ModuleNotFoundError) else ""
@@ -304,8 +306,8 @@ def _id(member: Tracker, before: str | None, described: TrackedRun) -> dict[str,
 def _ids(path: str) -> dict[str, str]:
     """Return the IDs of the resumed training."""
     try:
-        with open(path) as file:
+        with open(path, opener=open_regular) as file:
             found = json.loads(file.read(10_000))
         return {name: one for name, one in found.items() if name in _KNOWN and re.fullmatch(r"[\w.-]{1,128}", one)}
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, CheckpointError, ValueError, AttributeError, TypeError):
         return {}

@@ -14,7 +14,6 @@ from phalanx.train.schedule.interval import Interval
 from phalanx.train.stepping.stepper import Stepper
 
 if TYPE_CHECKING:  # importing them takes most of a second: only for a run that takes snapshots
-    from phalanx.train.elastic.recovery_state import RecoveryState
     from phalanx.train.schedule.checkpoint_schedule import CheckpointSchedule
     from phalanx.train.snapshot.cadence import Cadence
     from phalanx.train.snapshot.snapshots import Snapshots
@@ -41,19 +40,22 @@ class SnapshotSchedule:
         """Whether snapshots are taken."""
         return self.snapshots is not None
 
-    def open(self, group: WorkerProcessGroup, recovery: RecoveryState) -> None:
-        """Take snapshots from now on, if the agents of all ranks hold memory for them and would restart the run."""
+    def open(self, group: WorkerProcessGroup, waited: float, *, training: int, regroups: bool) -> float:
+        """Take snapshots from now on, if the agents of all ranks hold memory for them and would restart the run.
+
+        `waited`: seconds since a checkpoint was due; returns the maximum of all ranks. `training`: its number in this
+        process. `regroups`: a rank that dies is replaced.
+        """
         environ = environment()
         if RUN not in environ:
-            return
-        self._training = recovery.generation.training
+            return waited
+        self._training = training
         every = environ.get(SNAPSHOT_EVERY)
-        snapshots = self._connect(group, environ, recovery)
-        waited = snapshots.waited() if snapshots is not None else 0.0
+        snapshots = self._connect(group, environ, regroups)
+        due_for = snapshots.waited() if snapshots is not None else 0.0
         # Nodes may have different options, and a new rank does not know how long checkpoints have waited.
-        mine = [snapshots is not None, every, waited, recovery.waited, environ.get(MEMORY, "")]
+        mine = [snapshots is not None, every, due_for, waited, environ.get(MEMORY, "")]
         offers: list[Any] = group.gather(mine, all=True) or []
-        recovery.waited = max(offer[3] for offer in offers)
         if snapshots is not None and not all(offer[0] for offer in offers):
             snapshots.close()
             snapshots = None
@@ -64,12 +66,11 @@ class SnapshotSchedule:
             self._stepper.hooks.before_forward.append(snapshots.forward)
             self._stepper.hooks.before_update.append(snapshots.update)
         self.snapshots = snapshots
+        return max(float(offer[3]) for offer in offers)
 
-    def _connect(
-        self, group: WorkerProcessGroup, environ: Mapping[str, str], recovery: RecoveryState
-    ) -> Snapshots | None:
+    def _connect(self, group: WorkerProcessGroup, environ: Mapping[str, str], regroups: bool) -> Snapshots | None:
         every = environ.get(SNAPSHOT_EVERY)
-        restarts = recovery.generation.regroups or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        restarts = regroups or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         if not environ.get(MEMORY) or every in OFF or not (every or restarts):
             return None
         from phalanx.train.snapshot.snapshots import Snapshots
@@ -80,18 +81,19 @@ class SnapshotSchedule:
             return Snapshots(group, memory, generators=[group.generator])
         return None
 
-    def load(
-        self, group: WorkerProcessGroup, recovery: RecoveryState, checkpoints: CheckpointSchedule
-    ) -> tuple[int, dict[str, Any]] | None:
+    def reached(self, group: WorkerProcessGroup, step: int) -> int:
+        """Return the newest step that a rank has committed: `step` on this rank, or later as its snapshots know."""
+        if self.snapshots is None:
+            return step
+        return max(group.gather(max(step, self.snapshots.reached()), all=True) or [0])
+
+    def load(self, group: WorkerProcessGroup, checkpoints: CheckpointSchedule) -> tuple[int, dict[str, Any]] | None:
         """Load the newest snapshot into the kept objects, unless a checkpoint on disk is newer.
 
         Returns its step and the values saved with it. None: nothing was loaded.
         """
-        if self.snapshots is None or recovery.from_peers:
+        if self.snapshots is None:
             return None
-        if not recovery.generation.number and environment().get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            return None  # the very first start
-        recovery.before = max(group.gather(max(recovery.before, self.snapshots.reached()), all=True) or [0])
         found = self.snapshots.newest()
         on_disk = group.broadcast(checkpoints.newest_step() if group.is_main else -1)
         if found is None or found.step < on_disk:

@@ -378,5 +378,5 @@ def _synchronised(models: list[SteppedModel]) -> bool:
 
 
 def _positive(accumulate: int) -> None:
-    if accumulate < 1:
-        raise UsageError(f"accumulate={accumulate}: expected 1 or more", fix="accumulate=1")
+    if not hasattr(accumulate, "__index__") or accumulate < 1:
+        raise UsageError(f"accumulate={accumulate!r}: expected 1 or more", fix="accumulate=1")

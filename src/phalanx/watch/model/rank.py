@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from phalanx.contract.events import LETTERS, UNSEEN, RankInfo, RankSample
+from phalanx.contract.events import LETTERS, UNSEEN, NodeRanks, RankInfo, RankSample
 from phalanx.watch.model.series.histogram import Histogram
 from phalanx.watch.model.series.rate import Rate
 from phalanx.watch.model.series.strip import Strip
@@ -163,10 +163,10 @@ class RankView:
             self.activity.start()
             self.steps.start()
 
-    def place_at(self, info: RankInfo) -> None:
+    def place_at(self, node: NodeRanks, info: RankInfo) -> None:
         """Record where the rank runs."""
         location = self.location
-        location.node, location.host, location.device = info.node, info.host, info.device
+        location.node, location.host, location.device = node.node, node.host, info.device
         if info.pid and info.pid != location.pid:
             self.start(info.pid)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.contract import events
 from phalanx.watch.model.rank import STARTING, RankView
+from phalanx.watch.model.series import strip
 from phalanx.watch.model.series.histogram import Histogram
 from phalanx.watch.model.status import STOPPED
 
@@ -30,6 +31,7 @@ class RankViews(Mapping[int, RankView]):
     def __init__(self) -> None:
         self.world_size = 0
         self.times = {"data": Histogram(), "compute": Histogram(), "waiting": Histogram()}  # seconds per step
+        self.changes = 0  # counts changes of any rank, so that viewers need not compare all of them
         self._views: dict[int, RankView] = {}
         self._attempt = 0
         self._spares: set[int] = set()  # pids
@@ -67,9 +69,12 @@ class RankViews(Mapping[int, RankView]):
         """Fold a sample."""
         now, views, times = event.time, self._views, self.times
         furthest, samples, known, starting, at_work = -1, 0.0, False, True, False
+        self.changes += 1
+        room = strip.room(len(views))
         for sample in event.ranks:
             view = views.get(sample.rank) or self._view(sample.rank)
             view.apply(now, event.seconds, sample, times)
+            view.activity.strip.shorten(room)
             furthest = max(furthest, sample.step)
             at_work = at_work or (not view.gone and sample.phases.strip(events.UNSEEN) != "")
             if sample.samples >= 0:
@@ -108,6 +113,7 @@ class RankViews(Mapping[int, RankView]):
                 self._rank_infos(event)
             case events.AttemptStarted():
                 if event.attempt > self._attempt:
+                    self.changes += 1
                     for view in self._views.values():
                         view.start(0)
                 self._attempt, self._ended_before_stop = event.attempt, None
@@ -120,6 +126,7 @@ class RankViews(Mapping[int, RankView]):
                 # A failure stops the others by SIGTERM.
                 self._by_user = isinstance(event, events.Stopping) and event.signal == "SIGINT"
             case events.RunEnded():
+                self.changes += 1
                 self._by_user = event.preempted or (event.code in STOPPED and not self._failed)
                 for view in self._views.values():
                     if view.code is None:  # exit codes of other nodes are not known
@@ -128,6 +135,7 @@ class RankViews(Mapping[int, RankView]):
 
     def worker(self, event: events.WorkerStarted | events.RankChanged | events.WorkerExited) -> RankView | None:
         """Fold an event about one worker. Return its rank, or None if that has not changed."""
+        self.changes += 1
         match event:
             case events.WorkerStarted(spare=True):
                 self._spares.add(event.pid)
@@ -159,16 +167,20 @@ class RankViews(Mapping[int, RankView]):
             rank = each.rank
             stopped = self._was_stopped(rank)
             by_user = stopped and self._by_user
+            before = each.health
             each.update_health(stuck=rank in stuck, slow=rank in slow, stopped=stopped, by_user=by_user)
+            self.changes += each.health != before
 
     def _view(self, rank: int) -> RankView:
         return self._views.setdefault(rank, RankView(rank))
 
     def _rank_infos(self, event: events.RankInfos) -> None:
-        if not event.ranks:  # between two attempts
+        infos = list(event.each())
+        if not infos:  # between two attempts
             return
-        self._present = {info.rank for info in event.ranks}
-        known = {(info.host, info.pid) for info in event.ranks}
+        self.changes += 1
+        self._present = {info.rank for _, info in infos}
+        known = {(node.host, info.pid) for node, info in infos}
         moved = [
             rank
             for rank, view in self._views.items()
@@ -177,8 +189,8 @@ class RankViews(Mapping[int, RankView]):
         for rank in moved:  # the process has another rank now
             del self._views[rank]
         self.world_size = len(self._present) if moved else max(self.world_size, len(self._present))
-        for info in event.ranks:
-            self._view(info.rank).place_at(info)
+        for node, info in infos:
+            self._view(info.rank).place_at(node, info)
         self._infos_time = event.time
 
     def _stop(self, when: float) -> None:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from phalanx.contract import events
-from phalanx.contract.events import LETTERS, LinkMeasured, RankInfo, RankSample
+from phalanx.contract.events import LETTERS, LinkMeasured, NodeRanks, RankInfo, RankSample
 
 _STEP = "ddffffbbbwwo"  # a step of 1.2 s, one letter per tenth of a second
 
@@ -17,14 +17,15 @@ def begin(ranks: int, *, now: float, per_node: int = 8) -> list[events.AnyEvent]
     nodes = math.ceil(ranks / per_node)
     hosts = tuple(f"node{number}" for number in range(nodes))
     infos = tuple(
-        RankInfo(
-            rank=rank,
-            node=rank // per_node,
-            host=hosts[rank // per_node],
-            device=f"gpu {rank % per_node}",
-            pid=1000 + rank,
+        NodeRanks(
+            node=node,
+            host=host,
+            ranks=tuple(
+                RankInfo(rank=rank, pid=1000 + rank, device=f"gpu {rank % per_node}")
+                for rank in range(node * per_node, min((node + 1) * per_node, ranks))
+            ),
         )
-        for rank in range(ranks)
+        for node, host in enumerate(hosts)
     )
     links = tuple(
         LinkMeasured(one=one, other=other, latency=21e-6, there=11.6e9 if other != hosts[-1] else 1.1e9, back=11.5e9)
@@ -37,7 +38,7 @@ def begin(ranks: int, *, now: float, per_node: int = 8) -> list[events.AnyEvent]
         events.RendezvousProgress(time=now + 1, expected=nodes, joined=hosts),
         events.Links(time=now + 1, measured=now - 3600, pairs=links),
         events.AttemptStarted(time=now + 1, attempt=0),
-        events.RankInfos(time=now + 1, ranks=infos),
+        events.RankInfos(time=now + 1, nodes=infos),
     ]
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from phalanx.control.leader.connection_gate import GateLimits
+from phalanx.connection_gate import GateLimits
 from phalanx.watch.page.keys import PageKeys
 
 # A browser opens six connections and may be slow. Its headers are long: it sends the cookies of all servers that ever

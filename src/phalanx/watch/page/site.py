@@ -16,8 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
+from phalanx.connection_gate import ConnectionGate
 from phalanx.contract import encoding
-from phalanx.control.leader.connection_gate import ConnectionGate
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.watch.page import address, guard
 from phalanx.watch.page.address import PageAddress

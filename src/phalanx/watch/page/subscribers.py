@@ -19,8 +19,10 @@ from phalanx.watch.source import Source
 
 MOST = 64  # browsers
 EVERY = 1 / 30  # seconds between two updates, at least
+_SHARE = 0.2  # of a core that rows of ranks may use: those of thousands of ranks are sent less often
 HEARTBEAT = 10.0  # seconds without an update after which a comment is sent
 _BEHIND = 90  # updates that may be queued for a browser
+_BEHIND_BYTES = 1 << 24  # bytes of these: one update of 32,768 ranks has 6 MB
 _WRITE_TIMEOUT = 20.0  # seconds
 _BATCH = 64  # events that are folded before other tasks run
 _QUIET = 0.05  # seconds without an event after which past events are assumed to be read
@@ -36,7 +38,7 @@ class SseSubscriber:
 
     def send(self, data: bytes) -> None:
         """Queue `data`. A browser that is too far behind gets the whole state instead."""
-        if len(self.waiting) >= _BEHIND:
+        if len(self.waiting) >= _BEHIND or sum(map(len, self.waiting)) > _BEHIND_BYTES:
             self.waiting.clear()
             self.needs_whole = True
         if not self.needs_whole:
@@ -55,6 +57,8 @@ class Subscribers:
         self._subscribers: set[SseSubscriber] = set()
         self._due: asyncio.TimerHandle | None = None
         self._sent_at = 0.0
+        self._rows_timer: asyncio.TimerHandle | None = None
+        self._rows_due = 0.0  # when rows of ranks may be sent again
         self._last_event = 0.0  # when it came
 
     @property
@@ -74,8 +78,8 @@ class Subscribers:
                 if isinstance(event, RunEnded):
                     break
         finally:
-            self._send_update()
             self.ended.set()
+            self._send_update()
             for subscriber in self._subscribers:
                 subscriber.changed.set()
 
@@ -92,20 +96,29 @@ class Subscribers:
         self._last_event = time.monotonic()
         if self._due is None:
             # Send at once, unless an update was sent just now; in that case collect changes.
-            wait = max(0.0, self._sent_at + EVERY - time.monotonic())
-            self._due = asyncio.get_running_loop().call_later(wait, self._send_update)
+            self._due = self._send_at(self._sent_at + EVERY)
+
+    def _send_at(self, when: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), self._send_update)
 
     def _send_update(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
+        for timer in (self._due, self._rows_timer):
+            if timer is not None:
+                timer.cancel()
+        self._due = self._rows_timer = None
         self._sent_at = time.monotonic()
-        update = self._updates.next() if self._subscribers else None
-        if update is None:
+        if not self._subscribers:
             return
-        data = _event("update", update)
-        for subscriber in self._subscribers:
-            subscriber.send(data)
+        began, rows = time.thread_time(), self.ended.is_set() or self._sent_at >= self._rows_due
+        update = self._updates.next(rows=rows)
+        if update is not None:
+            data = _event("update", update)
+            for subscriber in self._subscribers:
+                subscriber.send(data)
+        if rows:
+            self._rows_due = time.monotonic() + (time.thread_time() - began) / _SHARE
+        elif self._updates.rows_changed:
+            self._rows_timer = self._send_at(self._rows_due)
 
     async def show(self, response: web.StreamResponse, transport: asyncio.Transport | None) -> None:
         """Send updates to one browser until it leaves or the run ends."""

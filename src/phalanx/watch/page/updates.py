@@ -37,6 +37,7 @@ class Updates:
         self._seconds = seconds
         self._latest: PageUpdate | None = None  # without fields that are sent only once
         self._rows: dict[int, RankRow] = {}
+        self._changes = -1  # those of the ranks that the rows contain
         self._ends: dict[int, float] = {}  # rank -> end of the letters sent
         self._given: dict[str, int] = {}  # curve -> number of points sent
         self._sent = 0  # events
@@ -69,18 +70,19 @@ class Updates:
             **self._linked(),
         )
 
-    def next(self) -> PageUpdate | None:
-        """Return the changes; None: nothing has changed."""
+    @property
+    def rows_changed(self) -> bool:
+        """Whether a rank has changed since the last update with rows."""
+        return self._model.ranks.changes != self._changes
+
+    def next(self, *, rows: bool = True) -> PageUpdate | None:
+        """Return the changes; None: nothing has changed. `rows`: also those of ranks. Of thousands this is slow."""
         model = self._model
         links = self._linked() if model.links is not self._links else {}
         self._links = model.links
         described = model.metadata if model.metadata is not self._metadata else None
         self._metadata = model.metadata
-        rows = {rank: _row(view) for rank, view in model.ranks.items()}
-        before, self._rows = self._rows, rows
-        gone = tuple(rank for rank in before if rank not in rows)
-        for rank in gone:
-            self._ends.pop(rank, None)
+        changed, gone, strips = self._ranks() if rows and self.rows_changed else ((), (), {})
         latest = PageUpdate(
             at=model.now,
             head=_head(model),
@@ -90,16 +92,15 @@ class Updates:
                 (one.rank, round(one.share, 3), one.phase) for one in model.stragglers.ranking()[:_STRAGGLERS]
             ),
         )
-        strips = self._strips()
         curves = self._curves()
         events = model.timeline.since(self._sent)
         self._sent = model.timeline.counts.total()
-        if latest == self._latest and before == rows and not (gone or strips or curves or events or links or described):
+        if latest == self._latest and not (changed or gone or strips or curves or events or links or described):
             return None
         self._latest = latest
         return msgspec.structs.replace(
             latest,
-            rows=tuple(row for rank, row in rows.items() if before.get(rank) != row),
+            rows=changed,
             gone=gone,
             strips=strips,
             curves=curves,
@@ -107,6 +108,16 @@ class Updates:
             metadata=described,
             **links,
         )
+
+    def _ranks(self) -> tuple[tuple[RankRow, ...], tuple[int, ...], dict[int, tuple[float, str]]]:
+        """Return the changed rows, the ranks that are gone, and the new letters."""
+        ranks, before = self._model.ranks, self._rows
+        self._changes = ranks.changes
+        self._rows = {rank: _row(view) for rank, view in ranks.items()}
+        gone = tuple(rank for rank in before if rank not in self._rows)
+        for rank in gone:
+            self._ends.pop(rank, None)
+        return tuple(row for rank, row in self._rows.items() if before.get(rank) != row), gone, self._strips()
 
     # -- what only grows
 

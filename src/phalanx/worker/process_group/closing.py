@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from phalanx.worker.process_group import ending, nccl
+from phalanx.worker import ending
+from phalanx.worker.process_group import nccl
 from phalanx.worker.rendezvous import tcp_store
 from phalanx.worker.rendezvous.membership import Membership
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from phalanx.errors import JoinError, UsageError
 from phalanx.forkserver.signed_store import SignedStore
-from phalanx.worker.process_group import ending, seeds
+from phalanx.worker import ending
+from phalanx.worker.process_group import seeds
 from phalanx.worker.process_group.closing import GroupClosing
 from phalanx.worker.process_group.member import GroupMember
 from phalanx.worker.process_group.resize_hook import ResizeHook
@@ -78,6 +79,7 @@ class WorkerProcessGroup(GroupMember):
         """Join the process group of this run, once all ranks have arrived. The arguments are those of
         `phalanx.init`.
         """
+        seeds.check(seed)
         membership = form(
             backend,
             method=method,

@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import Any
 
-from phalanx.worker.process_group.ending import keep
+from phalanx.worker.ending import keep
 
 _aborting: set[int] = set()  # ids of backends that are being aborted; they are kept, so that ids stay unique
 _starting = threading.Lock()

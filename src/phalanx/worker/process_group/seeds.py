@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+
+def check(seed: Any) -> None:
+    """Raise UsageError unless this is a whole number."""
+    try:
+        operator.index(seed)
+    except TypeError:
+        raise UsageError(f"seed={seed!r}: expected a whole number", fix="seed=1") from None
 
 
 def derive(seed: int, *names: object) -> int:

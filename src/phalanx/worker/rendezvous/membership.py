@@ -17,7 +17,7 @@ from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.contract.variables import rank_variables
 from phalanx.errors import JoinError, UsageError
 from phalanx.forkserver.signed_store import SignedStore
-from phalanx.worker.process_group import ending
+from phalanx.worker import ending
 from phalanx.worker.rendezvous import addresses, device, methods, roll_call, tcp_store
 from phalanx.worker.rendezvous.device import check_backend, kind
 from phalanx.worker.rendezvous.identity import PHALANX, Identity, identify

@@ -19,7 +19,7 @@ FOLDER = pathlib.Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
 PROBE = sys.modules["_phalanx_forkserver.probe.probe"].current
 REPORT = sys.modules["_phalanx_forkserver.probe.report"]
-SLOT = sys.modules["_phalanx_forkserver.probe.status_slot"]
+SLOT = sys.modules["_phalanx_forkserver.board.status_slot"]
 OWN = PROBE._sampler._slot
 MOST = 30  # seconds until the test fails because the status never shows the phase
 

@@ -167,7 +167,7 @@ def test_to_abandon_is_to_stop_at_once() -> None:
     os.close(writer)
 
 
-def test_last_words_of_ours_are_shown_even_so() -> None:
+def test_the_last_message_is_shown_after_abandon() -> None:
     with Captured(2) as shown:
         shown.console.abandon()
         once(shown.console, 0, "not this\n")

@@ -10,7 +10,7 @@ from phalanx.launcher.output.filters import Std
 from tests.launcher.output.console.emulator import Captured, Terminal, Worker, once, showing, until
 
 
-def test_nothing_is_written_while_hidden_and_what_was_said_is_said_afterwards(terminal: Terminal) -> None:
+def test_messages_of_a_hidden_console_are_shown_afterwards(terminal: Terminal) -> None:
     with showing(2, terminal) as console:
         worker = Worker(console, 1, Std.OUT)
         worker.write("before\n")
@@ -33,7 +33,7 @@ def test_nothing_is_written_while_hidden_and_what_was_said_is_said_afterwards(te
     assert b"meanwhile" not in terminal.data
 
 
-def test_last_words_are_said_though_it_was_never_shown_again() -> None:
+def test_the_last_message_is_shown_if_the_console_stays_hidden() -> None:
     with Captured(2, terminal=True, colour=False) as shown:
         shown.console.hide()
         for number in range(600):

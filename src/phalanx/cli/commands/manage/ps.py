@@ -15,6 +15,7 @@ from dataclasses import asdict
 
 import msgspec
 
+from phalanx.cli import run_lookup
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.visible import visible_line
 from phalanx.errors import OptionError, UsageError
@@ -30,6 +31,9 @@ _WHAT = 48  # maximum characters of a command
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of `phalanx ps`."""
     parser = argparse.ArgumentParser(prog="phalanx ps", description="List running runs, or all runs.")
+    parser.add_argument(
+        "run", nargs="*", help="only runs, running or ended, with this name or prefix of it (default: all running ones)"
+    )
     parser.add_argument("-a", "--all", action="store_true", help="also runs that have ended")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, with metadata")
     parser.add_argument(
@@ -46,9 +50,16 @@ def main(argv: list[str]) -> int:
     """Run `phalanx ps`. Return the exit code."""
     options = make_parser().parse_args(argv)
     base = run_folder.home(environment())
+    if options.run and (options.forget is not None or options.older is not None):
+        raise OptionError(
+            "--forget takes the names itself", fix=shlex.join(["phalanx", "ps", "--forget", *options.run])
+        )
     if options.forget is not None or options.older is not None:
         return _forget(base, options.forget, options.older)
-    runs = [run for run in run_folder.all_runs(base) if options.all or run.alive]
+    if options.run:
+        runs = run_lookup.named(options.run)
+    else:
+        runs = [run for run in run_folder.all_runs(base) if options.all or run.alive]
     if options.json:
         for run in runs:
             facts = asdict(summary.of(run))

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
 
 from phalanx.cli import run_lookup
 from phalanx.contract.visible import visible_line
-from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.runs.run_folder import RunRecord
+from phalanx.errors import LaunchError
 
 _DELIVERED = 5.0  # seconds to wait until a signal is delivered: the agent may be stopped (SIGSTOP)
 
@@ -34,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Run `phalanx stop`. Return the exit code."""
     options = make_parser().parse_args(argv)
     run = run_lookup.find_running(options.run, verb="stop")
-    with handle(run) as process:
+    with run_lookup.agent_handle(run) as process:
         signal.pidfd_send_signal(process, signal.SIGTERM)
         if options.now:
             # SIGTERM asks the agent to stop. A SIGINT after it ends the workers at once, and the agent still cleans up.
@@ -61,18 +57,3 @@ def _is_pending(pid: int, number: signal.Signals) -> bool:
     except OSError:
         return False
     return any(mask >> (number - 1) & 1 for mask in masks)
-
-
-@contextlib.contextmanager
-def handle(run: RunRecord) -> Iterator[int]:
-    """Yield a pidfd of the agent: its pid could belong to another process by the time a signal is sent."""
-    try:
-        process = os.pidfd_open(run.pid)
-    except ProcessLookupError:
-        raise UsageError(f"{run.id} has ended already", fix="phalanx ps") from None
-    try:
-        if not run.alive:
-            raise UsageError(f"{run.id} has ended already", fix="phalanx ps")
-        yield process
-    finally:
-        os.close(process)

@@ -138,8 +138,9 @@ class LogPrinter:
             return
         missing = sorted(set(self._wanted) - set(known))
         if missing:
+            has = f"rank{'s' if len(known) > 1 else ''} {spans(known)}"
             raise UsageError(
-                f"there is no rank {missing[-1]}: {self._record.id} has ranks {spans(known)}",
+                f"there is no rank {missing[-1]}: {self._record.id} has {has}",
                 fix=f"phalanx logs {self._record.id} -r {known[0]}",
             )
 

@@ -47,6 +47,9 @@ def main(argv: list[str]) -> int:
     except PhalanxError as error:
         code = error.exit_code
         raise
+    except KeyboardInterrupt:
+        code = 130
+        raise
     finally:
         sys.stderr.write(f"phalanx: {chaos.summary(code)}\n")
     return code

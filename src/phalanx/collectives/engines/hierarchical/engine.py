@@ -16,9 +16,9 @@ import torch
 from phalanx.collectives.engines.engine import ANY_SOURCE, Engine, EngineCall
 from phalanx.collectives.engines.gloo import GlooMessage
 from phalanx.collectives.engines.gloo_transport import AnySourceMessage, GlooTransport
+from phalanx.collectives.engines.hierarchical.failure_propagation import FailurePropagation, translate
 from phalanx.collectives.engines.threaded import ENDED, Threaded
 from phalanx.collectives.errors import CollectiveTimeout, GroupAborted, PeerLost
-from phalanx.collectives.failure_propagation import FailurePropagation, translate
 from phalanx.collectives.neighbours import Neighbours, format_ranks
 from phalanx.forkserver.signed_store import SignedStore
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from phalanx.collectives.call_header import CallHeader, check_match, fits_inline
 from phalanx.collectives.engines.engine import EngineCall
 from phalanx.collectives.engines.gloo_transport import GlooTransport, within
+from phalanx.collectives.engines.hierarchical.call_header import CallHeader, check_match, fits_inline
 from phalanx.collectives.neighbours import Neighbours
 
 HEADER, DATA = (1 << 31) - 1, (1 << 31) - 2  # tags of messages between leaders

@@ -97,8 +97,12 @@ class MemberStates:
             topology=self.topology,
             store_port=store_port,
             spare=spare,
-            joins=spare and self.room > len(self._ready),
+            joins=spare and self.room > len(self._before(member)),
         )
+
+    def _before(self, member: int) -> set[int]:
+        """Return the members that get ranks before this one: those that are ready, or have joined earlier."""
+        return {other for other in self._starting if other < member} | (self._ready - {member})
 
     # -- changes
 

@@ -14,8 +14,8 @@ from phalanx.contract.messages import worker_messages
 from phalanx.launcher.actions import RegroupPlan
 from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.workers.context import RegroupObserver, WorkerGroupContext
+from phalanx.launcher.workers.formation import Formation
 from phalanx.launcher.workers.regroup import leftovers
-from phalanx.launcher.workers.regroup.formation import Formation
 from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.regroup.spares import SparePool
 from phalanx.launcher.workers.regroup.unresponsive import UnresponsiveWatch

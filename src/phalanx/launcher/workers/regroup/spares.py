@@ -14,7 +14,7 @@ from phalanx.cluster.cluster import Slot
 from phalanx.cluster.placement import Seat
 from phalanx.contract.ranks.placement import RankPlacement
 from phalanx.launcher.runs import root_cause
-from phalanx.launcher.workers.regroup.formation import Formation
+from phalanx.launcher.workers.formation import Formation
 from phalanx.launcher.workers.spawner import Spawner
 from phalanx.launcher.workers.worker import Worker
 from phalanx.launcher.workers.workers import Workers

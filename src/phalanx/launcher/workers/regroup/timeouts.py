@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from phalanx.diagnose.rules.collectives.timeouts import Timeout
 from phalanx.launcher.runs import root_cause
+from phalanx.launcher.workers.context import Blame
 
 if TYPE_CHECKING:
     from phalanx.launcher.workers.failures import Failures
     from phalanx.launcher.workers.worker import Worker
     from phalanx.launcher.workers.workers import Workers
-
-Blame = Callable[[int, Timeout], Awaitable[list[str]]]  # rank that timed out -> lines about the cause
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ import stat
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from phalanx.contract.regular_file import kind_of, open_regular, read_regular
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint.format import integrity
 from phalanx.train.checkpoint.format.manifest import FORMAT, MANIFEST, Entry, Manifest
-from phalanx.train.checkpoint.format.regular_file import kind_of, open_regular, read_regular
 from phalanx.train.checkpoint.format.validation import check_manifest
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?\Z")

@@ -12,8 +12,15 @@ from phalanx.contract.events import UNSEEN
 
 TICK = 0.1  # seconds per letter
 MOST = 6000  # letters
+_LEAST = 300  # letters, with any number of ranks
+_ALL = 6_000_000  # letters of all ranks together
 _LATE = 2  # ticks by which a sampler may be late without having missed anything
 _BACK = 100  # ticks: a time further back means that the clock was changed
+
+
+def room(ranks: int) -> int:
+    """Return how many letters each of so many ranks keeps."""
+    return max(_LEAST, min(MOST, _ALL // max(1, ranks)))
 
 
 @dataclass(slots=True)
@@ -40,6 +47,11 @@ class Strip:
             more = letters if len(letters) == new else _fitted(letters, min(new, MOST))
             self.letters = (self.letters + more)[-MOST:]
         self.end = tick * TICK
+
+    def shorten(self, most: int) -> None:
+        """Keep only the last `most` letters."""
+        if len(self.letters) > most:
+            self.letters = self.letters[-most:]
 
     def between(self, start: float, end: float) -> str:
         """Return the letters from `start` to `end`, in whole ticks."""

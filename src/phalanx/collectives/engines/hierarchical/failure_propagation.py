@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable
 import msgspec
 import torch.distributed as dist
 
+from phalanx.collectives.engines.engine import CallKind, EngineCall
+from phalanx.collectives.engines.threaded import ENDED
+from phalanx.collectives.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
+from phalanx.collectives.neighbours import Neighbours
 from phalanx.forkserver.signed_store import SignedStore
-
-from .engines.engine import CallKind, EngineCall
-from .engines.threaded import ENDED
-from .errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost
-from .neighbours import Neighbours
 
 _LEADER_TIMEOUT = 1.0  # seconds for leaders of other hosts to report
 _FOLLOWER_TIMEOUT = 3.0  # seconds that a rank waits for its own leader, which waits for the others

@@ -6,12 +6,12 @@ import mmap
 import os
 import signal
 
-from phalanx.forkserver.probe import status_slot
-from phalanx.forkserver.probe.status_slot import PHASES, SlotLook
+from phalanx.forkserver.board import status_slot
+from phalanx.forkserver.board.status_slot import PHASES, SlotLook
 from phalanx.launcher.workers.probes import StatusBoard
 
 
-def test_the_slot_keeps_the_last_looks() -> None:
+def test_a_slot_keeps_the_newest_samples() -> None:
     memory = memoryview(bytearray(2 * status_slot.SIZE))
     own = status_slot.StatusSlot(memory, 1)
     assert status_slot.looks(memory, 1, 0.0) == []

@@ -1,4 +1,4 @@
-"""Opens files of a checkpoint folder, which another user may have created: no links, no devices, no pipes."""
+"""Opens files of a folder of checkpoints, which another user may have created: no links, no devices, no pipes."""
 
 from __future__ import annotations
 

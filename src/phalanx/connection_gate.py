@@ -1,27 +1,20 @@
-"""Limits for connections that are not authenticated yet: how many, for how long, how many bytes."""
+"""Limits for connections that are not authenticated yet: how many, for how long, how many bytes.
+
+The control port of a leader and the page have them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aiohttp import web
 
-from phalanx.control.messages import JOIN_REQUEST_LIMIT
-from phalanx.errors import JoinError
-
-MOST = 512  # unauthenticated connections, besides those of expected members
-PATIENCE = 10.0  # seconds for the authentication
-ALLOWANCE = JOIN_REQUEST_LIMIT + (1 << 14)  # bytes for the authentication
-AT_ONCE = 64  # connections that are accepted at a time
-_OTHER_FILES = 256  # further files that this process may need
-
 # Do not log garbage on the port.
-_SILENT = logging.Logger("phalanx.control.leader.connection_gate")
+_SILENT = logging.Logger("phalanx.connection_gate")
 _SILENT.addHandler(logging.NullHandler())
 
 
@@ -29,9 +22,9 @@ _SILENT.addHandler(logging.NullHandler())
 class GateLimits:
     """Limits for unauthenticated connections."""
 
-    most: int = MOST  # connections
-    patience: float = PATIENCE
-    allowance: int = ALLOWANCE
+    most: int  # connections
+    patience: float  # seconds for the authentication
+    allowance: int  # bytes for the authentication
     field: int = 4096  # bytes of a header
 
 
@@ -153,18 +146,3 @@ def turn_away(handler: web.RequestHandler) -> None:
     """Close a connection at once."""
     if handler.transport is not None:
         handler.transport.abort()
-
-
-def make_room(members: int) -> None:
-    """Raise the limit of open files if members and other callers need more."""
-    needed = members + MOST + 3 * AT_ONCE + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < members + _OTHER_FILES:
-        raise JoinError(
-            f"{members} nodes cannot join: the limit of open files is {hard}, and every node needs one",
-            details=[f"at least {members + _OTHER_FILES} are needed"],
-            fix=f"raise the hard limit of open files on node 0: ulimit -Hn {needed}, LimitNOFILE= or limits.conf",
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))

@@ -13,7 +13,7 @@ import platform
 import struct
 import time
 
-from ..probe import status_slot
+from . import status_slot
 
 LANES = 32  # groups that a rank can use at a time
 DEPTH = 32  # collectives that a rank can be ahead of the others

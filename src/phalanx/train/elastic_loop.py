@@ -264,7 +264,7 @@ class ElasticLoop:
 
         If it wakes up, it commits nothing: `_should_halt` rejects the next step.
         """
-        from phalanx.train.snapshot.rescue import rescue, stillness
+        from phalanx.train.elastic.rescue import rescue, stillness
         from phalanx.worker.snapshot_memory import SnapshotMemoryClient
 
         still, recovery, memory = stillness(), self._recovery, environment().get(MEMORY)

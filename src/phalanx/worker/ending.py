@@ -89,7 +89,7 @@ def _close(group: OpenGroup) -> None:
             try:
                 stream.flush()
             except Exception:  # at interpreter exit: a stream may be closed, or of any type
-                log.swallowed("worker.process_group.ending")
+                log.swallowed("worker.ending")
         os._exit(1)
 
 

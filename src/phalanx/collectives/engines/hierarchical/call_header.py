@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from .engines.engine import CallKind, EngineCall, Op, Reduction
-from .errors import CollectiveMismatch
+from phalanx.collectives.engines.engine import CallKind, EngineCall, Op, Reduction
+from phalanx.collectives.errors import CollectiveMismatch
 
 INLINE = 1 << 12  # bytes that are sent with the header, so that a small reduction takes one round trip
 _FIELDS = struct.Struct("=8q")
