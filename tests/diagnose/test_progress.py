@@ -39,6 +39,12 @@ def stuck_at(after: int, *, culprit: dict[str, Any], size: int = 4, **everybody:
     return script
 
 
+def imports_first(second: int) -> list[Reading]:
+    """Two ranks import for 25 seconds, and then wait for each other."""
+    phase, waits = ("import", False) if second < 25 else ("join", True)
+    return [Reading(number, float(second), phase=phase, waiting=waits) for number in range(2)]
+
+
 def first_step(**more: Any) -> Script:
     def script(second: int) -> list[Reading]:
         return [Reading(0, float(second), **more), Reading(1, float(second), waiting=True)]
@@ -73,6 +79,7 @@ HEALTHY: dict[str, tuple[Script, int]] = {
         ],
         300,
     ),
+    "all wait after a long import": (imports_first, 54),
     "importing": (stuck_at(10, culprit={"phase": "import", "state": "R"}), 300),
     "a debugger is open": (stuck_at(10, culprit={"debugged": True}), 2000),
     "a debugger, in another rank than the one that waits": (
@@ -187,6 +194,7 @@ STALLS: dict[str, tuple[Script, int, tuple[int, ...], bool]] = {
         (0, 1),
         True,
     ),
+    "all wait for ever after a long import": (imports_first, 54, (0, 1), True),
     "an endless loop": (stuck_at(10, culprit={"busy": True, "state": "R"}), 310, (2,), False),
     "a checkpoint that never ends": (stuck_at(10, culprit={"phase": "checkpoint"}), 310, (2,), False),
     "a first step that never ends": (first_step(state="R", busy=True), 300, (0,), False),

@@ -154,7 +154,7 @@ class ProgressWatch:
             return self._raise(alive, proven, self.stall_timeout, proven=True)
         if not alone and all(_waits(each) for each in alive):
             limit = max(self.stall_timeout, _ALL * max(each.usual for each in alive))
-            if len(still) == len(alive) and all(self._still(each) >= limit for each in alive):
+            if len(still) == len(alive) and all(self._blocked(each) >= limit for each in alive):
                 return self._raise(alive, alive, limit, proven=True)
             return None
         late = [each for each in still if self._late(each, awaited)]
@@ -173,6 +173,11 @@ class ProgressWatch:
 
     def _still(self, reading: Reading) -> float:
         return self._now - self._past[reading.rank].moved
+
+    def _blocked(self, reading: Reading) -> float:
+        """Return the seconds without progress since the rank was last seen computing or importing."""
+        past = self._past[reading.rank]
+        return self._now - max(past.moved, past.eased)
 
     def _limit(self, reading: Reading) -> float:
         return max(self.stall_timeout, _SEVERAL * reading.usual)
@@ -199,7 +204,7 @@ class ProgressWatch:
         # A first step may take long. If steps cannot be seen, assume a first step while it computes.
         if reading.step < 0 and (reading.progress == 0 or reading.state == "R"):
             return False
-        return self._now - max(past.moved, past.eased) >= limit
+        return self._blocked(reading) >= limit
 
     def _rests(self, past: _Past, limit: float) -> bool:
         """Return whether a rank that no other waits for is idle for too long: it had steps, or all ranks are idle."""
