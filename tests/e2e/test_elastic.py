@@ -142,6 +142,25 @@ def test_a_node_that_cannot_take_part_is_dismissed_with_the_reason(lab: Lab, tmp
     all_gone(lab)
 
 
+def test_a_node_that_ends_before_its_first_step_is_dismissed(lab: Lab, tmp_path: Path) -> None:
+    """Code 0 is no failure, so the others would wait for it in vain. Another script, or other arguments."""
+    jobs = [node(lab, 0, tmp_path)]
+    entered(jobs[0], 1)
+    until((tmp_path / f"{STEPS + 1}.0").exists, 60, "an epoch")
+    for place, (bad, what) in enumerate({"leave": "a rank of node 1", "end": "the training of node 2"}.items(), 1):
+        guest = node(lab, place, tmp_path, env={"BAD": bad})
+        assert guest.wait(60) == 1, texts([*jobs, guest])
+        assert "this node was dismissed, and the others continue" in guest.err
+        jobs[0].wait_for(re.compile(f"was dismissed: {what} .*before its first step in the group: an early return"))
+        jobs[0].wait_for(
+            re.compile(rf"node {place} .* was dismissed; regrouped, and step \d+ was committed .*no step lost")
+        )
+    (tmp_path / "end").touch()
+    assert codes(jobs) == [0], texts(jobs)
+    learnt(tmp_path)
+    all_gone(lab)
+
+
 def test_a_node_with_another_model_is_dismissed(lab: Lab, tmp_path: Path) -> None:
     jobs = [node(lab, place, tmp_path) for place in range(2)]
     begun = entered(jobs[0], 2)

@@ -59,6 +59,16 @@ def test_a_node_that_others_do_not_reach_is_dismissed_whatever_on_hang_says() ->
     assert "-n MIN:MAX" in action.fix
 
 
+def test_a_node_that_stalls_before_its_first_step_is_to_blame_whatever_on_hang_says() -> None:
+    others = Verdict(kind="waiting", ranks=(0,), text="rank 0 has made no progress")
+    early, late = (Evidence(time=0.0, waited=waited, ranks=(), limit=10.0) for waited in (9.0, LONGER * 10))
+    assert hang_action.newcomer(early, [others, HERE], {2, 3}) == HERE
+    assert hang_action.newcomer(early, [others, HERE], {3}) == others  # it waits for the newcomer
+    assert hang_action.newcomer(early, [HERE], set()) is None
+    assert hang_action.newcomer(early, [LOOP], {1}) == WaitLonger(LONGER * 10 - 9)
+    assert hang_action.newcomer(late, [LOOP], {1}) == LOOP
+
+
 def _progress(members: dict[int, tuple[int, ...]], nodes: int = 3) -> ClusterProgress:
     group = SimpleNamespace(node_rank=0, node_count=nodes)
     plan = SimpleNamespace(group=group, hang=SimpleNamespace(stall_timeout=30.0))

@@ -40,6 +40,21 @@ def test_processes_that_a_dead_rank_started(own: set[int], found: list[int]) -> 
     assert leftovers(table, DEAD, living={LIVING}, reapers=reapers, is_own=own.__contains__) == found
 
 
+def test_a_worker_that_never_started_has_left_nothing() -> None:
+    """Its pid is 0, the parent of init: every process of the machine would be below it."""
+    init = ProcessRow(1, 0, 0)
+    table = {row.pid: row for row in (init, *TABLE)}
+    reapers = {AGENT, FORK_SERVER}
+    assert leftovers(table, 0, living={LIVING}, reapers=reapers, is_own=lambda _: True) == []
+
+
+def test_a_worker_that_is_being_started_spares_nothing() -> None:
+    """Two ranks have died: the replacement of the first has no pid yet when the second is replaced."""
+    table = {row.pid: row for row in (ProcessRow(1, 0, 0), *TABLE)}
+    found = leftovers(table, DEAD, living={LIVING, 0}, reapers={AGENT, FORK_SERVER}, is_own={22}.__contains__)
+    assert found == [21, 22, 23, 24]
+
+
 def test_an_environment_names_the_run_and_the_place() -> None:
     environ = {b"PHALANX_RUN": b"a", b"LOCAL_RANK": b"1"}
     assert is_of(environ, "a", 1)

@@ -41,6 +41,9 @@ class Links:
     def address(self, member: int) -> str:
         return ""
 
+    def on_trial(self) -> frozenset[int]:
+        return frozenset()
+
     def dismiss(self, ranks: Sequence[int], why: str) -> bool:
         return False
 

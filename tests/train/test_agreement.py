@@ -90,5 +90,25 @@ def test_a_message_has_the_first_differences() -> None:
     assert found[0].details[-1] == "and 4 more"
 
 
+def test_a_parameter_that_only_some_ranks_train_is_shown_when_it_is_wrapped() -> None:
+    model = nn.Linear(4, 2)
+    kept, wrapped = describe_model(model, "net"), describe_model(model, "net", frozen=True)
+    assert kept == wrapped
+    model.weight.requires_grad_(False)
+    assert describe_model(model, "net") == kept  # a script may unfreeze parameters later
+    group = SimpleNamespace(
+        world_size=2,
+        rank=1,
+        seed=0,
+        gather=lambda mine, **_: [
+            mine,
+            {**mine, "model Linear weight": "(2, 4) float32"} if mine.__class__ is dict else 0,
+        ],
+    )
+    with pytest.raises(UsageError, match="different models") as raised:
+        Agreement(SimpleNamespace(objects={}), lambda: None).compare_model(group, model)  # type: ignore[arg-type]
+    assert raised.value.details == ("Linear weight: (2, 4) float32, frozen on rank 0; (2, 4) float32 on rank 1",)
+
+
 def test_a_lazy_parameter_has_no_shape_yet() -> None:
     assert describe_model(nn.LazyLinear(3), "net") == {}

@@ -46,7 +46,7 @@ def train(run: phalanx.Run) -> None:
     ddp = run.wrap(model)
     group = f"{run.world_size} by {run.group.backend}, pid {os.getpid()}"
     print(f"generation {run.group.generation}: rank {run.rank} of {group}", flush=True)
-    for epoch in run.epochs(EPOCHS or 10_000):
+    for epoch in run.epochs(1 if BAD == "end" else EPOCHS or 10_000):
         for x, y, places in run.batches(data):
             taken = [run.group.generation, run.world_size, places.tolist()]
             own = FOLDER / f".{os.uname().nodename} {os.getpid()}"  # atomic: this rank may be killed
@@ -54,6 +54,8 @@ def train(run: phalanx.Run) -> None:
             own.rename(FOLDER / f"{run.steps + 1}.{run.rank}")
             if BAD == "abort":
                 os.abort()
+            if BAD == "leave":
+                sys.exit(0)
             run.backward(nn.functional.mse_loss(ddp(x), y))
             run.step(opt)
             time.sleep(0 if EPOCHS else PAUSE)  # the pace of a training, not a wait for an event

@@ -55,6 +55,9 @@ class FakeLinks:
     def address(self, member: int) -> str:
         return ""
 
+    def on_trial(self) -> frozenset[int]:
+        return frozenset()
+
     def dismiss(self, ranks: Sequence[int], why: str) -> bool:
         return False
 

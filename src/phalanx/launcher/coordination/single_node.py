@@ -38,6 +38,10 @@ class SingleNodeLinks:
         """Return 0: there is no other node."""
         return 0
 
+    def on_trial(self) -> frozenset[int]:
+        """Return no ranks: there is no other node."""
+        return frozenset()
+
     def dismiss(self, ranks: Sequence[int], why: str) -> bool:  # noqa: ARG002
         """Return False: there is only this node."""
         return False

@@ -212,6 +212,13 @@ class HangDetector:
         parted = hang_action.cut_off(on_hang, verdicts)
         if parted is not None and self._links.dismiss(parted.ranks, parted.text):
             return
+        on_trial = self._links.on_trial()
+        match hang_action.newcomer(evidence, verdicts, on_trial):
+            case WaitLonger(seconds):
+                self._recheck = time.monotonic() + seconds
+            case Verdict() as verdict:
+                if self._links.dismiss(sorted(on_trial.intersection(verdict.ranks) or on_trial), verdict.text):
+                    return
         match hang_action.choose(on_hang, evidence, verdicts):
             case WaitLonger(seconds):
                 self._agent.note(f"the rank may only be slow: --on-hang {on_hang} waits another {seconds:.0f} s")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +41,20 @@ def cut_off(on_hang: OnHang, verdicts: Sequence[Verdict]) -> Verdict | None:
     This does not depend on --on-hang: killed ranks would be replaced on the same node. Only "stop" ends the run.
     """
     return None if on_hang == "stop" else next((each for each in verdicts if each.kind == "partition"), None)
+
+
+def newcomer(evidence: Evidence, verdicts: Sequence[Verdict], on_trial: Collection[int]) -> Verdict | WaitLonger | None:
+    """Return why a node that has joined a running group, and has not committed a step with it, is dismissed.
+
+    The others were training without it, so they continue without it, whatever --on-hang says. A verdict that names
+    only ranks of the others is used, too: they wait for the newcomer, or do not reach it.
+    """
+    if not on_trial:
+        return None
+    found = next((each for each in verdicts if not {*each.ranks}.isdisjoint(on_trial)), verdicts[0])
+    if found.kind == "loop" and evidence.waited < LONGER * evidence.limit:
+        return WaitLonger(LONGER * evidence.limit - evidence.waited)
+    return found
 
 
 def choose(on_hang: OnHang, evidence: Evidence, verdicts: Sequence[Verdict]) -> WaitLonger | StopRun | KillRanks | None:

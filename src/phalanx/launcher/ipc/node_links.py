@@ -42,6 +42,10 @@ class NodeLinks(Protocol):
         """Return the address of a member as seen from here. Empty if unknown."""
         ...
 
+    def on_trial(self) -> frozenset[int]:
+        """Return the ranks of nodes that have joined a running group, and have not committed a step yet."""
+        ...
+
     def dismiss(self, ranks: Sequence[int], why: str) -> bool:
         """Continue without the node that has these ranks. Return False if that is not possible."""
         ...

@@ -28,13 +28,17 @@ _FIXES = {
 }
 
 
-def describe_model(model: Any, name: str) -> Description:
-    """Describe the parameters of a model. Parameters whose shape is not that of the whole parameter are omitted."""
+def describe_model(model: Any, name: str, *, frozen: bool = False) -> Description:
+    """Describe the parameters of a model. Parameters whose shape is not that of the whole parameter are omitted.
+
+    `frozen`: also which of them are not trained, which must agree where gradients are summed.
+    """
     found = {}
     for path, parameter in model.named_parameters():
         whole = not torch.nn.parameter.is_lazy(parameter) and "FlatParameter" not in type(parameter).__name__
         if whole:
-            found[f"model {name} {path}"] = f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+            text = f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+            found[f"model {name} {path}"] = text if parameter.requires_grad or not frozen else f"{text}, frozen"
     return found
 
 
@@ -110,7 +114,7 @@ class Agreement:
 
     def compare_model(self, group: WorkerProcessGroup, model: Any) -> None:
         """Compare a model that is about to be wrapped."""
-        self._compare(group, describe_model(model, type(model).__name__))
+        self._compare(group, describe_model(model, type(model).__name__, frozen=True))
 
     def compare_data(self, group: WorkerProcessGroup, data: Any) -> None:
         """Compare the data that the first step has read, if it was not kept."""

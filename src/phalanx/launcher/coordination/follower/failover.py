@@ -151,6 +151,10 @@ class RoleLinks:
         """Return the address of a member. Empty until this node leads."""
         return self._current().address(member)
 
+    def on_trial(self) -> frozenset[int]:
+        """Return the ranks of nodes on trial, if this node leads."""
+        return self._current().on_trial()
+
     def dismiss(self, ranks: Sequence[int], why: str) -> bool:
         """Continue without a node, if this node leads."""
         return self._current().dismiss(ranks, why)

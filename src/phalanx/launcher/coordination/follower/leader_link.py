@@ -61,6 +61,10 @@ class LeaderLink:
         """Return an empty address: a follower knows only its leader."""
         return ""
 
+    def on_trial(self) -> frozenset[int]:
+        """Return no ranks: the leader knows them."""
+        return frozenset()
+
     def dismiss(self, ranks: Sequence[int], why: str) -> bool:  # noqa: ARG002
         """Return False: the leader decides."""
         return False

@@ -51,6 +51,10 @@ class AttemptResults:
         """Add the report of a member."""
         self._reports[member] = report
 
+    def report(self, member: int) -> messages.AttemptEnded | None:
+        """Return the report of a member. None: it has not reported."""
+        return self._reports.get(member)
+
     def remove(self, member: int) -> None:
         """Drop the report of a member that has left or is lost."""
         self._reports.pop(member, None)

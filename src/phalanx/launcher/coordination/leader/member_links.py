@@ -41,6 +41,11 @@ class MemberLinks:
         connected = self._members.connected.get(member)
         return connected.address if connected is not None else ""
 
+    def on_trial(self) -> frozenset[int]:
+        """Return the ranks of nodes that have joined a running group, and have not committed a step yet."""
+        states = self._member_states
+        return frozenset(rank for member in states.on_trial for rank in states.ranks[member].ranks)
+
     def dismiss(self, ranks: Sequence[int], why: str) -> bool:
         """Continue without the member that has these ranks. False: the run is not elastic, or too few would remain."""
         return self._changes.dismiss_ranks(ranks, why)

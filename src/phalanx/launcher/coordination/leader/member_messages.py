@@ -63,7 +63,7 @@ class MemberMessages:
                 readiness = Readiness(message.connected, message.finished, message.all_connected)
                 self._changes.set_readiness(member, readiness)
             case messages.RankLeft():
-                if message.attempt == self._commands.attempt.number:
+                if message.attempt == self._commands.attempt.number and not self._changes.rank_left(member):
                     self._agent.perform(self._commands.refuse_regroup())
             case messages.NodeHaltAck():
                 ack = worker_messages.HaltAck(message.step, message.generation, message.stuck)

@@ -58,6 +58,10 @@ class MemberStates:
         """Return whether the workers of this member can regroup."""
         return self._readiness[member].can_regroup
 
+    def others_finished(self, member: int) -> bool:
+        """Return whether workers of another member have finished their training."""
+        return any(self._readiness[other].finished for other in self._readiness if other != member)
+
     def cannot_take_part(self, member: int, *, ends_run: bool) -> bool:
         """Return whether a failure of workers shows that a node which has joined a healthy run cannot take part.
 

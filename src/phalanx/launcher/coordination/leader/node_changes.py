@@ -27,6 +27,8 @@ from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
 
 _PLAIN_AFTER = 10.0  # seconds without a connection of a worker, after which the script counts as unable to regroup
+_TRIAL_END = 3.0  # seconds in which the others end as well, if a node ends before its first step because all have ended
+_EXIT_0 = "before its first step in the group: an early return or sys.exit() on this node only?"
 
 
 class NodeChanges:
@@ -103,6 +105,9 @@ class NodeChanges:
             overall = self._member_states.readiness
             self._group.preemption.regroup_ready(overall.connected, overall.finished)
             self.start_spares()
+            if readiness.finished and member in self._member_states.on_trial:
+                joined = self._members.connected[member]
+                asyncio.get_running_loop().call_later(_TRIAL_END, self._finished_on_trial, joined)
 
     def _readmit(self, member: JoinedMember, readiness: Readiness) -> None:
         if self._members.is_current(member):
@@ -150,10 +155,35 @@ class NodeChanges:
 
         A node that cannot take part is dismissed, and the others continue: their training was healthy without it.
         """
-        states, ends = self._member_states, self._commands.attempt.stopping or self._group.preemption.begun
-        if self._elastic and not ends and states.cannot_take_part(member, ends_run=self._group.would_stop(failure)):
+        states = self._member_states
+        if self._may_dismiss and states.cannot_take_part(member, ends_run=self._group.would_stop(failure)):
             self.dismiss(member, failure.reason)
         return member not in states.ranks
+
+    def rank_left(self, member: int) -> bool:
+        """Handle a rank that has exited with code 0 in the middle of the training. Return whether that is completely
+        handled: its node was on trial, and is dismissed.
+        """
+        states = self._member_states
+        if member not in states.on_trial or not self._may_dismiss or states.others_finished(member):
+            return False
+        self.dismiss(member, f"a rank of {self._members.name(member)} exited with code 0 {_EXIT_0}")
+        return True
+
+    def _finished_on_trial(self, joined: JoinedMember) -> None:
+        """Dismiss a node on trial whose training has ended, while the others still train: it runs something else."""
+        states, member = self._member_states, joined.id
+        if not self._members.is_current(joined) or member not in states.on_trial or states.others_finished(member):
+            return
+        if self._may_dismiss:
+            report = self._results.report(member)
+            self.dismiss(member, f"the training of {self._members.name(member)} ended {_EXIT_0}")
+            if report is not None:
+                self.dismissed_ended(member, report)
+
+    @property
+    def _may_dismiss(self) -> bool:
+        return self._elastic and not self._commands.attempt.stopping and not self._group.preemption.begun
 
     def first_step(self, member: int, generation: int) -> None:
         """End the trial of a node whose workers have committed a step."""
@@ -171,9 +201,9 @@ class NodeChanges:
 
     def dismiss_ranks(self, ranks: Sequence[int], why: str) -> bool:
         """Dismiss the node that has these ranks, if enough others remain. Return whether it was dismissed."""
-        states, ends = self._member_states, self._commands.attempt.stopping or self._group.preemption.begun
+        states = self._member_states
         member = next((member for member, table in states.ranks.items() if set(ranks) & set(table.ranks)), None)
-        if member is None or member == states.own or ends or not self._elastic:
+        if member is None or member == states.own or not self._may_dismiss:
             return False
         if len(states.ranks) <= states.min_nodes:
             return False

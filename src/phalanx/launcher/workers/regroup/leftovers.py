@@ -28,7 +28,7 @@ class ProcessRow(NamedTuple):
 def kill(worker: int, local_rank: int, *, run: str, living: Collection[int], reapers: Collection[int]) -> list[int]:
     """Kill the leftover processes of the dead worker with this pid; return their pids.
 
-    living   pids of the other workers: their processes are not touched
+    living   pids of the other workers: their processes are not touched. 0, here too: it has not started yet
     reapers  pids of the agent and of its fork server, which become the parents of orphans
     """
     found = leftovers(
@@ -59,6 +59,9 @@ def leftovers(
     They are in its session, or its children, or orphans with its environment (`is_own`): its children have another
     parent once the kernel has freed all its resources.
     """
+    if not worker:  # it never started; 0 is the parent of init, and of the kernel's threads
+        return []
+    living = living - {0}  # below 0 is every process
     spared = living | reapers | _below(table, living) | {worker}
     first = {
         row.pid
