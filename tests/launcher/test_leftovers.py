@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.forkserver import linux
 from phalanx.launcher.workers.regroup.leftovers import ProcessRow, environ_of, is_of, leftovers, processes
 from tests.kit.cli import alive, free_port, phalanx, start, until
 
@@ -114,3 +115,7 @@ def test_a_replacement_gets_the_ports_of_the_dead_rank(tmp_path: Path) -> None:
     servers = (tmp_path / "servers").read_text().splitlines()
     assert len(servers) == 2
     assert not [pid for line in servers for pid in line.split() if alive(int(pid))]
+
+
+def test_nothing_is_below_a_process_that_has_not_started() -> None:
+    assert linux.descendants(0) == []

@@ -223,7 +223,7 @@ def families(roots: list[int], *, besides: frozenset[int] = frozenset()) -> dict
     families: dict[int, list[int]] = {}
     for root in roots:
         found = families[root] = list[int]()
-        level = [root]
+        level = [root] if root else []  # 0 is a process that has not started, and the parent of init
         while level:
             level = [pid for parent in level for pid in children.get(parent, []) if pid not in besides]
             found.extend(pid for pid in level if not table[pid][1])
