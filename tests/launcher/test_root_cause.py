@@ -31,6 +31,10 @@ from phalanx.launcher.runs.root_cause import (
 )
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"
+ADVICE = (
+    ". This is typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an "
+    "error. GLHF! 🏖️"
+)
 OURS = "PeerLost: all_reduce: peer lost, rank 1 has ended"
 
 
@@ -142,6 +146,12 @@ def test_a_port_in_use_is_reported_with_what_to_do() -> None:
     )
 
 
+def test_a_cuda_call_of_a_torch_without_cuda_is_explained() -> None:
+    text = "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'"
+    shown = block(ProcessFailure(0, 1, 9.9, error=error(text, 9.9)), tail=(), folder="")
+    assert "this torch is built without CUDA: " in shown
+
+
 def test_a_message_of_many_lines_is_cut_before_what_cpp_adds() -> None:
     frames = [["/t.py", 4, "load", "read()"]]
     text = "RuntimeError: " + "\n".join(["a" * 400, "b", "c", "d", "e", "f"])
@@ -174,6 +184,9 @@ def test_a_rank_that_exited_early_is_to_blame_and_not_the_one_that_lost_it() -> 
     text = block(blamed, tail=(), folder="x").splitlines()
     assert text[0] == summary(blamed)
     assert "sys.exit() on some ranks only?" in text[1]
+    advised = replace(blamed, error=error(LOST.replace("[gloo", "[/__w/third_party/gloo/gloo") + ADVICE, 9.9))
+    said = "  rank 0 lost the peer: RuntimeError: Connection closed by peer [127.0.0.1]:14529"
+    assert block(advised, tail=(), folder="x").splitlines()[2] == said  # the peer has not crashed
     assert text[2].startswith("  rank 0 lost the peer: ")
     assert left_alone(lost, []) == []
     assert left_alone(lost, [CleanExit(2, 10.0)]) == [], "it exited later"

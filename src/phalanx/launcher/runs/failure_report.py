@@ -31,6 +31,8 @@ from phalanx.launcher.runs.root_cause import (
 )
 
 _IN_USE = re.compile(r"failed to listen on any local network address.*?port: (\d+).*EADDRINUSE")
+_NO_CUDA = re.compile(r"AttributeError: module 'torch\._C' has no attribute '_cuda_\w+'")
+_GLOO = re.compile(r"\[\S+/gloo/\S+:\d+\] |\. This is typically caused by a remote worker crashing\..*")
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, if sizes differ
 _NO_MESSAGE = re.compile(r"Exception raised from |^frame #\d+|^(Original )?Traceback |^C\+\+ CapturedTraceback")
 _PACKAGES = re.compile(r"^.*/(?:site-packages|dist-packages|python3(?:\.\d+)?|src)/")
@@ -204,6 +206,8 @@ def _explained(death: ProcessFailure, report: TracebackReport) -> list[str]:
     """Return what ended it, if its own message does not contain that."""
     if port := _IN_USE.search(report.exception):
         return [f"  port {port[1]} is in use: leave MASTER_PORT as the launcher sets it, to a free port"]
+    if _NO_CUDA.match(report.exception):
+        return ['  this torch is built without CUDA: torch.device("cuda" if torch.cuda.is_available() else "cpu")']
     if reports_lost_loader(report):
         return ["  a DataLoader worker of this rank died: run with num_workers=0 to see its error"]
     if death.memory:
@@ -269,7 +273,8 @@ def _victim(death: ProcessFailure) -> str:
     """Return what happened to a rank whose failure was caused by another one."""
     report = report_of(death)
     what = "timed out" if timeout(death) is not None or not reports_lost_peer(report) else "lost the peer"
-    return f"{_who(death)} {what}: {_short(report.exception or in_words(death.code))}"
+    exception = _GLOO.sub("", report.exception)  # the block says what was the matter with the other rank
+    return f"{_who(death)} {what}: {_short(exception or in_words(death.code))}"
 
 
 def _it(ranks: Sequence[int]) -> str:
