@@ -38,8 +38,8 @@ ADVICE = (
 OURS = "PeerLost: all_reduce: peer lost, rank 1 has ended"
 
 
-def error(text: str, when: float, **more: object) -> str:
-    message = {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(when))}}
+def error(text: str, when: float, trace: str = "", **more: object) -> str:
+    message = {"message": text, "extraInfo": {"py_callstack": trace, "timestamp": str(int(when))}}
     return json.dumps({"message": message, "time": when, **more})
 
 
@@ -144,6 +144,26 @@ def test_a_port_in_use_is_reported_with_what_to_do() -> None:
     assert "port 29500 is in use: leave MASTER_PORT" in block(
         ProcessFailure(0, 1, 9.9, error=error(text, 9.9)), tail=(), folder=""
     )
+
+
+def test_the_exception_in_a_dataloader_worker_is_that_of_the_failure() -> None:
+    loader = '  File "/v/site-packages/torch/_utils.py", line 794, in reraise\n'
+    trace = (
+        f'Traceback (most recent call last):\n  File "/w/t.py", line 9, in main\n    for x in data:\n{loader}'
+        "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        '  File "/w/data.py", line 8, in __getitem__\n    raise ValueError(name)\nValueError: no such file: 33.jpg\n'
+    )
+    text = "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback …"
+    failed = ProcessFailure(1, 1, 9.9, error=error(text, 9.9, trace=trace))
+    shown = block(failed, tail=(), folder="x").splitlines()
+    assert shown[0] == summary(failed)
+    assert shown[0] == "rank 1 failed: ValueError: no such file: 33.jpg (in DataLoader worker process 0)"
+    assert [line for line in shown if "33.jpg" in line] == shown[:1]
+    assert shown[-4:-1] == [
+        "  where it was raised:",
+        "    /w/data.py:8 in __getitem__",
+        "        raise ValueError(name)",
+    ]
 
 
 def test_a_cuda_call_of_a_torch_without_cuda_is_explained() -> None:
