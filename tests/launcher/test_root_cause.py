@@ -377,6 +377,18 @@ def test_failures_of_other_ranks_are_reported_in_one_line_per_kind() -> None:
     assert afterwards(cause, failed_ranks([cause])) == []
 
 
+def test_a_mismatch_in_a_callback_of_ddp_is_named_as_on_the_other_ranks() -> None:
+    words = "ranks called different things: rank 0 all_gather of 1 int64, ranks 1 and 2 all_reduce of 9 float32 (SUM)"
+    wrapped = (
+        "RuntimeError: Got the following error when running the callback: CollectiveMismatch: "
+        f"all_reduce: this group has failed before: {words}"
+    )
+    cause = ProcessFailure(1, 1, 3.0, error=traced(wrapped, "/w/a.py"))
+    other = ProcessFailure(0, 1, 3.1, error=traced(words, "/w/b.py", "/w/c.py", when=3.0))
+    assert summary(cause) == f"rank 1 failed: {words}"
+    assert afterwards(cause, failed_ranks([cause, other])) == ["afterwards: rank 0 failed in the same way"]
+
+
 def test_failures_that_are_all_different_are_counted() -> None:
     cause = ProcessFailure(0, 1, 3.0, error=traced("ValueError: x", "/w/a.py"))
     others = [ProcessFailure(rank, 1, 3.1, error=traced(f"Error{rank}: y", "/w/a.py")) for rank in range(1, 100)]

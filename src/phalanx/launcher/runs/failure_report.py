@@ -34,6 +34,9 @@ _IN_USE = re.compile(r"failed to listen on any local network address.*?port: (\d
 _NO_CUDA = re.compile(r"AttributeError: module 'torch\._C' has no attribute '_cuda_\w+'")
 _GLOO = re.compile(r"\[\S+/gloo/\S+:\d+\] |\. This is typically caused by a remote worker crashing\..*")
 _CAUGHT = re.compile(r"\S+: Caught \S+ in (.+)\.$")  # torch: DataLoader worker process 0, replica 0 on device 0
+_IN_CALLBACK = re.compile(  # DDP's words around an error of one of phalanx's groups
+    r"RuntimeError: Got the following error when running the callback: \w+: (?:\w+: this group has failed before: )?"
+)
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, if sizes differ
 _NO_MESSAGE = re.compile(r"Exception raised from |^frame #\d+|^(Original )?Traceback |^C\+\+ CapturedTraceback")
 _PACKAGES = re.compile(r"^.*/(?:site-packages|dist-packages|python3(?:\.\d+)?|src)/")
@@ -61,7 +64,9 @@ def summary(death: ProcessFailure) -> str:
 def raised(report: TracebackReport) -> str:
     """Return the exception that ended a rank. If torch has raised it again for a process or thread, the original."""
     caught = _CAUGHT.match(report.exception.partition("\n")[0])
-    return report.exception if caught is None or report.root is None else f"{report.root.exception} (in {caught[1]})"
+    if caught is not None and report.root is not None:
+        return f"{report.root.exception} (in {caught[1]})"
+    return _IN_CALLBACK.sub("", report.exception)
 
 
 def block(
@@ -88,7 +93,7 @@ def block(
     usage = report.exception.startswith(f"{USAGE}: ")  # the message of argparse is enough, if it is shown
     if not brief or not death.error or (report.kind == "SystemExit" and not usage):  # no traceback says where
         lines += _frames(report, only_own=bool(death.blame))
-        lines += _of_root(report, named=raised(report) != report.exception)
+        lines += _of_root(report, named=_CAUGHT.match(report.exception.partition("\n")[0]) is not None)
     lines += _explained(death, report)
     if any(_MISMATCH in line for line in (report.exception, *death.stderr)):
         lines.append("  ranks called different collectives, or with different sizes: --check-collectives shows where")
@@ -130,13 +135,13 @@ def failed_ranks(deaths: Sequence[ProcessFailure]) -> tuple[FailedRanks, ...]:
 
 def afterwards(cause: ProcessFailure, failed: Iterable[FailedRanks]) -> list[str]:
     """Return lines about the ranks that failed after the first one, on any node: one per kind of failure."""
-    where = place(cause)[:_LONGEST]
+    where, text = place(cause)[:_LONGEST], _short(raised(report_of(cause)))
     same: list[int] = []
     lost: list[int] = []
     different: dict[str, list[int]] = {}
     for kind in failed:
         ranks = [rank for rank in kind.ranks if rank != cause.rank]
-        if where and kind.place == where:
+        if where and (kind.place == where or (kind.place and text and kind.text == text)):
             same += ranks
         elif kind.lost_peer:
             lost += ranks
@@ -286,7 +291,7 @@ def _victim(death: ProcessFailure) -> str:
     """Return what happened to a rank whose failure was caused by another one."""
     report = report_of(death)
     what = "timed out" if timeout(death) is not None or not reports_lost_peer(report) else "lost the peer"
-    exception = _GLOO.sub("", report.exception)  # the block says what was the matter with the other rank
+    exception = _GLOO.sub("", raised(report))  # the block says what was the matter with the other rank
     return f"{_who(death)} {what}: {_short(exception or in_words(death.code))}"
 
 
