@@ -106,6 +106,15 @@ def test_the_exit_code_is_the_workers(args: tuple[str, ...], code: int, words: s
     assert "a line without its end" in result.out
 
 
+@pytest.mark.warmed
+def test_the_text_of_sys_exit_is_shown_once() -> None:
+    result = phalanx("run", "-g", "2", "--cpu", script("exit_code.py"), "text", ",", "code", "0")
+    assert result.code == 1
+    assert "rank 0 failed: sys.exit: what went wrong: é\n" in result.err
+    assert result.err.replace('sys.exit("what', "").count("what went wrong") == 1, result.err
+    assert "what went wrong" in (folder(result.err) / "stderr.log").read_text()
+
+
 def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
     greedy = write(
         tmp_path / "greedy.py",

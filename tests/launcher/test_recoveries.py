@@ -124,3 +124,25 @@ def test_the_time_before_a_node_counts_as_lost_is_lost_too(monkeypatch: pytest.M
     assert isinstance(fault, events.FaultEvent)
     assert isinstance(recovered, events.Recovered)
     assert (fault.idle, recovered.idle) == (20.0, 20.0)
+
+
+def raised(rank: int, text: str, place: str) -> WorkerFailure:
+    return WorkerFailure(rank=rank, reason=f"rank {rank} failed: {text}", place=place, time=0.0, lived=9.0, step=5)
+
+
+def test_an_exception_of_all_ranks_is_named_once() -> None:
+    mismatch = "ranks called different things: rank 0 all_gather, ranks 1 and 2 all_reduce"
+    quoted = f"RuntimeError: Got the following error when running the callback: CollectiveMismatch: {mismatch}"
+    table: list[tuple[list[WorkerFailure], str]] = [
+        ([raised(rank, "KeyError: 'x'", "t.py:4") for rank in (2, 1, 0)],
+         "rank 2 failed: KeyError: 'x', ranks 0, 1 failed in the same way"),
+        ([raised(1, quoted, "t.py:4"), raised(2, quoted, "t.py:4"), raised(0, mismatch, "t.py:9")],
+         f"rank 0 failed: {mismatch}, ranks 1, 2 failed in the same way"),
+        ([raised(0, "KeyError: 'x'", "t.py:4"), raised(1, "ValueError: y", "t.py:5")],
+         "rank 0 failed: KeyError: 'x', rank 1 failed: ValueError: y"),
+        ([raised(0, "SIGKILL (Killed)", ""), raised(1, "SIGKILL (Killed)", "")],
+         "rank 0 failed: SIGKILL (Killed), rank 1 failed: SIGKILL (Killed)"),
+        ([raised(0, "ValueError: y", "t.py:5")] * 2, "rank 0 failed: ValueError: y"),
+    ]  # fmt: skip
+    for failures, text in table:
+        assert recoveries.reasons(failures) == text

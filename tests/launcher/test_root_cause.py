@@ -31,11 +31,15 @@ from phalanx.launcher.runs.root_cause import (
 )
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:14529"
+ADVICE = (
+    ". This is typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an "
+    "error. GLHF! 🏖️"
+)
 OURS = "PeerLost: all_reduce: peer lost, rank 1 has ended"
 
 
-def error(text: str, when: float, **more: object) -> str:
-    message = {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(when))}}
+def error(text: str, when: float, trace: str = "", **more: object) -> str:
+    message = {"message": text, "extraInfo": {"py_callstack": trace, "timestamp": str(int(when))}}
     return json.dumps({"message": message, "time": when, **more})
 
 
@@ -142,6 +146,32 @@ def test_a_port_in_use_is_reported_with_what_to_do() -> None:
     )
 
 
+def test_the_exception_in_a_dataloader_worker_is_that_of_the_failure() -> None:
+    loader = '  File "/v/site-packages/torch/_utils.py", line 794, in reraise\n'
+    trace = (
+        f'Traceback (most recent call last):\n  File "/w/t.py", line 9, in main\n    for x in data:\n{loader}'
+        "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        '  File "/w/data.py", line 8, in __getitem__\n    raise ValueError(name)\nValueError: no such file: 33.jpg\n'
+    )
+    text = "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback …"
+    failed = ProcessFailure(1, 1, 9.9, error=error(text, 9.9, trace=trace))
+    shown = block(failed, tail=(), folder="x").splitlines()
+    assert shown[0] == summary(failed)
+    assert shown[0] == "rank 1 failed: ValueError: no such file: 33.jpg (in DataLoader worker process 0)"
+    assert [line for line in shown if "33.jpg" in line] == shown[:1]
+    assert shown[-4:-1] == [
+        "  where it was raised:",
+        "    /w/data.py:8 in __getitem__",
+        "        raise ValueError(name)",
+    ]
+
+
+def test_a_cuda_call_of_a_torch_without_cuda_is_explained() -> None:
+    text = "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'"
+    shown = block(ProcessFailure(0, 1, 9.9, error=error(text, 9.9)), tail=(), folder="")
+    assert "this torch is built without CUDA: " in shown
+
+
 def test_a_message_of_many_lines_is_cut_before_what_cpp_adds() -> None:
     frames = [["/t.py", 4, "load", "read()"]]
     text = "RuntimeError: " + "\n".join(["a" * 400, "b", "c", "d", "e", "f"])
@@ -174,6 +204,9 @@ def test_a_rank_that_exited_early_is_to_blame_and_not_the_one_that_lost_it() -> 
     text = block(blamed, tail=(), folder="x").splitlines()
     assert text[0] == summary(blamed)
     assert "sys.exit() on some ranks only?" in text[1]
+    advised = replace(blamed, error=error(LOST.replace("[gloo", "[/__w/third_party/gloo/gloo") + ADVICE, 9.9))
+    said = "  rank 0 lost the peer: RuntimeError: Connection closed by peer [127.0.0.1]:14529"
+    assert block(advised, tail=(), folder="x").splitlines()[2] == said  # the peer has not crashed
     assert text[2].startswith("  rank 0 lost the peer: ")
     assert left_alone(lost, []) == []
     assert left_alone(lost, [CleanExit(2, 10.0)]) == [], "it exited later"
@@ -342,6 +375,18 @@ def test_failures_of_other_ranks_are_reported_in_one_line_per_kind() -> None:
         "afterwards: ranks 0, 2-4 lost the peer",
     ]
     assert afterwards(cause, failed_ranks([cause])) == []
+
+
+def test_a_mismatch_in_a_callback_of_ddp_is_named_as_on_the_other_ranks() -> None:
+    words = "ranks called different things: rank 0 all_gather of 1 int64, ranks 1 and 2 all_reduce of 9 float32 (SUM)"
+    wrapped = (
+        "RuntimeError: Got the following error when running the callback: CollectiveMismatch: "
+        f"all_reduce: this group has failed before: {words}"
+    )
+    cause = ProcessFailure(1, 1, 3.0, error=traced(wrapped, "/w/a.py"))
+    other = ProcessFailure(0, 1, 3.1, error=traced(words, "/w/b.py", "/w/c.py", when=3.0))
+    assert summary(cause) == f"rank 1 failed: {words}"
+    assert afterwards(cause, failed_ranks([cause, other])) == ["afterwards: rank 0 failed in the same way"]
 
 
 def test_failures_that_are_all_different_are_counted() -> None:

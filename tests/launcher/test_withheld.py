@@ -46,6 +46,17 @@ def test_what_the_script_prints_itself_is_shown_at_once(tmp_path: Path) -> None:
     assert one.due is None
 
 
+def test_the_text_of_sys_exit_is_withheld(tmp_path: Path) -> None:
+    one = Withheld(str(tmp_path / "traceback.txt"))
+    assert one.feed(b"reads\nno data\n", 0.0) == b"reads\nno data\n"  # printed by the script
+    withheld(tmp_path, "no data\nexpected: x\n")
+    assert one.may_continue(b"no d")
+    assert not one.may_continue(b"other")
+    assert one.feed(b"ends\nno data\nexpected: x\nbye\n", 0.0) == b"ends\nbye\n"
+    assert one.text == "no data\nexpected: x"
+    assert withheld(tmp_path, "\n").feed(b"\n", 0.0) == b"\n"  # an empty text is no reason
+
+
 def test_a_traceback_that_another_thread_writes_into_is_shown(tmp_path: Path) -> None:
     one = withheld(tmp_path)
     lines = TRACEBACK.encode().splitlines(keepends=True)

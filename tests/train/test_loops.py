@@ -431,7 +431,20 @@ def test_a_warning_at_the_end_of_a_block_is_at_a_line_of_the_script() -> None:
     assert [warning.filename for warning in raised] == [__file__]
 
 
-@pytest.mark.parametrize("kept", ["model", "loader", "no folder"])
+class Loaders:
+    """Keeps loaders, as an object of a script may."""
+
+    def __init__(self, loader: Any) -> None:
+        self.parts = {"loaders": [loader]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.parts["loaders"][0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.parts["loaders"][0].load_state_dict(state)
+
+
+@pytest.mark.parametrize("kept", ["model", "loader", "inside another", "no folder"])
 def test_a_loader_that_is_not_kept_is_told(tmp_path: Path, kept: str) -> None:
     """Once, where something is restored after a failure; not loaders of an evaluation."""
     with alone(tmp_path) as run, warnings.catch_warnings(record=True) as raised:
@@ -441,7 +454,7 @@ def test_a_loader_that_is_not_kept_is_told(tmp_path: Path, kept: str) -> None:
         model = nn.Linear(3, 1)
         opt = torch.optim.SGD(model.parameters(), lr=0.01)
         data, test = run.loader(numbers(), batch_size=2, shuffle=True), run.loader(numbers(), batch_size=2, train=False)
-        run.keep(model, opt, *[data] * (kept == "loader"))
+        run.keep(model, opt, *{"loader": [data], "inside another": [Loaders(data)]}.get(kept, []))
         other = iter(run.loader(numbers(), batch_size=2))
         for _ in run.epochs(2):
             for x, y in run.batches(data):

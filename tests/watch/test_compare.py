@@ -18,6 +18,7 @@ from phalanx.watch.html.comparison import ComparedRunBuilder
 from phalanx.watch.model import simulation
 from phalanx.watch.model.incidents import Incidents
 from tests.watch.finished_run import START, home, left
+from tests.watch.model.run_events import sample, started
 
 
 def compared(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -196,3 +197,13 @@ def test_a_stall_at_the_end_costs_its_time_and_not_the_usual_speed(capsys: pytes
     for event in (*trained, stalled, end):
         incidents.apply(event)
     assert (incidents.entries[-1].seconds, incidents.entries[-1].outcome) == (60.0, "until the run ended")
+
+
+def test_a_run_without_a_step_has_no_goodput() -> None:
+    built = ComparedRunBuilder("a")
+    failed = events.WorkerFailed(time=3, rank=0, summary="rank 0 failed", code=1)
+    for event in (*started(), sample(2, -1, -1), failed, events.RunEnded(time=4, code=1, seconds=4)):
+        built.apply(event)
+    assert (built.build().steps, built.build().goodput) == (0, None)
+    built.apply(sample(5, 1, 1))
+    assert built.build().goodput == 1.0

@@ -18,6 +18,7 @@ from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.messages import worker_messages as messages
 from phalanx.contract.variables import MEMORY, for_cuda
 from phalanx.errors import JoinError
+from phalanx.train import wrong_calls
 from phalanx.train.elastic.halting import Halted, Halting
 from phalanx.train.elastic.handover import Handover
 from phalanx.train.elastic.made_once import Once
@@ -92,7 +93,7 @@ class ElasticLoop:
                 run = self._begin(assignment)
                 if warming is not None:
                     warming.join(_WARM_UP)
-                result = train(run)
+                result = wrong_calls.call(train, run)
                 saved = run._finish()
                 self._channel.send(self._heartbeat())  # the last step
                 self._channel.send(messages.Done(saved=saved))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import LINE
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.train import wrong_calls
 from phalanx.train.elastic.halting import Halted
 from phalanx.train.reporting.trackers import LogTo, close_all, trackers
 from phalanx.train.run import Run
@@ -83,6 +84,8 @@ def main(train: Callable[[Run], Result], *, log_to: LogTo | Sequence[LogTo] | No
     try:
         if not callable(train):
             raise UsageError(f"main() takes a function, not {train!r}", fix="phalanx.main(train)")
+        wrong_calls.check_train(train)
+        wrong_calls.check_options(options, init)
         trackers(log_to)  # raises for an unknown one before the group forms
         seeds.check(options.get("seed", 0))
         given_hyperparameters.record(options.pop("hyperparameters", None), environment())
@@ -121,7 +124,7 @@ def _leave_out_frames(error: Exception) -> None:
 def _run(train: Callable[[Run], Result], options: dict[str, Any], log_to: Any) -> Result:
     run = Run(init(**options), log_to=log_to)
     try:
-        result = train(run)
+        result = wrong_calls.call(train, run)
         run._finish()
     except BaseException as error:
         _close_after(error, run)

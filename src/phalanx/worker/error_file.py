@@ -61,11 +61,12 @@ def write(error: BaseException) -> None:
 def script_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the innermost frames of the script: the call that phalanx rejected, without the frames of phalanx."""
     found = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in found if not frame.filename.startswith(paths.ROOT) or _is_demo(frame)][-_FRAMES:]
+    return [frame for frame in found if is_script(frame.filename)][-_FRAMES:]
 
 
-def _is_demo(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(tuple(paths.ROOT + folder for folder in paths.USER_CODE))
+def is_script(file: str) -> bool:
+    """Return whether a file is not part of phalanx, or is one of its demos."""
+    return not file.startswith(paths.ROOT) or file.startswith(tuple(paths.ROOT + one for one in paths.USER_CODE))
 
 
 def in_lines(frames: Sequence[traceback.FrameSummary]) -> list[str]:

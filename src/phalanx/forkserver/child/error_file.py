@@ -1,7 +1,8 @@
 """The files that say why a worker ended.
 
 error.json       torchrun's, plus the time to the microsecond
-traceback.txt    the traceback as it is printed: the console finds it by this text, and shows it once
+traceback.txt    the traceback, or the text of sys.exit, as it is printed: the console finds it by this text, and shows
+                 it once
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LARGEST = 1 << 20  # characters of a traceback: a larger one is only in the log
 
 
 def write_printed(path: str, text: str) -> None:
-    """Write the traceback that is about to be printed, beside the error file. Must not raise."""
+    """Write what is about to be printed about the failure, beside the error file. Must not raise."""
     try:
         if len(text) > _LARGEST:
             return

@@ -25,16 +25,16 @@ def record(path: str) -> None:
 
     def exit(*status: Any) -> Any:  # noqa: A001
         if os.getpid() == pid and threading.current_thread() is threading.main_thread():
-            _remember("sys.exit", status, sys._getframe(1))
+            _remember("sys.exit", status, sys._getframe(1), path)
         return plain(*status)
 
     exit.__module__, exit.__qualname__, exit.__doc__ = "sys", "exit", plain.__doc__
     sys.exit = exit
-    _record_builtins(pid)
+    _record_builtins(path, pid)
     atexit.register(_write, path, pid)
 
 
-def _record_builtins(pid: int) -> None:
+def _record_builtins(path: str, pid: int) -> None:
     """Make the functions `exit` and `quit` of the module `site` record their caller, too."""
     quitter = type(getattr(builtins, "exit", None))
     if quitter.__module__ != "_sitebuiltins":  # python -S, or a sitecustomize has replaced it
@@ -43,13 +43,13 @@ def _record_builtins(pid: int) -> None:
 
     def call(self: Any, *status: Any, **named: Any) -> Any:
         if os.getpid() == pid and threading.current_thread() is threading.main_thread():
-            _remember(self.name, status or tuple(named.values()), sys._getframe(1))
+            _remember(self.name, status or tuple(named.values()), sys._getframe(1), path)
         return plain(self, *status, **named)
 
     quitter.__call__ = call  # type: ignore[method-assign]
 
 
-def _remember(function: str, status: tuple[Any, ...], frame: Any) -> None:
+def _remember(function: str, status: tuple[Any, ...], frame: Any, path: str) -> None:
     global _latest
     value = status[0] if status else None
     if value is None or (isinstance(value, int) and value & 0xFF == 0):
@@ -62,6 +62,10 @@ def _remember(function: str, status: tuple[Any, ...], frame: Any) -> None:
         if frame.f_globals.get("__name__") == "argparse" and isinstance(frame.f_locals.get("message"), str):
             message = f"usage error: {frame.f_locals['message'].strip()}"
         _latest = code, message, stack, time.time()
+        if not isinstance(value, int):  # Python prints it at the end, and the report about the failure contains it
+            from . import error_file
+
+            error_file.write_printed(path, f"{value}\n")
     except Exception:  # the message may be any object
         log.swallowed("forkserver.child.exit_calls")
         _latest = None

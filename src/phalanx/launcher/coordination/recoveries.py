@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from phalanx.contract import events
 from phalanx.contract.messages import worker_messages
+from phalanx.diagnose import words
 from phalanx.launcher.coordination.lost_time import Outage, TrainingTime, lost_before, time_of_steps
 from phalanx.launcher.runs.run_folder import RunFolder
 from phalanx.launcher.workers.worker import WorkerFailure
@@ -116,7 +118,7 @@ class Recoveries:
                 idle=round(idle, 4),
             )
         )
-        who = ", ".join(dict.fromkeys(failure.reason for failure in failures))
+        who = reasons(failures)
         where = [line for failure in failures for line in self._new_frames(failure)]
         cost = f"{redone} step{'s' if redone > 1 else ''} done again" if redone else "no step lost"
         if not redone and any(failure.all_workers for failure in failures):  # the lost steps are unknown
@@ -175,3 +177,30 @@ class Recoveries:
         whole = max(now - self._time.trained, 1e-3)
         self._folder.event(events.GoodputMeasured(time=time.time(), lost=lost, seconds=whole))
         return f"{', '.join(happened)}, {lost:.1f} s of {whole:.0f} s lost: goodput {max(0.0, 1 - lost / whole):.1%}"
+
+
+def reasons(failures: Sequence[WorkerFailure]) -> str:
+    """Return the reasons of failures at one time: an exception that several ranks have raised is named once."""
+    kinds: list[list[WorkerFailure]] = []
+    for failure in failures:
+        same = next((kind for kind in kinds if _alike(kind[0], failure)), None)
+        if same is None:
+            kinds.append([failure])
+        elif len(failure.reason) < len(same[0].reason):  # the others quote its message
+            same.insert(0, failure)
+        else:
+            same.append(failure)
+    found: dict[str, None] = {}
+    for first, *others in kinds:
+        found[first.reason] = None
+        if ranks := sorted({other.rank for other in others} - {first.rank}):
+            found[f"{words.who(ranks)} failed in the same way"] = None
+    return ", ".join(found)
+
+
+def _alike(one: WorkerFailure, other: WorkerFailure) -> bool:
+    """Return whether two ranks have raised the same exception, or one of them quotes the other's."""
+    first, second = (failure.reason.partition(" failed: ")[2] for failure in (one, other))
+    if not (one.place and other.place and first and second):
+        return False  # killed from outside
+    return one.place == other.place or first in second or second in first

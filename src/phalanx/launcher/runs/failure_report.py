@@ -31,6 +31,12 @@ from phalanx.launcher.runs.root_cause import (
 )
 
 _IN_USE = re.compile(r"failed to listen on any local network address.*?port: (\d+).*EADDRINUSE")
+_NO_CUDA = re.compile(r"AttributeError: module 'torch\._C' has no attribute '_cuda_\w+'")
+_GLOO = re.compile(r"\[\S+/gloo/\S+:\d+\] |\. This is typically caused by a remote worker crashing\..*")
+_CAUGHT = re.compile(r"\S+: Caught \S+ in (.+)\.$")  # torch: DataLoader worker process 0, replica 0 on device 0
+_IN_CALLBACK = re.compile(  # DDP's words around an error of one of phalanx's groups
+    r"RuntimeError: Got the following error when running the callback: \w+: (?:\w+: this group has failed before: )?"
+)
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, if sizes differ
 _NO_MESSAGE = re.compile(r"Exception raised from |^frame #\d+|^(Original )?Traceback |^C\+\+ CapturedTraceback")
 _PACKAGES = re.compile(r"^.*/(?:site-packages|dist-packages|python3(?:\.\d+)?|src)/")
@@ -52,7 +58,15 @@ def summary(death: ProcessFailure) -> str:
         return death.blame[0]
     report = report_of(death)
     memory = f", {death.memory}" if death.memory and not report.exception else ""
-    return f"{_who(death)} failed: {_short(report.exception or in_words(death.code))}{memory}"
+    return f"{_who(death)} failed: {_short(raised(report) or in_words(death.code))}{memory}"
+
+
+def raised(report: TracebackReport) -> str:
+    """Return the exception that ended a rank. If torch has raised it again for a process or thread, the original."""
+    caught = _CAUGHT.match(report.exception.partition("\n")[0])
+    if caught is not None and report.root is not None:
+        return f"{report.root.exception} (in {caught[1]})"
+    return _IN_CALLBACK.sub("", report.exception)
 
 
 def block(
@@ -79,9 +93,7 @@ def block(
     usage = report.exception.startswith(f"{USAGE}: ")  # the message of argparse is enough, if it is shown
     if not brief or not death.error or (report.kind == "SystemExit" and not usage):  # no traceback says where
         lines += _frames(report, only_own=bool(death.blame))
-        if report.root is not None:
-            lines.append(f"  {report.root.link}: {_short(report.root.exception)}")
-            lines += (f"  {line}" for line in _placed([report.root.place] if report.root.place else ()))
+        lines += _of_root(report, named=_CAUGHT.match(report.exception.partition("\n")[0]) is not None)
     lines += _explained(death, report)
     if any(_MISMATCH in line for line in (report.exception, *death.stderr)):
         lines.append("  ranks called different collectives, or with different sizes: --check-collectives shows where")
@@ -110,7 +122,7 @@ def failed_ranks(deaths: Sequence[ProcessFailure]) -> tuple[FailedRanks, ...]:
         if obeyed(death) and not report.exception:
             continue
         lost = reports_lost_peer(report) or timeouts.timed_out(failure_message(report, death))
-        text = "" if lost else _short(report.exception or in_words(death.code))
+        text = "" if lost else _short(raised(report) or in_words(death.code))
         key = (place(death)[:_LONGEST], text, lost, count([death]) == 0)
         if len(kinds) >= _MOST_KINDS and key not in kinds:
             key = ("", "other errors", lost, key[3])
@@ -123,13 +135,13 @@ def failed_ranks(deaths: Sequence[ProcessFailure]) -> tuple[FailedRanks, ...]:
 
 def afterwards(cause: ProcessFailure, failed: Iterable[FailedRanks]) -> list[str]:
     """Return lines about the ranks that failed after the first one, on any node: one per kind of failure."""
-    where = place(cause)[:_LONGEST]
+    where, text = place(cause)[:_LONGEST], _short(raised(report_of(cause)))
     same: list[int] = []
     lost: list[int] = []
     different: dict[str, list[int]] = {}
     for kind in failed:
         ranks = [rank for rank in kind.ranks if rank != cause.rank]
-        if where and kind.place == where:
+        if where and (kind.place == where or (kind.place and text and kind.text == text)):
             same += ranks
         elif kind.lost_peer:
             lost += ranks
@@ -167,10 +179,18 @@ def script_lines(traceback: str) -> list[str]:
     """Return a traceback in a few lines: the script's frames, others folded, and the first exception of a chain."""
     report = tracebacks.read_traceback(traceback.splitlines())
     lines = _frames(report, only_own=False)
-    if report.root is not None:
-        lines.append(f"  {report.root.link}: {_short(report.root.exception)}")
-        lines += (f"  {line}" for line in _placed([report.root.place] if report.root.place else ()))
+    lines += _of_root(report)
     return [line.removeprefix("  ") for line in lines]
+
+
+def _of_root(report: TracebackReport, *, named: bool = False) -> list[str]:
+    """Return lines about the first exception of a chain. `named`: the first line of the block has it."""
+    if report.root is None:
+        return []
+    place = [f"  {line}" for line in _placed([report.root.place] if report.root.place else ())]
+    if named:
+        return ["  where it was raised:", *place] if place else []
+    return [f"  {report.root.link}: {_short(report.root.exception)}", *place]
 
 
 def frames(death: ProcessFailure) -> tuple[str, ...]:
@@ -204,6 +224,8 @@ def _explained(death: ProcessFailure, report: TracebackReport) -> list[str]:
     """Return what ended it, if its own message does not contain that."""
     if port := _IN_USE.search(report.exception):
         return [f"  port {port[1]} is in use: leave MASTER_PORT as the launcher sets it, to a free port"]
+    if _NO_CUDA.match(report.exception):
+        return ['  this torch is built without CUDA: torch.device("cuda" if torch.cuda.is_available() else "cpu")']
     if reports_lost_loader(report):
         return ["  a DataLoader worker of this rank died: run with num_workers=0 to see its error"]
     if death.memory:
@@ -269,7 +291,8 @@ def _victim(death: ProcessFailure) -> str:
     """Return what happened to a rank whose failure was caused by another one."""
     report = report_of(death)
     what = "timed out" if timeout(death) is not None or not reports_lost_peer(report) else "lost the peer"
-    return f"{_who(death)} {what}: {_short(report.exception or in_words(death.code))}"
+    exception = _GLOO.sub("", raised(report))  # the block says what was the matter with the other rank
+    return f"{_who(death)} {what}: {_short(exception or in_words(death.code))}"
 
 
 def _it(ranks: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,17 @@ class KeptObjects:
         """Return whether this very object is kept."""
         return any(thing is kept for kept in self.objects.values())
 
+    def contains(self, thing: object) -> bool:
+        """Return whether this object is kept, itself or as a part of another one, such as an attribute of a trainer."""
+        level: list[object] = list(self.objects.values())
+        seen: set[int] = set()
+        for _ in range(_DEPTH):
+            if any(one is thing for one in level):
+                return True
+            seen.update(map(id, level))
+            level = [part for one in level for part in _parts(one) if id(part) not in seen]
+        return False
+
     def has_model(self, model: object) -> bool:
         """Return whether this model is kept, itself or wrapped."""
         from phalanx.train.checkpoint.state import unwrapped
@@ -93,6 +105,17 @@ class KeptObjects:
                     part.reshard()
             if gradients and hasattr(kept, "zero_grad"):
                 kept.zero_grad(set_to_none=True)
+
+
+_DEPTH, _PARTS = 4, 100  # limits of the search for a part of a kept object
+
+
+def _parts(owner: object) -> list[object]:
+    """Return the attributes and elements of an object."""
+    if isinstance(owner, torch.Tensor | type):
+        return []
+    elements = owner.values() if isinstance(owner, Mapping) else owner if isinstance(owner, list | tuple) else ()
+    return [*getattr(owner, "__dict__", {}).values(), *itertools.islice(elements, _PARTS)]
 
 
 def divided(unnamed: Sequence[object], named: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -150,7 +150,7 @@ class MisuseChecks:
 
     def _check_loaders(self, loaders: Sequence[Loader]) -> None:
         for loader in loaders:
-            if loader.tail != "every" and not self._kept.has(loader):
+            if loader.tail != "every" and not self._kept.contains(loader):
                 kept = ", ".join(self._kept.objects)
                 self._tell("loader", LOADER_NOT_KEPT.format(dataset=name_of(loader.dataset), kept=kept))
 

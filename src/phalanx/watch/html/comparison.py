@@ -46,7 +46,7 @@ class ComparedRun:
     rates: dict[str, float]  # medians of RATES while it made progress
     faults: int
     lost: float  # seconds
-    goodput: float | None  # None: unknown
+    goodput: float | None  # None: unknown, or no step was made
     curves: dict[str, list[tuple[int, float, float]]]  # step, seconds since the start, value
     marks: tuple[tuple[int, float, str, str], ...] = ()  # step, seconds, kind, text
 
@@ -152,7 +152,7 @@ class ComparedRunBuilder:
             rates={name: _usual(curves[name]) for name in RATES if name in curves},
             faults=self._faults,
             lost=model.lost,
-            goodput=model.goodput if self._looked else None,
+            goodput=model.goodput if self._looked and model.progress.step >= 0 else None,
             curves=curves,
             marks=tuple(self._marks),
         )

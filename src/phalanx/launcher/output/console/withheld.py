@@ -4,10 +4,10 @@ lines.
     withheld = Withheld("…/attempt_0/1/traceback.txt")
     shown = withheld.feed(b"…whole lines…", now)    # without the traceback, which waits in `text`
 
-A worker writes its last traceback to a file before it prints it, so the text is known exactly: nothing else is
-withheld. It waits until the failure was reported (`drop`), or turns out not to be reported (`release`). After `DELAY`
-seconds it is always shown, unless a report is certain (`await_report`): the process may continue without its main
-thread, or hang at its exit.
+A worker writes its last traceback, or the text that it passes to `sys.exit`, to a file before it prints it, so the text
+is known exactly: nothing else is withheld. It waits until the failure was reported (`drop`), or turns out not to be
+reported (`release`). After `DELAY` seconds it is always shown, unless a report is certain (`await_report`): the process
+may continue without its main thread, or hang at its exit.
 
 The error of argparse is withheld in the same way, and messages of torch and NCCL about a lost peer. They are recognized
 by their form.
@@ -15,6 +15,7 @@ by their form.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
@@ -40,6 +41,8 @@ class Withheld:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._lines: list[str] = []  # of the file
+        self._changed = 0  # when the file was written, in ns
         self._expected: list[str] = []  # lines of the traceback
         self._found = 0  # number of these lines found so far
         self._usage = False  # a usage message has begun
@@ -65,16 +68,19 @@ class Withheld:
 
     def feed(self, lines: bytes, now: float) -> bytes:
         """Return the lines to show now."""
-        if self._over == "released" or (not self._inside and not _ANY_HEAD.search(lines)):
+        if self._over == "released":
+            return lines
+        if not self._inside and not _ANY_HEAD.search(lines) and not os.path.exists(self._path):
             return lines
         return b"".join(self._next(line, now) for line in lines.splitlines(keepends=True))
 
     def may_continue(self, started: bytes) -> bool:
         """Return whether an unfinished line may turn out to be one that must be withheld."""
         text = self._plain(started)
-        return bool(started) and (
-            self._inside or any(head.startswith(text) or text.startswith(head) for head in _STARTS)
-        )
+        if not started or self._inside:
+            return bool(started)
+        heads = (*_STARTS, *filter(None, self._printed()[:1]))
+        return any(head.startswith(text) or text.startswith(head) for head in heads)
 
     def overdue(self, now: float) -> bytes:
         """Return output that has waited too long."""
@@ -168,15 +174,23 @@ class Withheld:
 
     def _starts(self, text: str) -> bool:
         """Return whether the traceback starts with this line."""
-        if not text.startswith(_HEADS):
+        expected = self._printed()
+        if not expected or not text or expected[0] != text:
             return False
+        self._expected, self._found = expected, 0
+        return True
+
+    def _printed(self) -> list[str]:
+        """Return the lines that the worker prints about its failure. Empty: none yet."""
         try:
-            with open(self._path, encoding="utf-8", errors="replace") as file:
-                self._expected = [line.rstrip() for line in file.read().removesuffix("\n").split("\n")]
+            changed = os.stat(self._path).st_mtime_ns
+            if changed != self._changed:
+                with open(self._path, encoding="utf-8", errors="replace") as file:
+                    self._lines = [line.rstrip() for line in file.read().removesuffix("\n").split("\n")]
+                self._changed = changed
         except OSError:
-            return False
-        self._found = 0
-        return bool(self._expected) and self._expected[0] == text
+            return []
+        return self._lines
 
     @staticmethod
     def _plain(line: bytes) -> str:
