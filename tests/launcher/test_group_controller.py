@@ -203,12 +203,14 @@ def test_a_fork_server_that_never_becomes_ready_fails_the_run() -> None:
     asyncio.run(refused())
 
 
-def test_a_stopped_fork_server_is_looked_for_before_workers_are_signalled() -> None:
+def test_a_stopped_fork_server_is_looked_for_before_it_is_needed() -> None:
     fork_server = ForkServer()
+    controller(fork_server, Group()).perform(plan(1))
+    assert fork_server.looks == 1
     here = controller(fork_server, Group())
     here.stop_by_signal(signal.SIGINT)
     here.kill()
-    assert fork_server.looks == 2
+    assert fork_server.looks == 3
 
 
 def test_the_loss_of_the_fork_server_is_a_failure_unless_the_attempt_is_over() -> None:

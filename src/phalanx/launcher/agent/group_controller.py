@@ -140,6 +140,7 @@ class GroupController:
             group.hold(to.why)  # survivors wait, with their state, for the workers of another fork server
             self._replace(group)
         else:
+            self._fork_server.kill_if_stopped()  # it would start no worker; once it is lost, the group forms again
             group.regroup(to)
 
     def _replace(self, group: WorkerGroup) -> None:

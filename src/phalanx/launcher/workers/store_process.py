@@ -220,6 +220,13 @@ class StoreProcess:
         """Keep the store if it outlives its fork server, as a child of this process. Otherwise it has ended with it."""
         if not adopts or not self._pid or not self._workers.adopted.adopt(NAME, self._pid):
             self._pid, self._ordered = 0, False
+        self.kill_if_stopped()  # its fork server may have been stopped, too, and so did not kill it
+
+    def use_fork_server(self) -> None:
+        """Order the store from the fork server that replaces a lost one, unless it has outlived that."""
+        if not self._pid:  # what was ordered meanwhile is lost
+            self._ordered = False
+        self.prepare()
 
     def close(self) -> None:
         """Kill a store that has outlived its fork server. Stop waiting for a connection that would start the store."""

@@ -174,7 +174,7 @@ class WorkerGroup:
     def use_fork_server(self, fork_server: ForkServerClient) -> None:
         """Use another fork server, instead of a lost one."""
         self.workers.fork_server = fork_server
-        self.store.prepare()
+        self.store.use_fork_server()
 
     def close(self) -> None:
         """Close channels, probes and tasks after the attempt."""
