@@ -72,12 +72,13 @@ class KeptObjects:
     def contains(self, thing: object) -> bool:
         """Return whether this object is kept, itself or as a part of another one, such as an attribute of a trainer."""
         level: list[object] = list(self.objects.values())
-        seen: set[int] = set()
+        seen = set(map(id, level))
         for _ in range(_DEPTH):
             if any(one is thing for one in level):
                 return True
-            seen.update(map(id, level))
-            level = [part for one in level for part in _parts(one) if id(part) not in seen]
+            parts = {id(part): part for one in level for part in _parts(one)}
+            level = [part for key, part in parts.items() if key not in seen]
+            seen.update(parts)
         return False
 
     def has_model(self, model: object) -> bool:
