@@ -31,7 +31,7 @@ def main() -> None:
     score = torch.cat(right)
     length = sum(p.double().square().sum().item() for p in model.parameters()) ** 0.5
     who = f"rank {accelerator.process_index} of {accelerator.num_processes}"
-    print(f"{who}: {score.mean():.1%} of {len(score)} new digits are read right; parameters have length {length:.6f}")
+    print(f"{who}: {score.mean():.1%} of {len(score)} new digits are correct; parameters have length {length:.6f}")
     # Delete the wrapped model before the group: torch may deadlock when the model is the last to hold the group.
     model, optimizer, loader, tests = accelerator.free_memory(model, optimizer, loader, tests)
     accelerator.end_training()

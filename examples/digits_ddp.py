@@ -51,7 +51,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
         right = accuracy(model, images, labels)
-        print(f"rank {rank} of {world}, epoch {epoch + 1}: {right:.1%} of {len(labels)} new digits are read right")
+        print(f"rank {rank} of {world}, epoch {epoch + 1}: {right:.1%} of {len(labels)} new digits are correct")
 
 
 if __name__ == "__main__":

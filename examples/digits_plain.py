@@ -45,7 +45,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
         right = accuracy(model, images, labels)
-        print(f"epoch {epoch + 1}: {right:.1%} of {len(labels)} new digits are read right")
+        print(f"epoch {epoch + 1}: {right:.1%} of {len(labels)} new digits are correct")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def main() -> None:
     found = trainer.validate(model, DataLoader(TensorDataset(*idx.load(test=True)), batch_size=90), verbose=False)[0]
     who = f"rank {trainer.global_rank} of {trainer.world_size}"
     length = sum(p.double().square().sum().item() for p in model.parameters()) ** 0.5
-    print(f"{who}: {found['right']:.1%} of new digits are read right, the parameters have length {length:.6f}")
+    print(f"{who}: {found['right']:.1%} of new digits are correct, the parameters have length {length:.6f}")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def train(run: phalanx.Run) -> None:
         right = float((ddp(images).argmax(1) == labels).float().mean())
     print(
         f"rank {run.rank} of {run.world_size}: {run.steps} steps, train entered in generation {entered}, "
-        f"{right:.1%} of {len(labels)} new digits are read right"
+        f"{right:.1%} of {len(labels)} new digits are correct"
     )
 
 

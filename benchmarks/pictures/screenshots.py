@@ -171,9 +171,10 @@ async def _open(
 
 async def _shoot(page: Page, file: str, part: str = "") -> None:
     if part:  # what is outside of the viewport is not drawn
-        await page.locator(part).scroll_into_view_if_needed()
+        await page.evaluate(f"document.querySelector('{part}').scrollIntoView()")
     await page.evaluate(_FRAMES)
-    await (page.locator(part) if part else page).screenshot(path=file)
+    # `locator.screenshot` would first wait until the element stops moving, which can fail on a busy machine.
+    await page.screenshot(path=file, clip=await page.locator(part).bounding_box() if part else None)
     _tell(file)
 
 

@@ -1,4 +1,4 @@
-"""docs/quickstart.md: `python quickstart.py`, or `phalanx run -g 2 --cpu quickstart.py`."""
+"""A training that survives killed ranks, and resumes: the script of docs/quickstart.md."""
 
 import torch
 from torch import nn

@@ -198,7 +198,7 @@ def last(lines: list[str], epochs: int, pattern: str) -> list[float]:
 @pytest.mark.parametrize(("model", "epochs", "percent"), [("digits", 2, 85), ("resnet", 2, 75)])
 def test_images(model: str, epochs: int, percent: float, kind: str) -> None:
     lines = messages(kind, model if kind == "phalanx" else f"{model}_{kind}", "--epochs", str(epochs))
-    found = last(lines, epochs, r"([\d.]+)% of 360 new \w+ are (?:read right|recognized)$")
+    found = last(lines, epochs, r"([\d.]+)% of 360 new \w+ are (?:correct|recognized)$")
     assert len(found) == (2 if kind == "ddp" else 1), lines
     assert len(set(found)) == 1  # the same model on every rank
     assert found[0] > percent
@@ -259,7 +259,7 @@ def test_digits_of_mnist(tmp_path: Path) -> None:
             gzip.compress(struct.pack(">HBBI", 0, 8, 1, count) + labels)
         )
     lines = messages("phalanx", "digits", "--data", str(tmp_path), "--epochs", "1")
-    assert sum("% of 20 new digits are read right" in line for line in lines) == 1
+    assert sum("% of 20 new digits are correct" in line for line in lines) == 1
 
 
 @pytest.mark.smoke
@@ -340,7 +340,7 @@ def test_demo_in_a_terminal() -> None:
     job = terminal("demo", env=places)
     assert job.wait(150) == 0, job.out
     assert re.search(r"━+─+  \d+/176  loss [\d.]+", job.out)  # a bar that grows
-    percent = re.findall(r"epoch 8: ([\d.]+)% of 360 new digits are read right", job.out)
+    percent = re.findall(r"epoch 8: ([\d.]+)% of 360 new digits are correct", job.out)
     assert len(percent) == 1
     assert float(percent[0]) > 95
     assert "rank 1 failed: RuntimeError: this rank has read a broken sample" in job.out
@@ -354,7 +354,7 @@ def test_the_demo_is_the_example() -> None:
 def test_a_demo_that_learns_too_little_fails() -> None:
     result = phalanx("run", "-g", "2", "--cpu", digits.__file__, "--epochs", "0", "--at-least", "95", env=places)
     assert result.code == 1
-    assert "less than 95% are read right" in result.err
+    assert "less than 95% are correct" in result.err
 
 
 # What is said of them

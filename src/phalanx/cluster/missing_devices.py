@@ -18,7 +18,7 @@ def warnings(inventory: Inventory) -> tuple[str, ...]:
 
 
 def lost(inventory: Inventory) -> list[str]:
-    """Return the PCI addresses of GPUs that fell off the bus, or that the driver has given up."""
+    """Return the PCI addresses of GPUs that do not respond and that the driver does not list."""
     return [address for address in inventory.silent if address in inventory.gone or not inventory.driver]
 
 

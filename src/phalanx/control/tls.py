@@ -41,7 +41,7 @@ def client_context(token: Token) -> ssl.SSLContext:
 
 
 def tune(sock: socket.socket | None) -> None:
-    """Retransmit about once per second after an interruption: with exponential backoff TCP may miss its end."""
+    """Retransmit about once per second during an interruption: with exponential backoff, TCP would resume late."""
     if sock is not None:
         with contextlib.suppress(OSError, AttributeError):
             sock.setsockopt(socket.IPPROTO_TCP, _TCP_THIN_LINEAR_TIMEOUTS, 1)

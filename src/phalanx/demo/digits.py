@@ -54,9 +54,9 @@ def train(run: phalanx.Run) -> None:
             run.backward(loss)
             run.step(optimizer, loss=loss)
         right = accuracy(ddp, images, labels)
-        run.print(f"epoch {epoch + 1}: {right:.1%} of {len(labels)} new digits are read right")
+        run.print(f"epoch {epoch + 1}: {right:.1%} of {len(labels)} new digits are correct")
     if options.at_least > 100 * accuracy(ddp, images, labels):
-        raise SystemExit(f"less than {options.at_least:g}% are read right")
+        raise SystemExit(f"less than {options.at_least:g}% are correct")
 
 
 if __name__ == "__main__":

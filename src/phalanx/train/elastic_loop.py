@@ -143,7 +143,7 @@ class ElasticLoop:
         self._last = replace(self._last, offer=None)
         group.seed_everything()
         self._once.enter()
-        if self._channel.has_moved(assignment):  # it was cut before there was a group to cut
+        if self._channel.has_moved(assignment):  # the agent requested an abort before this group existed
             self._aborter.cut()
         return run
 

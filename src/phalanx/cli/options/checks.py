@@ -58,7 +58,7 @@ def check_node_rank(values: Any, given: Mapping[str, Given], most: int, verb: st
 
 
 def check_spares(values: Any, given: Mapping[str, Given], hosts: tuple[Host, ...] | None, verb: str) -> None:
-    """Raise if spares are requested over ssh: no node outlives the terminal, and none is replaced."""
+    """Raise if spares are requested over ssh: all nodes end with the terminal, and none is replaced."""
     least, most = values.nnodes
     elastic = "nnodes" in given and least < most
     if hosts is None or not (values.spares or elastic):

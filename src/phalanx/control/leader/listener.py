@@ -70,7 +70,7 @@ class Listener:
             task.add_done_callback(self._opening.discard)
             self._gate.untrusted.add(task, str(peer[0]), task.cancel)
             task.add_done_callback(self._gate.untrusted.forget)
-            # sock_accept does not wait while there are more callers, and connections being closed need a turn
+            # With callers pending, sock_accept never suspends, and no other task of this loop would run.
             await asyncio.sleep(0)
 
     async def _open(self, connection: socket.socket) -> None:

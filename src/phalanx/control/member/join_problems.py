@@ -174,7 +174,7 @@ def refusal(kind: Kind, *, mine: str, theirs: str, leader: str) -> JoinProblem:
 
 
 async def _resolve(host: str, port: int) -> list[JoinTarget]:
-    """Return the addresses of a name. Resolves in a thread that need not be joined: a dead name server takes long."""
+    """Return the addresses of a name. Uses a thread that is not joined, because a dead name server takes long."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[JoinTarget]] = loop.create_future()
 

@@ -29,7 +29,7 @@ def verdicts(field: Field, diverged: Container[str]) -> Iterator[Verdict]:
 def partition(evidence: Evidence) -> Verdict | None:
     """Return a verdict about nodes that cannot reach each other although node 0 reaches them.
 
-    It names the ranks of the node without which the others are connected; of two nodes, the one with the higher number.
+    It blames the node in most of these pairs; of several such nodes, the one with the highest number.
     """
     nodes = {rank.rank: rank.node for rank in evidence.ranks}
     pairs = {

@@ -40,7 +40,7 @@ class RunHook(Protocol):
         """End, after the run is over and the coordinator closed."""
 
     def hurry(self) -> None:
-        """Stop waiting for other nodes to end, because the user does not want to."""
+        """Stop waiting for other nodes to end, because a signal asks for the end of the run."""
 
 
 class NoHook:

@@ -51,7 +51,7 @@ class NodeServices:
         return self._snapshot_memory.name if self._snapshot_memory is not None else ""
 
     async def close(self, code: int, seconds: float) -> None:
-        """Tell viewers how the run ended, wait for those that this agent started, and close everything."""
+        """Send viewers the result of the run, wait for those that this agent started, and close everything."""
         self._event_server.end(code, seconds)
         await self.dashboard.end()
         if self._snapshot_memory is not None:

@@ -127,7 +127,7 @@ def _read(trace: str, text: str) -> TracebackReport:
 
 
 def _last(chain: str) -> str:
-    """Return the traceback of the last exception, without those of its chain and its message."""
+    """Return the traceback of the last exception, without its message and without chained exceptions."""
     start = _start(chain)
     return chain[start:].partition(_ORIGINAL)[0] if start >= 0 else chain
 

@@ -51,7 +51,7 @@ def period(nodes: int) -> int:
 def turn(node: int, nodes: int) -> float:
     """Return after how many seconds of a period a node sends: spread, so that the leader has no peaks of work.
 
-    Nobody waits if the period is one second. Otherwise its last second is left for messages that are late.
+    With a period of one second, all nodes send at once. Otherwise the last second is reserved for late messages.
     """
     return (period(nodes) - 1) * node / nodes
 

@@ -51,7 +51,7 @@ def shares(looks: Sequence[SlotLook], cores: float = math.inf) -> tuple[float, f
     """Return the shares of time spent on data, compute and waiting.
 
     `cores`: CPU cores that the process has used. The script's own code counts as compute only as far as it has used a
-    CPU: a look cannot tell whether it computes or sleeps for some milliseconds.
+    CPU: one reading cannot tell computing from a sleep of some milliseconds.
     """
     if not looks:
         return 0.0, 0.0, 0.0

@@ -155,7 +155,7 @@ class PartReader:
         return taken
 
     def seed_batch(self, reader: int) -> None:
-        """Seed for collating a batch. In the process of the training, its own generators are used."""
+        """Seed the generators for collating a batch, except in the training process, which has seeded its own."""
         if self.apart:
             rng.seed(rng.number(self.seed, self.position.epoch, reader, self.read))
 

@@ -8,8 +8,10 @@ from phalanx.errors import UsageError
 
 
 class SampleWeights:
-    """Weighs losses by samples. A window of micro-batches is measured in the samples of its first one, so that
-    gradients of equal batches need no correction."""
+    """Weights losses by their number of samples, relative to the first micro-batch of a window.
+
+    Gradients of batches of equal size therefore need no correction.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

@@ -60,7 +60,7 @@ class UpdateGuard(Protocol):
     skipped: list[int]  # steps without an update, as part of the state
 
     def refuses(self, parameters: Sequence[Any], *, scaled: bool) -> bool:
-        """Return whether the update must not be made. `scaled`: gradients are scaled for fp16."""
+        """Return whether the update must be skipped. `scaled`: gradients are scaled for fp16."""
         ...
 
 

@@ -45,7 +45,7 @@ def begin(ranks: int, *, now: float, per_node: int = 8) -> list[events.AnyEvent]
 def second(number: int, ranks: int, *, now: float, seed: int = 1) -> list[events.AnyEvent]:
     """Return the events of one second of training.
 
-    Rank 3 is slow. Rank 1 dies in second 20 and is replaced in the next. Rank 2 is stuck from second 40 to 50.
+    Rank 3 is slow. Rank 1 fails in second 20 and is replaced in the next one. Rank 2 is stuck from second 40 to 50.
     """
     rng = random.Random(f"{seed} {number}")  # noqa: S311
     stuck = 2 if 40 <= number < 50 and ranks > 2 else None

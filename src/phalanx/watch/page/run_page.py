@@ -26,7 +26,7 @@ _SOON = 0.5  # the same, before /live is answered
 
 
 class RunPage:
-    """Answers questions about one run, whose events `subscribers.follow` folds."""
+    """Answers requests about one run. `subscribers.follow` applies its events."""
 
     def __init__(self, source: Source) -> None:
         self.subscribers = Subscribers(source)

@@ -21,7 +21,7 @@ class Tail:
         self.stream: Stream = "stdout"
         self.lines: deque[str] = deque(maxlen=_KEPT)
         self.came = 0  # lines received so far, for a stable scroll position
-        self.back = 0  # lines by which it is scrolled back
+        self.back = 0  # lines scrolled back
         self.error = ""
         self._end: int | None = None
         self._open = ""  # the unfinished line

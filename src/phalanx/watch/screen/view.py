@@ -50,7 +50,7 @@ class Pane:
 class View:
     """The selection, the scroll positions and open questions."""
 
-    owned_by_run: bool = False  # in the terminal of `phalanx run`: Ctrl-C is for the run
+    owned_by_run: bool = False  # in the terminal of `phalanx run`: Ctrl-C stops the run
     able: bool = False  # the run is live: it can be stopped and debugged
     rank: int = 0
     top: int = 0  # index of the first visible rank

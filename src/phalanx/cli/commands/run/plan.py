@@ -202,7 +202,8 @@ def _show(facts: Mapping[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(soft_wrap=True, highlight=False)
+    wide = None if sys.stdout.isatty() else 200  # in a file or a pipe, values are not divided into several lines
+    console = Console(soft_wrap=True, highlight=False, width=wide)
 
     def line(name: str, value: str) -> None:
         console.print(Text.assemble((f"{name:<12}", "bold"), visible(value)))
@@ -217,8 +218,9 @@ def _show(facts: Mapping[str, Any]) -> None:
         least, most = facts["least_nodes"], len(facts["nodes"])
         line("nodes", f"{f'{least} to ' if least else ''}{most}, by {facts['source']}")
         for node in facts["nodes"]:
-            ranks = f"ranks {node['ranks']}" if node["ranks"] else "ranks: known when all have joined"
-            line("", f"{node['node']}  {node['host'] or '?'}: {node['workers'] or '?'} workers, {ranks}")
+            some = "s" if node["workers"] != 1 else ""
+            ranks = f"rank{some} {node['ranks']}" if node["ranks"] else "ranks: known when all have joined"
+            line("", f"{node['node']}  {node['host'] or '?'}: {node['workers'] or '?'} worker{some}, {ranks}")
     if facts["meeting"] is not None:
         meeting = facts["meeting"]
         where = f"{meeting['host'] or 'node 0'}:{meeting['port'] or 'a free port'}"

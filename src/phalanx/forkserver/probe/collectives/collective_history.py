@@ -78,7 +78,7 @@ class CollectiveHistory:
         shapes = [tuple(shape) for shape in entry.get("input_sizes") or ()]
         outputs = [tuple(shape) for shape in entry.get("output_sizes") or ()]
         if "gather" in op:
-            # it keeps no more: others may have different sizes
+            # the recorder keeps only so many sizes; the others may differ
             if backend == "phalanx" and len(outputs) >= _MAX_TENSORS:
                 shapes = []
             outputs = list(dict.fromkeys(outputs))

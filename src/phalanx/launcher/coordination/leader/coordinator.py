@@ -246,7 +246,7 @@ class LeaderCoordinator:
         self._changes.set_readiness(self._member_states.own, Readiness(connected, finished, all_connected))
 
     def rank_left(self) -> None:
-        """Tell all nodes."""
+        """Tell all nodes that the rank has left."""
         self._agent.perform(self._commands.refuse_regroup())
 
     def first_step(self, message: worker_messages.FirstStep) -> None:

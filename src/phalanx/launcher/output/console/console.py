@@ -1,6 +1,6 @@
 """Shows the output of all ranks: whole lines of every rank, the progress bars of rank 0 below, and phalanx's messages.
 
-A thread reads the log files as they grow. A slow terminal delays nobody, costs no memory and misses nothing.
+A thread reads the log files as they grow. A slow terminal delays no rank, needs no memory and loses no output.
 
 On a terminal, rank 0 is live: it has a pseudo-terminal, and its unfinished rows (a prompt, one or more bars) form an
 area at the bottom that is repainted below other output. Rows are painted from a `LineModel` and never passed through,

@@ -94,7 +94,7 @@ class LineModel:
     """Turns the bytes of a stream into finished lines; `rows` may still change.
 
     Usually that is one row, the line being written. If a program moves the cursor up (tqdm with a position, rich.Live),
-    all rows that it reaches stay unfinished until it rests below them.
+    all rows that it reaches stay unfinished until it stays below them.
     """
 
     def __init__(self, *, live: bool = False, limit: int | None = None) -> None:
@@ -147,7 +147,7 @@ class LineModel:
         return self._moving(data)
 
     def settle(self) -> bytes:
-        """Finish the rows above the cursor, which rests on the lowest one, and return them."""
+        """Finish the rows above the cursor, which is on the lowest one, and return them."""
         done: list[bytes] = []
         for row in self.rows[:-1]:
             self._finish(row, done)
