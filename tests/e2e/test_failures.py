@@ -248,6 +248,29 @@ def test_a_typo_is_reported_once_and_not_retried_and_the_logs_have_it_whole(tmp_
 
 
 @pytest.mark.warmed
+def test_a_failure_at_the_same_step_is_no_progress_however_late_the_step_is_reported(tmp_path: Path) -> None:
+    """The first try ends before its step is reported at an interval, the second one after that."""
+    late = write(
+        tmp_path / "late.py",
+        "import time, torch, phalanx\n"
+        "def train(run):\n"
+        "    model = torch.nn.Linear(1, 1)\n"
+        "    opt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    run.keep(model, opt)\n"
+        "    for _ in range(3):\n"
+        "        run.backward(model(torch.ones(1)).sum())\n"
+        "        run.step(opt)\n"
+        "    if run.group.generation: time.sleep(1.5)\n"
+        "    raise ValueError('no such file')\n"
+        "phalanx.main(train)\n",
+    )
+    result = phalanx("run", "-g", "1", "--cpu", late)
+    assert result.code == 1
+    assert result.err.count("; regrouped, ") == 2, result.err
+    assert "  not retrying: the same failure 3 times with no progress" in result.err
+
+
+@pytest.mark.warmed
 def test_an_innocent_rank_is_reported_in_one_line_and_verbose_shows_everything(tmp_path: Path) -> None:
     bad = write(
         tmp_path / "bad.py",

@@ -104,6 +104,8 @@ class ElasticLoop:
             except Exception as error:
                 logger.debug("train raised in generation %d", assignment.generation, exc_info=True)
                 if not self._is_regroup(error, assignment):
+                    if self._recovery is not None:  # the agent compares the step with those of earlier tries
+                        self._channel.send(self._heartbeat())
                     raise
             self._leave()
             sys.excepthook = excepthook  # torch wraps it for every group
