@@ -115,9 +115,10 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_no_step(tmp_path: Path) -> N
     [
         ("size=10m,ro", "true", "Read-only file system"),
         ("size=64k", "head -c 100000 /dev/zero > disk/x || true", "No space left on device"),
+        ("size=8k", "true", "No space left on device"),
         ("size=10m,nr_inodes=2", "touch disk/x", "No space left on device"),
     ],
-    ids=["read-only", "full", "inodes"],
+    ids=["read-only", "full", "nearly full", "inodes"],
 )
 def test_a_run_starts_without_its_folder(options: str, then: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "hello.py").write_text("print('hello')\n")

@@ -67,8 +67,19 @@ STORE = (
 )
 
 
-def test_a_warning_with_a_stack_is_left_out_whole() -> None:
-    assert Noise().without(b"one\n" + STORE + b"two\n") == b"one\ntwo\n"
+CONNECTING = b"[W1119 05:33:14.13 TCPStore.cpp:340] [c10d] TCP client failed to connect/validate to host 127.0.0.1:4"
+LOST = CONNECTING + b" - retrying (try=0, delay=413ms): Failed to recv, got 0 bytes. Connection was likely closed.\n"
+WRONG = CONNECTING + b" - retrying (try=0, delay=413ms): Connection refused\n"
+
+
+@pytest.mark.parametrize("first", [STORE.splitlines(keepends=True)[0], LOST], ids=["reads", "connects"])
+def test_a_warning_with_a_stack_is_left_out_whole(first: bytes) -> None:
+    rest = STORE.partition(b"\n")[2]
+    assert Noise().without(b"one\n" + first + rest + b"two\n") == b"one\ntwo\n"
+
+
+def test_a_store_that_cannot_be_reached_is_shown() -> None:
+    assert Noise().without(WRONG) == WRONG
 
 
 def test_an_empty_line_behind_a_warning_is_the_scripts() -> None:

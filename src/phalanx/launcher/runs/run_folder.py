@@ -306,7 +306,8 @@ def _check_room(path: str) -> None:
     test = os.path.join(path, ".room")
     try:
         with open(test, "wb", buffering=0) as file:
-            file.write(bytes(_ROOM))
+            if file.write(bytes(_ROOM)) < _ROOM:  # there was room for a part of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), test)
         os.unlink(test)
     except OSError:
         import shutil  # here, not above: it would delay the fork server
