@@ -292,10 +292,11 @@ class ElasticLoop:
         return recovery is not None and self._channel.generation > recovery.generation.number
 
     def _should_halt(self, step: int) -> bool:
-        if self._halting.reached(step, self._is_elsewhere):
+        if self._halting.asked and self._halting.reached(step, self._is_elsewhere):
             self._channel.send(messages.HaltAck(step, self._channel.generation))
             return True
-        if self._is_elsewhere():
+        recovery = self._recovery
+        if recovery is not None and self._channel.generation > recovery.generation.number:
             raise RuntimeError("the group is being formed again")
         return False
 
