@@ -136,6 +136,7 @@ class ElasticLoop:
             recovery = RecoveryState(self._generation(assignment, membership), self._last.offer)
             group = WorkerProcessGroup(membership, seed=seed)
             run = Run(group, log_to=self._log_to, recovery=recovery)
+        logger.debug("generation %d: rank %d of %d", assignment.generation, group.rank, group.world_size)
         self._recovery = recovery
         self._run = run
         self._handover = None
@@ -202,6 +203,7 @@ class ElasticLoop:
         self._last = LastGroup(offer, recovery.checkpoint_waited, recovery.has_snapshots, step)
         if offer is None:
             self._once.forget()
+        logger.debug("leaving generation %d after step %d", recovery.generation.number, step)
         self._aborter.cut()
         run._abandon(self._left, has_state=offer is not None and not offer.sharded)
         self._aborter.forget()
