@@ -6,6 +6,7 @@ import glob
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,32 @@ def test_stop_and_why_of_one_that_runs(tmp_path: Path) -> None:
             lambda: (found := job.why()) and "ranks 0, 1" in found and found, 30, "both ranks"
         )
     assert job.exit_code == 143
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (("train.py", "--lr 0.1"), {}, r"args is '--lr 0.1', expected a list\n.*\"train.py\", \['--lr', '0.1'\]\)"),
+        ((len, "words"), {}, r"args is 'words', expected a list\n.*launch\(len, \['words'\]\)"),
+        (("train.py",), {"options": "--cpu -g 2"}, r"options is .*, expected a list\n.*\['--cpu', '-g', '2'\]"),
+        ((None,), {}, r"launch\(\) was given None, expected the path of a script or a function"),
+    ],
+)
+def test_wrong_arguments_start_nothing(arguments: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        launch(*arguments, **options)
+
+
+@pytest.mark.smoke
+def test_wrong_arguments_of_a_job_are_refused() -> None:
+    with launch("/nowhere/train.py", workers=1, cpu=True, show=False) as job:
+        with pytest.raises(UsageError, match="stream is 'out', expected stdout or stderr"):
+            job.logs(stream="out")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="rank is '0', expected a number"):
+            job.logs("0")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="timeout is '5', expected seconds"):
+            job.wait("5")  # type: ignore[arg-type]
 
 
 def test_arguments_of_a_script_are_text(tmp_path: Path) -> None:

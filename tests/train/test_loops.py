@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -65,6 +67,31 @@ class Training:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_calls_few_functions(run: phalanx.Run) -> None:
+    """Counted, because a busy machine cannot measure microseconds."""
+    training, calls, counts = Training(run), [0], []
+    data = run.loader(numbers(100), batch_size=2, shuffle=True)
+    run.keep(training.model, training.opt, data, best=0.0)
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        calls[0] += event == "call" and "/phalanx/train/" in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        for x, y in run.batches(data):
+            training.step(x, y)
+            counts.append(calls[0])
+    finally:
+        sys.setprofile(None)
+    assert min(after - before for before, after in pairwise(counts)) <= 80
+
+
+def test_a_batch_of_tensors_is_not_converted_from_a_list(run: phalanx.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = run.loader(numbers(), batch_size=2)
+    monkeypatch.setattr(torch, "tensor", None)
+    assert [x.shape for x, _ in run.batches(data)] == [(2, 3)] * 5
 
 
 def test_an_evaluation_commits_nothing_and_starts_from_the_beginning(run: phalanx.Run) -> None:

@@ -96,7 +96,7 @@ def test_a_tensor_elsewhere_is_copied_and_not_read() -> None:
 
 
 def test_values_that_are_not_finite_are_valid_json() -> None:
-    found = json.loads(encode(1, 0, 0.0, {"a": math.nan, "b": math.inf, "c": -math.inf}), parse_constant=pytest.fail)
+    found = json.loads(encode(1, 0, 0.0, 0, {"a": math.nan, "b": math.inf, "c": -math.inf}), parse_constant=pytest.fail)
     assert math.isnan(float(found["a"]))
     assert (float(found["b"]), float(found["c"])) == (math.inf, -math.inf)
 
@@ -135,7 +135,7 @@ def test_nothing_was_there_to_resume(tmp_path: Path) -> None:
 )
 def test_cut(numbers: list[int], step: int, block: int, rest: bytes) -> None:
     """Compared with a simple implementation, with blocks so small that lines cross them."""
-    lines = [encode(number, 0, 0.0, {"x": number / 3}).encode() for number in numbers]
+    lines = [encode(number, 0, 0.0, 0, {"x": number / 3}).encode() for number in numbers]
     kept = b"".join(line for number, line in zip(numbers, lines, strict=True) if number <= step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(earlier_lines, "_BLOCK", block)

@@ -70,6 +70,7 @@ def launch(
     from phalanx.launcher.runs.run_folder import make_run_id
 
     check_caller("launch")
+    _check_types(target, args, options)
     if hyperparameters is None and callable(target):
         hyperparameters = simple_arguments(target, args)
     if name is None and callable(target):
@@ -81,6 +82,22 @@ def launch(
     if "torch" in sys.modules and "--preload" not in options:
         line += ["--preload", "torch"]
     return start_call(target, args, line, env=environ, cwd=cwd, show=show)
+
+
+def _check_types(target: object, args: object, options: object) -> None:
+    """Raise unless the target can be started, and arguments and options are lists of words, not one text."""
+    if not callable(target) and (isinstance(target, bytes) or not isinstance(target, str | os.PathLike)):
+        raise UsageError(
+            f"launch() was given {target!r}, expected the path of a script or a function",
+            fix='phalanx.launch("train.py", workers=4), or phalanx.launch(train, [0.1], workers=4)',
+        )
+    given = target.__name__ if hasattr(target, "__name__") else f'"{target}"'
+    for name, value, fix in (
+        ("args", args, f"phalanx.launch({given}, {[args] if callable(target) else str(args).split()!r})"),
+        ("options", options, f"phalanx.launch({given}, options={str(options).split()!r})"),
+    ):
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+            raise UsageError(f"{name} is {value!r}, expected a list", fix=fix)
 
 
 def _texts(script: str, args: Sequence[Any]) -> Sequence[str]:

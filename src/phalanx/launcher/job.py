@@ -123,6 +123,8 @@ class Job:
 
         Raises TimeoutError after `timeout` seconds; the run continues.
         """
+        if timeout is not None and not isinstance(timeout, int | float):
+            raise UsageError(f"timeout is {timeout!r}, expected seconds", fix="job.wait(60)")
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -149,6 +151,10 @@ class Job:
 
     def logs(self, rank: int = 0, stream: Literal["stdout", "stderr"] = "stdout") -> str:
         """`job.logs(rank=2)`: return the output of a rank so far, in the newest attempt."""
+        if stream not in ("stdout", "stderr"):
+            raise UsageError(f"stream is {stream!r}, expected stdout or stderr", fix='job.logs(stream="stderr")')
+        if not isinstance(rank, int):
+            raise UsageError(f"rank is {rank!r}, expected a number", fix="job.logs(rank=0)")
         record = self._found()
         if not 0 <= rank < record.world_size:
             raise UsageError(

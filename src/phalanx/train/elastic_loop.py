@@ -139,6 +139,7 @@ class ElasticLoop:
             recovery = RecoveryState(self._generation(assignment, membership), self._last.offer)
             group = WorkerProcessGroup(membership, seed=seed)
             run = Run(group, log_to=self._log_to, recovery=recovery)
+        logger.debug("generation %d: rank %d of %d", assignment.generation, group.rank, group.world_size)
         self._recovery = recovery
         self._run = run
         self._handover = None
@@ -205,6 +206,7 @@ class ElasticLoop:
         self._last = LastGroup(offer, recovery.checkpoint_waited, recovery.has_snapshots, step)
         if offer is None:
             self._once.forget()
+        logger.debug("leaving generation %d after step %d", recovery.generation.number, step)
         self._aborter.cut()
         run._abandon(self._left, has_state=offer is not None and not offer.sharded)
         self._aborter.forget()
@@ -295,10 +297,11 @@ class ElasticLoop:
         return recovery is not None and self._channel.generation > recovery.generation.number
 
     def _should_halt(self, step: int) -> bool:
-        if self._halting.reached(step, self._is_elsewhere):
+        if self._halting.asked and self._halting.reached(step, self._is_elsewhere):
             self._channel.send(messages.HaltAck(step, self._channel.generation))
             return True
-        if self._is_elsewhere():
+        recovery = self._recovery
+        if recovery is not None and self._channel.generation > recovery.generation.number:
             raise RuntimeError("the group is being formed again")
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from phalanx.cluster.sources.surroundings import environment
@@ -17,6 +18,8 @@ from phalanx.worker.process_group.group import WorkerProcessGroup
 if TYPE_CHECKING:
     from phalanx.train.checkpoint.format.folder import Info
     from phalanx.train.schedule.snapshot_schedule import SnapshotSchedule
+
+logger = logging.getLogger(__name__)
 
 
 class Restoration:
@@ -61,6 +64,7 @@ class Restoration:
                 'run.checkpoints("FOLDER", …), or phalanx run --checkpoints DIR',
             )
         if recovery.from_peers:
+            logger.debug("restored from another rank at step %d", counter.steps)
             self._make_values_equal(group)
             return None
         if not begins:
@@ -70,11 +74,13 @@ class Restoration:
             step, extra = snapshot
             recovery.from_snapshot = True
             self._continue_at(step, extra.get("epoch"))
+            logger.debug("restored from a snapshot at step %d", step)
             recovery.models.layouts = extra.get("layouts", [])
             group.print(f"resumed from a snapshot in memory at step {counter.steps}, epoch {counter.epoch}")
             return None
         info = checkpoints.load() if folder is not None else None
         if info is not None:
+            logger.debug("restored from a checkpoint at step %d", info.step)
             self._continue_at(info.step, info.extra.get("epoch"))
             group.print(f"resumed at step {counter.steps}, epoch {counter.epoch}")
         return info

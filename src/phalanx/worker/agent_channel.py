@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from phalanx.errors import LaunchError
 from phalanx.forkserver import linux
 from phalanx.worker.parent_death import ParentDeath
 
+logger = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL = 0.5  # seconds
 _CONNECT_TIMEOUT = 30.0  # seconds for the first assignment: the agent is on this host, and waits for nothing
 
@@ -139,6 +141,7 @@ class AgentChannel:
                 self._call.received(messages.EndWorker(signal.SIGTERM, failed=True))  # the agent has ended
                 break
             message = messages.from_agent.decode(packet)
+            logger.debug("the agent sent %s", type(message).__name__)
             if isinstance(message, messages.Halt | messages.Rescue | messages.EndWorker):
                 self._call.received(message)
                 continue

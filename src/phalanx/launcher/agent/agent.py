@@ -6,6 +6,7 @@ It never imports torch, and waits only for events of its loop: messages of the f
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 
@@ -37,6 +38,8 @@ from phalanx.launcher.telemetry.out_of_memory import MemoryKillWatch
 from phalanx.launcher.workers.context import WorkerGroupContext
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.launcher.workers.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
 
 
 class NodeAgent:
@@ -242,11 +245,14 @@ class NodeAgent:
 
     def _decide(self, failure: WorkerFailure) -> None:
         action = self._coordinator.worker_failed(failure)
+        decided = type(action).__name__ if action is not None else "no action yet"
+        logger.debug("%s; decided: %s", failure.reason, decided)
         if action is not None:
             self.perform(action)
 
     def perform(self, action: Action) -> None:
         """Execute an action of the coordinator."""
+        logger.debug("performing %s", type(action).__name__)  # its contents include the environment of the script
         if isinstance(action, EndRun):
             self._shutdown.end_run(action.signal, action.reason)
         else:

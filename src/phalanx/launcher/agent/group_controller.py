@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ from phalanx.launcher.workers.context import WorkerGroupContext
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.launcher.workers.worker_group import WorkerGroup
 
+logger = logging.getLogger(__name__)
 GroupAction = RegroupPlan | StopWorkers | HoldWorkers | RefuseRegroup | HaltWorkers | AcceptLoss | SignalWorkers
 
 _MOST_RANKS = 8  # in a message
@@ -69,6 +71,7 @@ class GroupController:
 
     async def start(self, start: StartAttempt, context: WorkerGroupContext) -> WorkerGroup:
         """Start the workers of an attempt."""
+        logger.debug("attempt %d: generation %d, %d ranks here", start.attempt, start.generation, len(start.plan.seats))
         group = self.group = WorkerGroup(start, context, self._fork_server.client, self._fork_server.hints)
         for seat in start.plan.seats:
             if self._end_request.made or self._early_stop or group.stopping or group.over.is_set():

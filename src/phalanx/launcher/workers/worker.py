@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import wire
 from phalanx.launcher.workers.probes import ProbeClient
 from phalanx.recover.decision import Hope
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerState(Enum):
@@ -109,6 +112,7 @@ class Worker:
         """Move to `state`. False: that state does not follow the current one, which is kept."""
         if state not in _FOLLOWS[self.state]:
             return False
+        logger.debug("rank %d, pid %d: %s, was %s", self.seat.rank, self.pid, state.value, self.state.value)
         self.state = state
         self._passed.add(state)
         return True

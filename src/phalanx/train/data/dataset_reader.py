@@ -42,7 +42,8 @@ class DatasetReader:
             dataset, options = TensorBatches(dataset), {**options, "collate_fn": as_it_is}
         # Do not interfere with a script that seeds its workers itself.
         seeded = options["num_workers"] > 0 and self.own_generator is not None and options.get("worker_init_fn") is None
-        indices = BatchIndices(len(self.dataset), self.seed, self.shuffle, part, seeded)
+        here = options["num_workers"] == 0 and isinstance(dataset, TensorBatches)
+        indices = BatchIndices(len(self.dataset), self.seed, self.shuffle, part, seeded=seeded, as_tensors=here)
         return IndexedData(SeededData(dataset) if seeded else dataset, indices, options)
 
     def _in_order(self, part: BatchAssignment) -> ShardStream | Shards:

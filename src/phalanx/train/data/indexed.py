@@ -43,27 +43,33 @@ class IndexedData:
 class BatchIndices:
     """A batch sampler: the indices of this rank's batches from `position` on."""
 
-    def __init__(self, length: int, seed: int, shuffle: bool, part: BatchAssignment, seeded: bool) -> None:
+    def __init__(
+        self, length: int, seed: int, shuffle: bool, part: BatchAssignment, *, seeded: bool, as_tensors: bool = False
+    ) -> None:
         self.length = length
         self.seed = seed
         self.shuffle = shuffle
         self.part = part
         self.seeded = seeded  # each batch begins with a seed, for `SeededData`
+        self.as_tensors = as_tensors  # for `TensorBatches` in this process
         self.position = Position()
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps to the end of the epoch."""
         return steps(self.position, self.length, self.part.batches, self.part.tail)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = self._batches()
+    def __iter__(self) -> Iterator[Any]:
+        if self.as_tensors:
+            return (batch for batches in self._batches() for batch in batches)
+        lists = (batch for batches in self._batches() for batch in batches.tolist())
         if not self.seeded:
-            return batches
+            return lists
         rank = self.part.rank
         numbers = (rng.number(self.seed, *step.position, rank) for step in self.steps() if step.sizes[rank])
-        return ([number, *batch] for number, batch in zip(numbers, batches, strict=True))
+        return ([number, *batch] for number, batch in zip(numbers, lists, strict=True))
 
-    def _batches(self) -> Iterator[list[int]]:
+    def _batches(self) -> Iterator[torch.Tensor]:
+        """Yield the indices of several batches at a time, one batch per row."""
         order = Order(self.length, seed=self.seed, epoch=self.position.epoch, shuffle=self.shuffle)
         whole, batch, rank = sum(self.part.batches), self.part.batch, self.part.rank
         start = self.position.consumed + sum(self.part.batches[:rank])
@@ -73,11 +79,11 @@ class BatchIndices:
         ahead = max(1, _AHEAD // batch)
         for first in range(0, full, ahead):
             numbers = torch.arange(first, min(first + ahead, full))
-            yield from look_up(order, start + whole * numbers[:, None] + torch.arange(batch)).tolist()
+            yield look_up(order, start + whole * numbers[:, None] + torch.arange(batch))
         after = Position(self.position.epoch, self.position.consumed + full * whole)
         for step in steps(after, self.length, self.part.batches, self.part.tail):
             if step.sizes[rank]:
-                yield look_up(order, torch.tensor(step.portion(rank).places)).tolist()
+                yield look_up(order, torch.tensor(step.portion(rank).places))[None]
 
 
 class TensorBatches:
@@ -86,8 +92,8 @@ class TensorBatches:
     def __init__(self, dataset: TensorDataset) -> None:
         self._tensors = dataset.tensors
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        places = torch.tensor(indices)
+    def __getitems__(self, indices: list[int] | torch.Tensor) -> list[Any]:
+        places = torch.as_tensor(indices)
         return [tensor[places] for tensor in self._tensors]
 
 

@@ -7,6 +7,7 @@ every rank should set the same values; where ranks differ, those of rank 0 count
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,19 +22,26 @@ _DEEPEST = 50
 _TENSOR = "$kept tensor"
 
 
+@dataclass(slots=True)
+class _Commit:
+    """The values at the last commit. Apart from `KeptValues`, whose attributes are slow to set."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    restored: frozenset[str] = frozenset()  # names of values that a default does not replace
+    stepped: bool = False  # a step was committed
+
+
 class KeptValues(MutableMapping[str, Any]):
     """`run.state`: a dict of plain values. It stores the values that belong to the last committed step.
 
     After a failure the script repeats what it did after that step: values that it had set there are reset first.
     """
 
-    __slots__ = ("_committed", "_restored", "_stepped", "_values")
+    __slots__ = ("_commit", "_values")
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
-        self._committed: dict[str, Any] = {}
-        self._restored: set[str] = set()  # names of values that a default does not replace
-        self._stepped = False
+        self._commit = _Commit()
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -70,20 +78,21 @@ class KeptValues(MutableMapping[str, Any]):
 
     def give(self, values: Mapping[str, Any]) -> None:
         """Set the values of `run.keep`. Before the loop these are defaults, which do not replace restored values."""
-        self.update({name: value for name, value in values.items() if name not in self._restored})
+        self.update({name: value for name, value in values.items() if name not in self._commit.restored})
 
     def commit(self, *, stepped: bool = False) -> None:
         """Store the current values: the code that has set them is not repeated after a failure. `stepped`: a step is
         committed, and the script may set more for it until it requests the next batch.
         """
-        self._stepped = stepped
-        self._restored = set()  # the loop has begun
-        if self._values or self._committed:
-            self._committed = {name: copied(value, name) for name, value in self._values.items()}
+        last = self._commit
+        last.stepped = stepped
+        last.restored = frozenset()  # the loop has begun
+        if self._values or last.values:
+            last.values = {name: copied(value, name) for name, value in self._values.items()}
 
     def commit_after_step(self) -> None:
         """Store the values when the next batch is requested, if the step of the current one is committed."""
-        if self._stepped:
+        if self._commit.stepped:
             self.commit()
 
     @property
@@ -99,7 +108,7 @@ class KeptValues(MutableMapping[str, Any]):
         """Restore values. One that was not saved keeps its current value, which is the script's default."""
         self._values.update({str(name): _unpacked(value) for name, value in state.items()})
         self.commit()
-        self._restored = {str(name) for name in state}
+        self._commit.restored = frozenset(str(name) for name in state)
 
     def replace(self, state: Mapping[str, Any]) -> None:
         """Restore values, and drop all others."""
@@ -115,7 +124,7 @@ class CommittedValues:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values."""
-        return packed(self._values._committed)
+        return packed(self._values._commit.values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing: committed values do not change."""

@@ -52,6 +52,7 @@ class MisuseChecks:
     """Checks the first steps of a script. `done` when there is nothing more to check."""
 
     def __init__(self, membership: Membership, kept: KeptObjects, warnings: ScriptWarnings, *, survives: bool) -> None:
+        self.done = False
         self._comparison = RankComparison(membership)
         self._warnings = warnings if membership.placement.rank == 0 else None
         self._kept = kept
@@ -62,11 +63,6 @@ class MisuseChecks:
         self._stepped = False  # run.step was called
         self._commits = 0
         self._scheduled: list[int] | None = None  # updates that each kept scheduler had counted at the first commit
-
-    @property
-    def done(self) -> bool:
-        """Whether there is nothing more to check."""
-        return self._commits > 0 and self._comparison.done
 
     # -- called by the run
 
@@ -122,6 +118,7 @@ class MisuseChecks:
             self._scheduled = self._updates_counted()
         for found in self._comparison.committed(self._commits):
             self._tell(*found)
+        self.done = self._comparison.done
 
     def batch_done(self) -> None:
         """Handle the request for the next batch: the script has done everything for the current step."""

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import torch
 
@@ -58,6 +58,16 @@ class WriteBudget:
         return True
 
 
+class MetricsLine(NamedTuple):
+    """A line of the file: the values of a committed step, or of one call of `run.log`."""
+
+    step: int
+    epoch: int
+    time: float
+    rank: int
+    values: Mapping[str, Any]  # as returned by `held`
+
+
 class Metrics:
     """Writes metrics: `metrics = Metrics(folder, resumed_at=step)` on rank 0, then `write` every step, and `close`.
 
@@ -79,7 +89,7 @@ class Metrics:
     ) -> None:
         self.path = os.path.join(folder, NAME)
         self._say = say if say is not None else _say
-        self._waiting: list[tuple[int, int, float, int, Mapping[str, Any]]] = []
+        self._waiting: list[MetricsLine] = []
         self._trackers: TrackerGroup | None = None
         self._earlier = EarlierLines(self.path, resumed_at)
         self._non_finite = NonFiniteWatch()
@@ -91,7 +101,7 @@ class Metrics:
         self._due = clock() + FLUSH_EVERY
         self._file: BinaryIO | None = None
         self._board: TensorBoardWriter | None = None
-        with self._or_none():
+        try:
             os.makedirs(folder, exist_ok=True)
             self._earlier.prepare()
             self._file = open(self.path, "ab", opener=open_regular)  # noqa: SIM115
@@ -99,6 +109,8 @@ class Metrics:
                 self._board = TensorBoardWriter(os.path.join(folder, "tensorboard"), resumed_at + 1)
             if trackers:
                 self._trackers = TrackerGroup(trackers, folder, resumed=resumed_at > 0, say=self._say)
+        except (OSError, CheckpointError) as error:
+            self._give_up(error)
 
     def log(
         self,
@@ -116,7 +128,7 @@ class Metrics:
         """
         names = (*(("rank",) if rank else ()), *values)
         if not self._earlier.has_line(step, names, expect_again=earlier) and self._file is not None:
-            self._add((step, epoch, when, rank, values))
+            self._add(MetricsLine(step, epoch, when, rank, values))
             if self._on_gpu and self._clock() - self._read_at >= LOG_FLUSH_EVERY:
                 self._write_lines()
 
@@ -133,17 +145,21 @@ class Metrics:
             return False
         if reported:
             self._reported.add(step)
-        self._add((step, epoch, time.time(), 0, values))
+        self._add(MetricsLine(step, epoch, time.time(), 0, values))
         if len(self._waiting) < MOST and self._clock() < self._due:
             return False
         self.flush()
         return True
 
-    def _add(self, line: tuple[int, int, float, int, Mapping[str, Any]]) -> None:
+    def _add(self, line: MetricsLine) -> None:
         self._waiting.append(line)
-        self._on_gpu = self._on_gpu or any(isinstance(value, torch.Tensor) for value in line[-1].values())
-        if not self._on_gpu and self._budget.allows():
-            self._write_lines()
+        if not self._on_gpu:
+            for value in line.values.values():
+                if isinstance(value, torch.Tensor):
+                    self._on_gpu = True
+                    return
+            if self._budget.allows():
+                self._write_lines()
 
     def flush(self) -> None:
         """Write all lines so far. Without fsync: a power cut may lose the last ones."""
@@ -154,31 +170,34 @@ class Metrics:
 
     def _write_lines(self) -> None:
         waiting, self._waiting = self._waiting, []
-        self._on_gpu, self._read_at = False, self._clock()
+        on_gpu, self._on_gpu, self._read_at = self._on_gpu, False, self._clock()
         if self._file is None or not waiting:
             return
-        rows = read(values for *_, values in waiting)
-        for (step, _, _, rank, _), row in zip(waiting, rows, strict=True):
-            for line in self._non_finite.look(step, row) if not rank and step not in self._reported else ():
-                self._say(line)
+        if on_gpu:
+            rows = read(line.values for line in waiting)
+            waiting = [line._replace(values=row) for line, row in zip(waiting, rows, strict=True)]
+        for step, _, _, rank, values in waiting:
+            for text in self._non_finite.look(step, values) if not rank and step not in self._reported else ():
+                self._say(text)
         self._reported.clear()
-        lines = [
-            encode(step, epoch, when, row, rank)
-            for (step, epoch, when, rank, _), row in zip(waiting, rows, strict=True)
-        ]
-        with self._or_none():
-            self._file.write("".join(lines).encode())
+        try:
+            self._file.write("".join([encode(*line) for line in waiting]).encode())
             self._file.flush()
-            if self._board is None and self._trackers is None:
-                return
-            for (step, _, when, rank, _), row in zip(waiting, rows, strict=True):
-                named = {f"{name}/rank {rank}": value for name, value in row.items()} if rank else row
-                if self._board is not None:
-                    self._board.write(step, when, named)
-                if self._trackers is not None:
-                    self._trackers.write(step, named)
+            if self._board is not None or self._trackers is not None:
+                self._pass_on(waiting)
+        except OSError as error:
+            self._give_up(error)
+
+    def _pass_on(self, lines: Sequence[MetricsLine]) -> None:
+        """Pass lines that are in the file to TensorBoard and trackers."""
+        for step, _, when, rank, values in lines:
+            named = {f"{name}/rank {rank}": value for name, value in values.items()} if rank else values
             if self._board is not None:
-                self._board.flush()
+                self._board.write(step, when, named)
+            if self._trackers is not None:
+                self._trackers.write(step, named)
+        if self._board is not None:
+            self._board.flush()
 
     def close(self, ending: Ending = "done") -> None:
         """Write all lines and close the files. End the runs of trackers, unless the training continues ("left")."""
@@ -195,13 +214,9 @@ class Metrics:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close("failed" if error is not None else "done")
 
-    @contextlib.contextmanager
-    def _or_none(self) -> Any:
-        try:
-            yield
-        except (OSError, CheckpointError) as error:
-            self._end()
-            self._say(f"metrics are no longer written: {error}")
+    def _give_up(self, error: Exception) -> None:
+        self._end()
+        self._say(f"metrics are no longer written: {error}")
 
     def _end(self) -> None:
         for file in (self._file, self._board):
@@ -262,9 +277,11 @@ def _number(name: str, value: Any) -> float:
 # -- the file
 
 
-def encode(step: int, epoch: int, when: float, values: Mapping[str, float], rank: int = 0) -> str:
+def encode(step: int, epoch: int, when: float, rank: int, values: Mapping[str, float]) -> str:
     """Return one line. JSON has no infinity and NaN: these are strings that float() accepts."""
-    parts = [f'{{"step": {step}, "epoch": {epoch}, "time": {when:.6f}', *([f'"rank": {rank}'] if rank else [])]
+    parts = [f'{{"step": {step}, "epoch": {epoch}, "time": {when:.6f}']
+    if rank:
+        parts.append(f'"rank": {rank}')
     for name, value in values.items():
         parts.append(f"{_quoted(name)}: {value!r}" if math.isfinite(value) else f'{_quoted(name)}: "{value!r}"')
     return ", ".join(parts) + "}\n"
