@@ -6,6 +6,15 @@ function plain(message) {
   return { ...message, data: message.data.replace(/[:~^\\]/g, " ").replace(/(^|\s)-+/g, "$1") };
 }
 
+// lunr merges nodes of its word tree that have the same text. It writes that text without separators, so that two different
+// nodes can have the same one ("1" to node 23, or "12" to node 3). Then a search fails with an exception.
+function repair(scope) {
+  scope.lunr.TokenSet.prototype.toString = function () {
+    const edges = Object.keys(this.edges).sort().map((label) => `,${label}${this.edges[label].id}`);
+    return this._str || (this.final ? "1" : "0") + edges.join("");
+  };
+}
+
 if (location.protocol === "file:") {
   // Browsers refuse workers on file:// pages, so there the search runs in a hidden frame. mkdocs-material's offline plugin
   // would fetch a script for this purpose from the network if this file had another name.
@@ -20,7 +29,7 @@ if (location.protocol === "file:") {
       const inside = this.#frame.contentWindow;
       inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
       const script = this.#frame.contentDocument.createElement("script");
-      this.#loaded = new Promise((done) => script.addEventListener("load", done));
+      this.#loaded = new Promise((done) => script.addEventListener("load", done)).then(() => repair(inside));
       script.src = url;
       this.#frame.contentDocument.body.append(script);
     }
@@ -36,6 +45,12 @@ if (location.protocol === "file:") {
   };
 } else {
   window.Worker = class extends window.Worker {
+    constructor(url) {
+      const absolute = JSON.stringify(new URL(url, document.baseURI).href);
+      const text = `importScripts(${absolute}); (${repair})(self);`;
+      super(URL.createObjectURL(new Blob([text], { type: "text/javascript" })));
+    }
+
     postMessage(data) {
       super.postMessage(plain(data));
     }

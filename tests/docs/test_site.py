@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = html.unescape((ROOT / "docs" / "troubleshooting.md").read_text())
 TITLES = re.findall(r"^### (.+)$", PAGE, re.M)
 BROKEN = "[...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
+EMPTY_HEADERS = "[...document.querySelectorAll('thead')].filter(it => it.offsetHeight && !it.innerText.trim()).length"
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,10 @@ async def _look(site: Path) -> None:
             await page.goto(path.as_uri())
             assert await page.evaluate(BROKEN) == [], path
             assert await page.evaluate("document.querySelector('h1') !== null"), path
+            assert await page.evaluate(EMPTY_HEADERS) == 0, path
         await page.goto((site / "index.html").as_uri())
         await _search(page, "stall-timeout", "Hangs and verdicts")
+        await _letters_find(page)
         for message, title in messages().items():
             await _search(page, message, title)
         assert [url for url in requested if not url.startswith(("file://", "data:", "blob:"))] == []
@@ -122,15 +125,29 @@ def messages() -> dict[str, str]:
     return found
 
 
+async def _letters_find(page: Page) -> None:
+    """A letter finds all words that begin with it. That fails if the word tree of the search has wrong branches."""
+    for letter in "acdeprst":
+        await _type(page, letter)
+        meta = "document.querySelector('.md-search-result__meta').innerText"
+        await browser.wait_for(page, f"/^[0-9]+ matching/.test({meta})")
+        await page.keyboard.press("Escape")
+
+
 async def _search(page: Page, text: str, expected: str) -> None:
     """Paste a text into the search, and wait until the first result has the expected title."""
-    await page.keyboard.press("s")
-    await browser.wait_for(page, "document.activeElement.name === 'query'")
-    await page.evaluate(
-        "document.activeElement.value = ''; document.querySelector('.md-search-result__list').replaceChildren()"
-    )
-    await page.keyboard.insert_text(text)
-    await page.keyboard.press("End")  # the search starts when a key is released
+    await _type(page, text)
     titles = "[...document.querySelector('.md-search-result__item').querySelectorAll('h1, h2')].slice(0, 2)"
     await browser.wait_for(page, f"{titles}.some(title => title.innerText.trim() === {json.dumps(expected)})")
     await page.keyboard.press("Escape")
+
+
+async def _type(page: Page, text: str) -> None:
+    await page.keyboard.press("s")
+    await browser.wait_for(page, "document.activeElement.name === 'query'")
+    await page.evaluate(
+        "document.activeElement.value = ''; document.querySelector('.md-search-result__list').replaceChildren();"
+        "document.querySelector('.md-search-result__meta').textContent = ''"
+    )
+    await page.keyboard.insert_text(text)
+    await page.keyboard.press("End")  # the search starts when a key is released
