@@ -70,15 +70,14 @@ def test_ported_it_survives_and_resumes(tmp_path: Path) -> None:
     resumed = phalanx("run", "-g", "3", *words, cwd=str(tmp_path))
     assert resumed.code == 0, resumed.out + resumed.err
     assert re.search(r"resumed at step \d+, epoch [123]", resumed.out)
-    best = 0.0
     seen: dict[int, float] = {}
     for epoch, accuracy, shown in LINE.findall(job.out + resumed.out):
-        if int(epoch) not in seen:  # otherwise it is repeated, with another number of ranks
-            best = max(best, float(accuracy))
+        # An epoch is repeated, with another number of ranks, if no later checkpoint was complete.
+        best = max((value for before, value in seen.items() if before < int(epoch)), default=0.0)
         seen[int(epoch)] = float(accuracy)
         assert float(shown) >= best - 0.3, (epoch, shown)  # one picture
     assert sorted(seen) == [0, 1, 2, 3]
-    assert best > 85
+    assert max(seen.values()) > 85
     assert (tmp_path / "model.pt").exists()
 
 
