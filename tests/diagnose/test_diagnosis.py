@@ -193,10 +193,10 @@ class CountedSet(frozenset[int]):
 
 def test_ranks_that_many_wait_for_are_not_read_for_each_of_those() -> None:
     """Half of all ranks are one collective ahead and wait for the other half, which waits for rank 0."""
-    field = survey(beside(behind(0, loading(ITEM))))
+    graph = survey(beside(behind(0, loading(ITEM))))
     behind_, ahead = CountedSet(range(500)), range(500, 1000)
     awaits = {**dict.fromkeys(range(1, 500), frozenset({0})), **dict.fromkeys(ahead, behind_)}
-    many = replace_dataclass(field, awaits=awaits)
+    many = replace_dataclass(graph, awaits=awaits)
     assert not list(deadlock.verdicts(many))
     assert blame.roots(many) == {0}
     assert many.waiting_for([0]) == list(range(1, 1000))

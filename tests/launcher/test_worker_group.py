@@ -198,10 +198,10 @@ def test_a_spare_is_replaced_after_the_recovery_that_used_it(monkeypatch: pytest
     assert kept == [0], "before the first step"
     regrouper.regroup(RegroupPlan(1, "", plan, None))
     regrouper.keep_spares()
-    workers["0"].membership.formed = 1
+    workers["0"].generations.formed = 1
     regrouper.keep_spares()
     assert kept == [0], "while the group forms"
-    workers["1"].membership.formed = 1
+    workers["1"].generations.formed = 1
     regrouper.keep_spares()
     assert kept == [0, 1]
 

@@ -16,10 +16,10 @@ import phalanx
 from phalanx.errors import JoinError, LaunchError, UsageError
 from phalanx.train.data.rng import FreshRng
 from phalanx.train.elastic import staged_copies, tensor_transfer
-from phalanx.train.elastic.handover import Deal
-from phalanx.train.elastic.made_once import Once
+from phalanx.train.elastic.handover import HandoverPlan
+from phalanx.train.elastic.made_once import MadeOnce
 from phalanx.train.elastic.memfd_tensors import MemfdTensors, OpenedMemfd, PackingThread
-from phalanx.train.elastic.shard_handover import ShardDeal, divided
+from phalanx.train.elastic.shard_handover import ShardHandoverPlan, divided
 from phalanx.train.elastic.state_offer import StateOffer, offers
 from tests.kit.cli import until
 
@@ -41,17 +41,17 @@ def word(step: int, epoch: int = 0) -> str:
     ],
 )
 def test_the_newest_wins(steps: list[int | None], holders: tuple[int, ...], lacking: tuple[int, ...]) -> None:
-    deal = Deal.of(["" if step is None else word(step) for step in steps], [range(len(steps))])
+    deal = HandoverPlan.of(["" if step is None else word(step) for step in steps], [range(len(steps))])
     assert (deal.holders, deal.lacking) == (holders, lacking)
 
 
 def test_who_is_in_the_next_epoch_is_further_than_who_ends_this_one() -> None:
-    deal = Deal.of([word(5, 0), word(5, 1), word(4, 1)], [range(3)])
+    deal = HandoverPlan.of([word(5, 0), word(5, 1), word(4, 1)], [range(3)])
     assert (deal.holders, deal.lacking) == ((1,), (0, 2))
 
 
 def test_states_come_from_the_same_node_if_possible() -> None:
-    deal = Deal.of([word(5), word(5), "", word(5), "", ""], [(0, 1, 2), (3,), (4, 5)])
+    deal = HandoverPlan.of([word(5), word(5), "", word(5), "", ""], [(0, 1, 2), (3,), (4, 5)])
     assert [deal.near(rank) for rank in deal.lacking] == [(0, 1), (), ()]
     assert [deal.giver(rank) for rank in deal.lacking] == [0, 1, 3]
 
@@ -80,13 +80,13 @@ def test_states_come_from_the_same_node_if_possible() -> None:
 )
 def test_each_shard_needs_a_holder(words: list[str], holders: dict[int, int] | None) -> None:
     nodes = [range(len(words))]
-    deal = ShardDeal.of(offers(words), nodes)
+    deal = ShardHandoverPlan.of(offers(words), nodes)
     assert (deal.holders if deal is not None else None) == holders
-    assert not Deal.of(words, nodes).holders
+    assert not HandoverPlan.of(words, nodes).holders
 
 
 def test_a_shard_comes_from_a_replica_near_by() -> None:
-    deal = ShardDeal(5, 2, {0: 0, 1: 1, 2: 0, 5: 1, 6: 0}, [(0, 1, 2, 3), (4, 5, 6, 7)], 8)
+    deal = ShardHandoverPlan(5, 2, {0: 0, 1: 1, 2: 0, 5: 1, 6: 0}, [(0, 1, 2, 3), (4, 5, 6, 7)], 8)
     assert deal.lacking == (3, 4, 7)
     assert deal.keeps((0, 1) * 4)
     assert deal.givers((0, 1) * 4) == {3: 1, 4: 6, 7: 5}
@@ -200,7 +200,7 @@ def other() -> nn.Module:
 
 
 def test_once_gives_the_same_object_and_the_same_numbers() -> None:
-    once = Once()
+    once = MadeOnce()
 
     def entered(*makes: Callable[[], Any]) -> tuple[list[Any], float, float]:
         torch.manual_seed(1)
@@ -221,7 +221,7 @@ def test_once_refuses_what_belongs_to_one_group() -> None:
     run = phalanx.Run(phalanx.init(device="cpu"))
     try:
         with pytest.raises(UsageError, match="made a Loader, which belongs to one process group"):
-            Once().get(lambda: (model(), run.loader([1, 2], batch_size=1)), CPU)
+            MadeOnce().get(lambda: (model(), run.loader([1, 2], batch_size=1)), CPU)
     finally:
         run.group.close()
 

@@ -18,19 +18,19 @@ _MOST = 4096  # pairs that are remembered
 _LARGEST = 1 << 22  # bytes
 
 
-class Known(msgspec.Struct, frozen=True):
+class MeasuredLink(msgspec.Struct, frozen=True):
     """A measured link."""
 
     measured: float  # when
     link: LinkMeasured
 
 
-_decoder: msgspec.json.Decoder[list[Known]] = msgspec.json.Decoder(list[Known])
+_decoder: msgspec.json.Decoder[list[MeasuredLink]] = msgspec.json.Decoder(list[MeasuredLink])
 
 
 def keep(home: str, found: Iterable[LinkMeasured], now: float) -> None:
     """Store measurements, replacing older ones of the same pairs, atomically. Raises OSError."""
-    new = {_pair(link): Known(now, link) for link in found}
+    new = {_pair(link): MeasuredLink(now, link) for link in found}
     if not new:
         return
     known = {**{_pair(old.link): old for old in _read(home)}, **new}
@@ -55,7 +55,7 @@ def known(home: str, hosts: Collection[str]) -> tuple[float, tuple[LinkMeasured,
     return min(one.measured for one in found), tuple(one.link for one in found)
 
 
-def _read(home: str) -> list[Known]:
+def _read(home: str) -> list[MeasuredLink]:
     """Return all stored links. An unreadable file counts as empty."""
     with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError), open(_path(home), "rb") as file:
         return _decoder.decode(file.read(_LARGEST))

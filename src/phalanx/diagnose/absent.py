@@ -14,24 +14,24 @@ from phalanx.diagnose.rank_state import MEETINGS, PATIENCE, RankState
 from phalanx.diagnose.rules import children
 from phalanx.diagnose.rules.collectives.timeouts import Timeout
 from phalanx.diagnose.verdict import Verdict
-from phalanx.diagnose.waits import Field, survey
+from phalanx.diagnose.waits import WaitGraph, survey
 
 _WAITED = 30.0  # seconds to assume if the message does not say
 
 
 def blame(evidence: Evidence, late: int, timeout: Timeout) -> list[str]:
     """Return which rank is missing and where it was, then the evidence and a fix. Empty: unknown."""
-    field = survey(_as_stuck(evidence, timeout))
-    victim = field.states.get(late)
+    graph = survey(_as_stuck(evidence, timeout))
+    victim = graph.states.get(late)
     if victim is None:
         return []
-    verdicts = diagnose(field.evidence)
+    verdicts = diagnose(graph.evidence)
     certain = next((verdict for verdict in verdicts if verdict.certain and verdict.kind != "exited"), None)
     if certain is not None:
         return [certain.text, *certain.details, *([f"fix: {certain.fix}"] if certain.fix else [])]
-    missing = _missing(field, victim, timeout)
+    missing = _missing(graph, victim, timeout)
     if not missing:
-        return _nobody(field, victim, timeout)
+        return _nobody(graph, victim, timeout)
     groups = _together(missing)
     first = groups[0]
     text = f"{words.who(_numbers(first))} did not {_do(victim, timeout)}: {_being(first)}"
@@ -58,9 +58,9 @@ def _as_stuck(evidence: Evidence, timeout: Timeout) -> Evidence:
     return msgspec.structs.replace(evidence, waited=waited, ranks=ranks)
 
 
-def _missing(field: Field, victim: RankState, timeout: Timeout) -> list[RankState]:
+def _missing(graph: WaitGraph, victim: RankState, timeout: Timeout) -> list[RankState]:
     """Return the missing ranks that wait for no other rank."""
-    awaited = field.awaits.get(victim.number, frozenset())
+    awaited = graph.awaits.get(victim.number, frozenset())
     if not awaited and timeout.ranks and not timeout.key:
         awaited = frozenset(timeout.ranks) - {victim.number}
     roots, seen, ahead = set[int](), {victim.number}, list(awaited)
@@ -68,17 +68,17 @@ def _missing(field: Field, victim: RankState, timeout: Timeout) -> list[RankStat
         rank = ahead.pop()
         if rank not in seen:
             seen.add(rank)
-            further = field.awaits.get(rank, frozenset())
+            further = graph.awaits.get(rank, frozenset())
             ahead += further
             roots |= set() if further else {rank}
-    return field.of(roots or awaited)
+    return graph.of(roots or awaited)
 
 
-def _nobody(field: Field, victim: RankState, timeout: Timeout) -> list[str]:
+def _nobody(graph: WaitGraph, victim: RankState, timeout: Timeout) -> list[str]:
     """Return lines for a timeout without a missing rank: a key that no rank has set, or the network."""
     if not timeout.key or victim.act.what in MEETINGS:
         return []
-    others = [each for each in field.of(field.states) if each.number != victim.number]
+    others = [each for each in graph.of(graph.states) if each.number != victim.number]
     where = f"rank {victim.number} waited for{words.at(victim.place)}"
     text = f"no rank set the key {timeout.key!r} that {where} within {words.duration(timeout.seconds)}"
     return [text, *(f"{words.who(_numbers(group))}: {_being(group)}" for group in _together(others)[:4])]

@@ -17,7 +17,7 @@ _Groups = dict[tuple[int, ...], frozenset[int]]  # ranks of a group in its order
 
 
 @dataclass(frozen=True)
-class Field:
+class WaitGraph:
     """All ranks, and who waits for whom."""
 
     evidence: Evidence
@@ -79,7 +79,7 @@ def _untimed(call: CallEvidence) -> CallEvidence:
     return call if call.started is None else replace(call, started=None)
 
 
-def survey(evidence: Evidence) -> Field:
+def survey(evidence: Evidence) -> WaitGraph:
     """Return the states of all ranks, and who waits for whom."""
     evidence = timed(evidence)
     states = {rank.rank: state_of(evidence, rank) for rank in evidence.ranks}
@@ -90,7 +90,7 @@ def survey(evidence: Evidence) -> Field:
         missing = _missing(state, states, evidence, memo, groups)
         if missing is not None:
             awaits[state.number] = missing - {state.number} if state.number in missing else missing
-    return Field(evidence, states, awaits)
+    return WaitGraph(evidence, states, awaits)
 
 
 def _missing(

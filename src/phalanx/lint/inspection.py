@@ -13,7 +13,7 @@ from phalanx.lint.model import Model
 from phalanx.lint.rules.collectives import chance, collective, forward, group, loop
 from phalanx.lint.rules.data import batch, epoch, sharding
 from phalanx.lint.rules.processes import address, ending, nested_spawn
-from phalanx.lint.rules.shared_resources import asking, device, race, saving
+from phalanx.lint.rules.shared_resources import device, race, saving, terminal_input
 from phalanx.lint.script import Script
 
 RULES = {
@@ -26,7 +26,7 @@ RULES = {
         loop,
         saving,
         device,
-        asking,
+        terminal_input,
         epoch,
         sharding,
         batch,

@@ -21,7 +21,7 @@ from phalanx.errors import JoinError
 from phalanx.train import wrong_calls
 from phalanx.train.elastic.halting import Halted, Halting
 from phalanx.train.elastic.handover import Handover
-from phalanx.train.elastic.made_once import Once
+from phalanx.train.elastic.made_once import MadeOnce
 from phalanx.train.elastic.recovery_state import AgentHooks, Generation, RecoveryState, trainings
 from phalanx.train.elastic.state_offer import StateOffer
 from phalanx.train.model import shard_placement
@@ -66,7 +66,7 @@ class ElasticLoop:
         self._recovery: RecoveryState | None = None  # of the run; other threads read it
         self._last = LastGroup()
         self._handover: Handover | None = None  # of the group that is being formed
-        self._once = Once()
+        self._once = MadeOnce()
         self._halting = Halting(self._steps)
         self._stuck = False  # `train` has raised, and the agent has not sent what follows
         self._assignment: messages.Assignment | None = None  # of the group that is being formed, or was formed

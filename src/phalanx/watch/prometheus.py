@@ -59,7 +59,7 @@ def _run(model: RunModel) -> Iterator[str]:
             _known(min(0.0, model.progress.samples) if over else model.progress.samples),
         ),
         ("goodput_ratio", "Share of the time since the first step that was not lost.", model.goodput),
-        ("verdicts", "Current verdicts about a stall.", len(model.trouble.verdicts)),
+        ("verdicts", "Current verdicts about a stall.", len(model.problems.verdicts)),
     ]
     for name, words, value in gauges:
         if value is not None:
@@ -71,7 +71,7 @@ def _counters(model: RunModel) -> Iterator[str]:
     for name, kind, words in _COUNTERS:
         yield from _family(f"{name}_total", "counter", words, [(run, model.timeline.counts[kind])])
     words = "Seconds lost to faults and stalls that are over."
-    yield from _family("seconds_lost_total", "counter", words, [(run, model.trouble.lost_time.seconds)])
+    yield from _family("seconds_lost_total", "counter", words, [(run, model.problems.lost_time.seconds)])
 
 
 def _steps(model: RunModel) -> Iterator[str]:

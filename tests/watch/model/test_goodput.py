@@ -66,7 +66,7 @@ def test_lost_time_and_goodput(name: str) -> None:
     happened, lost = LOSSES[name]
     model = model_of(*started(), *(sample(second, 2 * second, 2 * second) for second in range(2, 11)), *happened)
     assert model.lost == pytest.approx(lost)
-    assert model.trouble.lost_time.seconds == pytest.approx(lost)
+    assert model.problems.lost_time.seconds == pytest.approx(lost)
     model.apply(events.NoteEvent(time=102, text="later"))
     assert model.goodput == pytest.approx(1 - lost / 100), "of the time since the first step, at 2 s"
 
@@ -83,4 +83,4 @@ def test_an_ongoing_stall_counts_as_lost_time() -> None:
     model = model_of(*started(), sample(2, 1, 1), STALL)
     assert model.lost == pytest.approx(10)
     model.apply(sample(25, 1, 1))
-    assert (model.lost, model.trouble.lost_time.seconds) == (pytest.approx(15), 0)
+    assert (model.lost, model.problems.lost_time.seconds) == (pytest.approx(15), 0)

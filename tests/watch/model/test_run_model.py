@@ -32,8 +32,8 @@ def test_any_events_in_any_order(happened: list[AnyEvent]) -> None:
         assert model.progress.rate >= 0
         assert model.progress.eta is None or model.progress.eta >= 0
         counts = [model.timeline.counts[kind] for kind in ("fault", "recovered", "restarted", "stalled")]
-        assert all(now >= then for now, then in zip([*counts, model.trouble.lost_time.seconds], before, strict=True))
-        before = [*counts, model.trouble.lost_time.seconds]
+        assert all(now >= then for now, then in zip([*counts, model.problems.lost_time.seconds], before, strict=True))
+        before = [*counts, model.problems.lost_time.seconds]
         assert {one.kind for one in model.timeline.latest} <= set(KINDS)
         for view in model.ranks.values():
             assert view.health in HEALTH

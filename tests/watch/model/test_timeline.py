@@ -31,8 +31,8 @@ def test_each_event_is_listed_once_and_in_words() -> None:
         ("fault", failed),
         ("end", "failed with exit code 1, after 14 s"),
     ]
-    assert model.trouble.cause is not None
-    assert model.trouble.cause.ranks == (0,)
+    assert model.problems.cause is not None
+    assert model.problems.cause.ranks == (0,)
 
 
 def test_nodes_that_join_are_listed() -> None:
@@ -80,9 +80,9 @@ def test_a_straggler_is_listed_now_and_then(slow: int, also: str) -> None:
 
 def test_verdicts_stay_until_the_run_resumes() -> None:
     model = model_of(*started(), STALL, VERDICT)
-    assert [one.text for one in model.trouble.verdicts] == [VERDICT.text]
+    assert [one.text for one in model.problems.verdicts] == [VERDICT.text]
     model.apply(events.Stalled(time=40, seconds=30))
-    assert model.trouble.verdicts == [], "new ones follow"
+    assert model.problems.verdicts == [], "new ones follow"
     model.apply(VERDICT)
     model.apply(events.RunEnded(time=50, code=1, seconds=50))
-    assert [one.text for one in model.trouble.verdicts] == [VERDICT.text], "nothing progressed when it ended"
+    assert [one.text for one in model.problems.verdicts] == [VERDICT.text], "nothing progressed when it ended"

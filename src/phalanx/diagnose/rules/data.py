@@ -11,7 +11,7 @@ from phalanx.diagnose.frames import Act
 from phalanx.diagnose.rank_state import RankState
 from phalanx.diagnose.rules import gpu
 from phalanx.diagnose.verdict import Verdict
-from phalanx.diagnose.waits import Field
+from phalanx.diagnose.waits import WaitGraph
 
 _WORKER = "pt_data"
 _ERROR = "DataLoader(timeout=60) makes it an error"
@@ -20,11 +20,11 @@ _DEAD = "the output of that rank says why it died, or dmesg if memory was short"
 _STATES = {"Z": "dead", "X": "dead", "T": "stopped", "t": "held by a tracer", "D": "waiting for a disk or NFS"}
 
 
-def verdict(field: Field, kept: Sequence[RankState]) -> Verdict | None:
+def verdict(graph: WaitGraph, kept: Sequence[RankState]) -> Verdict | None:
     """Return a verdict for ranks at the same place. A rank that waits for DataLoader workers gets its own verdict."""
     state, ranks = kept[0], tuple(each.number for each in kept)
     if state.act.what == "loader":
-        return _workers(field, state)
+        return _workers(graph, state)
     if not frames.in_data(state.frames) and state.rank.phase != "data":
         return None
     cause = state.act.words or ("computing" if state.spins else "")
@@ -33,20 +33,20 @@ def verdict(field: Field, kept: Sequence[RankState]) -> Verdict | None:
     return Verdict(
         kind="data",
         ranks=ranks,
-        text=f"{words.who(ranks)} {words.verb(ranks, 'is', 'are')} in data loading{where}{why}{field.wait_for(ranks)}",
+        text=f"{words.who(ranks)} {words.verb(ranks, 'is', 'are')} in data loading{where}{why}{graph.wait_for(ranks)}",
         details=_seen(state),
         place=state.place,
         certain=False,
     )
 
 
-def _workers(field: Field, state: RankState) -> Verdict:
+def _workers(graph: WaitGraph, state: RankState) -> Verdict:
     children = [child.split(maxsplit=2) for child in (state.rank.process.children if state.rank.process else ())]
     known = [child for child in children if len(child) == 3]
     named = [child for child in known if _WORKER in child[2]]
     workers = named or known
     if (busy := _inside(state, {pid: process_state for pid, process_state, _ in workers})) is not None:
-        return _in_worker(field, state, *busy)
+        return _in_worker(graph, state, *busy)
     bad = [(pid, _STATES[process_state]) for pid, process_state, _ in workers if process_state in _STATES]
     dead = [pid for pid, how in bad if how == "dead"]
     if bad:
@@ -56,12 +56,12 @@ def _workers(field: Field, state: RankState) -> Verdict:
         cause = "waiting for its DataLoader workers, which compute"
     else:
         cause = "waiting for its DataLoader workers"
-    node = next((node for node in field.evidence.nodes if node.node == state.rank.node), None)
+    node = next((node for node in graph.evidence.nodes if node.node == state.rank.node), None)
     killed = (node.out_of_memory,) if dead and node is not None and node.out_of_memory else ()
     return Verdict(
         kind="data",
         ranks=(state.number,),
-        text=f"rank {state.number} is in data loading{words.at(state.place)} ({cause}){field.wait_for([state.number])}",
+        text=f"rank {state.number} is in data loading{words.at(state.place)} ({cause}){graph.wait_for([state.number])}",
         details=(
             *(f"worker {pid}: state {process_state}, {command}" for pid, process_state, command in workers[:8]),
             *killed,
@@ -85,13 +85,13 @@ def _inside(state: RankState, workers: dict[str, str]) -> tuple[str, Act, Frame]
     return None
 
 
-def _in_worker(field: Field, state: RankState, pid: str, act: Act, place: Frame) -> Verdict:
+def _in_worker(graph: WaitGraph, state: RankState, pid: str, act: Act, place: Frame) -> Verdict:
     doing = f"{act.words}, in" if act.words else "in"
     return Verdict(
         kind="data",
         ranks=(state.number,),
         text=f"rank {state.number} is in data loading, {words.place(place)} ({doing} a DataLoader worker, process "
-        f"{pid}){field.wait_for([state.number])}",
+        f"{pid}){graph.wait_for([state.number])}",
         details=(*((f"its line: {place.source}",) if place.source else ()), *idle_gpu(state)),
         place=place,
         fix=_ERROR,

@@ -10,18 +10,18 @@ from phalanx.diagnose.rank_state import RankState
 from phalanx.diagnose.rules.collectives import desync
 from phalanx.diagnose.rules.collectives.divergence import guard
 from phalanx.diagnose.verdict import Verdict
-from phalanx.diagnose.waits import Field
+from phalanx.diagnose.waits import WaitGraph
 
 
-def verdict(field: Field, left: Sequence[RankState]) -> Verdict | None:
+def verdict(graph: WaitGraph, left: Sequence[RankState]) -> Verdict | None:
     """Return a verdict for ranks that have left in the same way."""
     state, ranks = left[0], tuple(each.number for each in left)
-    waiting = field.of(field.waiting_for(ranks))
+    waiting = graph.of(graph.waiting_for(ranks))
     first = next((each for each in waiting if each.call is not None), None)
     if first is None or first.call is None or first.call.op in ("send", "recv"):
         return None
     others = tuple(each.number for each in waiting)
-    who, them = words.who(ranks), words.others(others, field.evidence, ranks)
+    who, them = words.who(ranks), words.others(others, graph.evidence, ranks)
     asked = guard(first, first.call)
     if asked is not None and len(others) < len(ranks):
         return Verdict(

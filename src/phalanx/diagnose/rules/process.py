@@ -8,7 +8,7 @@ from phalanx.diagnose import frames, words
 from phalanx.diagnose.evidence import Evidence, NodeFacts
 from phalanx.diagnose.rank_state import LONGER, SPINS, RankState, only_late
 from phalanx.diagnose.verdict import Verdict
-from phalanx.diagnose.waits import Field
+from phalanx.diagnose.waits import WaitGraph
 
 _SILENT_AFTER = 5.0  # seconds without a message from a node, which sends one per second
 _UNRESPONSIVE_AFTER = 1.5  # likewise, if the node has not answered a request for evidence either
@@ -30,13 +30,13 @@ def lost_nodes(evidence: Evidence) -> list[NodeFacts]:
     ]
 
 
-def nodes(field: Field) -> Iterator[Verdict]:
+def nodes(graph: WaitGraph) -> Iterator[Verdict]:
     """Yield a verdict for each lost node."""
-    for node in lost_nodes(field.evidence):
-        ranks = tuple(sorted(rank.rank for rank in field.evidence.ranks if rank.node == node.node))
+    for node in lost_nodes(graph.evidence):
+        ranks = tuple(sorted(rank.rank for rank in graph.evidence.ranks if rank.node == node.node))
         seen = "its connection has ended" if node.lost else f"no message from it for {words.duration(node.silent)}"
         cause = (
-            node.finding or field.evidence.finding or ("the node is lost" if node.lost else "link down, or it hangs")
+            node.finding or graph.evidence.finding or ("the node is lost" if node.lost else "link down, or it hangs")
         )
         name = node.host or str(node.node)
         yield Verdict(
@@ -49,40 +49,40 @@ def nodes(field: Field) -> Iterator[Verdict]:
         )
 
 
-def verdicts(field: Field) -> Iterator[Verdict]:
+def verdicts(graph: WaitGraph) -> Iterator[Verdict]:
     """Yield a verdict for each rank whose process explains the stall."""
-    away = {node.node for node in lost_nodes(field.evidence)}
-    for state in field.of(field.states):
+    away = {node.node for node in lost_nodes(graph.evidence)}
+    for state in graph.of(graph.states):
         if state.rank.node in away:
             continue
         found = (
-            _exit(field, state)
-            or _stopped(field, state)
-            or _gpu(field, state)
-            or _memory(field, state)
-            or _lock(field, state)
+            _exit(graph, state)
+            or _stopped(graph, state)
+            or _gpu(graph, state)
+            or _memory(graph, state)
+            or _lock(graph, state)
         )
         if found is not None:
             yield found
 
 
-def _exit(field: Field, state: RankState) -> Verdict | None:
+def _exit(graph: WaitGraph, state: RankState) -> Verdict | None:
     ended = state.rank.ended
-    if not state.gone or ended == 0 or not field.waiting_for([state.number]):
+    if not state.gone or ended == 0 or not graph.waiting_for([state.number]):
         return None
-    node = next((node for node in field.evidence.nodes if node.node == state.rank.node), None)
+    node = next((node for node in graph.evidence.nodes if node.node == state.rank.node), None)
     how = words.exit_text(ended) if ended is not None else "has ended, but its parent has not reaped it (zombie)"
     return Verdict(
         kind="exited",
         ranks=(state.number,),
-        text=f"rank {state.number} {how}{field.wait_for([state.number])}",
+        text=f"rank {state.number} {how}{graph.wait_for([state.number])}",
         details=(node.out_of_memory,) if node is not None and node.out_of_memory and ended == -9 else (),
         place=state.place,
         fix="the error of that rank is the cause: see its output",
     )
 
 
-def _stopped(field: Field, state: RankState) -> Verdict | None:
+def _stopped(graph: WaitGraph, state: RankState) -> Verdict | None:
     process = state.rank.process
     if not state.stopped or process is None:
         return None
@@ -91,33 +91,33 @@ def _stopped(field: Field, state: RankState) -> Verdict | None:
     return Verdict(
         kind="traced" if traced else "stopped",
         ranks=(state.number,),
-        text=f"rank {state.number} {how}{words.at(state.place)}{field.wait_for([state.number])}",
+        text=f"rank {state.number} {how}{words.at(state.place)}{graph.wait_for([state.number])}",
         details=(f"process {process.pid} is in state {process.state}",),
         place=state.place,
         fix="let the tracer continue or end it" if traced else f"kill -CONT {process.pid}",
     )
 
 
-def _gpu(field: Field, state: RankState) -> Verdict | None:
+def _gpu(graph: WaitGraph, state: RankState) -> Verdict | None:
     gpu = state.rank.gpu
     if gpu is None or not gpu.lost or state.gone:
         return None
-    node = words.host(field.evidence, state.rank.node)
+    node = words.host(graph.evidence, state.rank.node)
     return Verdict(
         kind="gpu lost",
         ranks=(state.number,),
         text=f"rank {state.number} has lost its GPU: GPU {gpu.index} of node {node} does not answer its driver"
-        f"{field.wait_for([state.number])}",
+        f"{graph.wait_for([state.number])}",
         place=state.place,
         fix="dmesg | grep -i xid shows why; the node needs a reset of that GPU",
     )
 
 
-def _memory(field: Field, state: RankState) -> Verdict | None:
+def _memory(graph: WaitGraph, state: RankState) -> Verdict | None:
     process = state.rank.process
     if process is None or state.gone or not state.stuck or state.rank.busy or process.major_faults < _FAULTS:
         return None
-    node = next((node for node in field.evidence.nodes if node.node == state.rank.node), None)
+    node = next((node for node in graph.evidence.nodes if node.node == state.rank.node), None)
     full = node is not None and node.memory > 0 and node.available < _FULL * node.memory
     if process.swapped < _SWAPPED and not full:
         return None
@@ -128,26 +128,26 @@ def _memory(field: Field, state: RankState) -> Verdict | None:
         kind="memory",
         ranks=(state.number,),
         text=f"rank {state.number} is out of memory and swapping ({words.quantity(process.swapped)} on disk)"
-        f"{words.at(state.place)}{field.wait_for([state.number])}",
+        f"{words.at(state.place)}{graph.wait_for([state.number])}",
         details=tuple(details),
         place=state.place,
         fix="fewer DataLoader workers, a smaller batch, or fewer ranks on that node",
     )
 
 
-def _lock(field: Field, state: RankState) -> Verdict | None:
+def _lock(graph: WaitGraph, state: RankState) -> Verdict | None:
     process = state.rank.process
     if not state.held or process is None or process.state == "D" or state.call is not None:
         return None
-    if only_late(field.evidence, state):
+    if only_late(graph.evidence, state):
         return None
-    if state.long and state.rank.silent < LONGER * field.evidence.limit:
+    if state.long and state.rank.silent < LONGER * graph.evidence.limit:
         return None  # native code of a compiler or an import
     holder = next((thread for thread in state.rank.threads if thread.holds_gil), None)
     place = (frames.own(holder.frames) if holder is not None else None) or state.place
     thread = f" in thread {holder.name.removeprefix('thread ')}" if holder is not None and not holder.main else ""
     if holder is None and len(state.rank.threads) > 2 and frames.asleep(process).what == "lock":
-        return _other_thread(field, state)
+        return _other_thread(graph, state)
     if process.state == "R" or process.cpu >= SPINS:
         how = "spins holding the GIL"
     elif holder is not None and not holder.main:  # the kernel state is that of the main thread
@@ -158,15 +158,15 @@ def _lock(field: Field, state: RankState) -> Verdict | None:
     return Verdict(
         kind="gil",
         ranks=(state.number,),
-        text=f"rank {state.number} {how}{words.at(place)}{thread}{field.wait_for([state.number])}",
+        text=f"rank {state.number} {how}{words.at(place)}{thread}{graph.wait_for([state.number])}",
         details=(f"no Python of this process has run for {words.duration(state.rank.silent)}",),
         place=place,
         fix=_RELEASE,
-        certain=state.rank.silent >= field.evidence.limit,
+        certain=state.rank.silent >= graph.evidence.limit,
     )
 
 
-def _other_thread(field: Field, state: RankState) -> Verdict:
+def _other_thread(graph: WaitGraph, state: RankState) -> Verdict:
     """Return a verdict: the main thread waits for a lock that another, unknown thread holds."""
     others = [thread for thread in state.rank.threads if not thread.main and thread.frames]
     places = ((thread.name, frames.own(thread.frames) or thread.frames[0]) for thread in others)
@@ -174,9 +174,9 @@ def _other_thread(field: Field, state: RankState) -> Verdict:
         kind="gil",
         ranks=(state.number,),
         text=f"a thread of rank {state.number} holds the GIL, and its main thread waits for it"
-        f"{words.at(state.place)}{field.wait_for([state.number])}",
+        f"{words.at(state.place)}{graph.wait_for([state.number])}",
         details=tuple(f"{name}{words.at(place)}" for name, place in places)[:8],
         place=state.place,
         fix=_RELEASE,
-        certain=state.rank.silent >= field.evidence.limit,
+        certain=state.rank.silent >= graph.evidence.limit,
     )

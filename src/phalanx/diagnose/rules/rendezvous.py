@@ -8,19 +8,19 @@ from phalanx.diagnose import words
 from phalanx.diagnose.description import described
 from phalanx.diagnose.rank_state import RankState
 from phalanx.diagnose.verdict import Verdict
-from phalanx.diagnose.waits import Field
+from phalanx.diagnose.waits import WaitGraph
 
 
-def verdicts(field: Field) -> Iterator[Verdict]:
+def verdicts(graph: WaitGraph) -> Iterator[Verdict]:
     """Yield verdicts about ranks that cannot join the group."""
     joining = [
         each
-        for each in field.of(field.states)
+        for each in graph.of(graph.states)
         if each.act.what == "join" and each.call is None and each.stuck and not (each.gone or each.stopped)
     ]
     elsewhere = [each for each in joining if each.rank.store and _unserved(each, joining)]
     if elsewhere:
-        yield _verdict(field, elsewhere)
+        yield _verdict(graph, elsewhere)
 
 
 def _unserved(state: RankState, joining: Sequence[RankState]) -> bool:
@@ -31,7 +31,7 @@ def _unserved(state: RankState, joining: Sequence[RankState]) -> bool:
     return host is not None and host.rank.store != state.rank.store
 
 
-def _verdict(field: Field, elsewhere: Sequence[RankState]) -> Verdict:
+def _verdict(graph: WaitGraph, elsewhere: Sequence[RankState]) -> Verdict:
     by_address: dict[str, list[int]] = {}
     for each in elsewhere:
         by_address.setdefault(each.rank.store, []).append(each.number)
@@ -46,7 +46,7 @@ def _verdict(field: Field, elsewhere: Sequence[RankState]) -> Verdict:
         else f"no rank listens there, the launcher's store is at {first.rank.given}"
     )
     names = _names(first)
-    single = len(field.evidence.nodes) <= 1 and len(by_address) == 1 and first.rank.given
+    single = len(graph.evidence.nodes) <= 1 and len(by_address) == 1 and first.rank.given
     same_host = single and first.rank.store.rpartition(":")[0] == first.rank.given.rpartition(":")[0]
     port = first.rank.store.rpartition(":")[2]
     instead = f", or type: phalanx run --master-port {port} …" if same_host and not first.rank.hosts else ""

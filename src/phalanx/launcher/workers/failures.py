@@ -79,7 +79,7 @@ class Failures:
             failure_report.summary(death),
             [worker],
             root_cause.place(death),
-            worker.membership.entered,
+            worker.generations.entered,
             hope="over" if worker.exit.unsaved else _hope(death),
             frames=() if self._output.shown(worker.seat.rank) == "whole" else failure_report.frames(death),
         )

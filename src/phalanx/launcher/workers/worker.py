@@ -59,7 +59,7 @@ class StepProgress:
 
 
 @dataclass
-class GroupMembership:
+class ReportedGenerations:
     """The generations that a worker has reported."""
 
     entered: int = -1  # the newest that it has joined
@@ -103,7 +103,7 @@ class Worker:
     outlives: bool = False  # outlives its fork server: it can regroup, and this process would adopt it
     probe: ProbeClient | None = None
     progress: StepProgress = field(default_factory=StepProgress)
-    membership: GroupMembership = field(default_factory=GroupMembership)
+    generations: ReportedGenerations = field(default_factory=ReportedGenerations)
     exit: ExitContext = field(default_factory=ExitContext)
     state: WorkerState = WorkerState.STARTING
     _passed: set[WorkerState] = field(default_factory=set)  # states that it was in

@@ -72,7 +72,7 @@ class Workers(Mapping[str, Worker]):
 
     def formed(self, generation: int) -> bool:
         """Return whether all ranks have committed a step of this generation."""
-        return all(worker.membership.formed == generation for worker in self._workers.values() if not worker.spare)
+        return all(worker.generations.formed == generation for worker in self._workers.values() if not worker.spare)
 
     def add(self, name: str, worker: Worker) -> None:
         """Add a worker that is being started."""

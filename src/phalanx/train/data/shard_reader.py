@@ -115,7 +115,7 @@ class BatchSource(IterableDataset):  # type: ignore[misc]
 
     reader: type[PartReader]
     dataset: Any
-    deal: BatchAssignment
+    assignment: BatchAssignment
     position: Position
     start: int
     seed: int
@@ -128,7 +128,7 @@ class PartReader:
     """Reads the data set in one worker."""
 
     def __init__(self, source: BatchSource, worker: Any) -> None:
-        self.deal = source.deal
+        self.assignment = source.assignment
         self.position = source.position
         self.seed = source.seed
         self.apart = worker is not None  # in a worker process
@@ -136,7 +136,7 @@ class PartReader:
         self.workers: int = worker.num_workers if worker else 1
         self.elements = self.open(source.dataset)
         self.read = source.start
-        self.place = source.position.consumed + self.worker * sum(self.deal.batches)
+        self.place = source.position.consumed + self.worker * sum(self.assignment.batches)
 
     def open(self, dataset: Any) -> Elements:
         """Return the elements of the data set that this worker reads."""
@@ -179,23 +179,23 @@ class StreamReader(PartReader):
         return Elements(dataset, rng.number(self.seed, self.position.epoch))
 
     def __next__(self) -> tuple[list[Any], int, int, int]:
-        whole = sum(self.deal.batches)
+        whole = sum(self.assignment.batches)
         # The last full step of an evaluation includes the rest, if that is not enough for all ranks.
-        extra = len(self.deal.batches) if self.deal.tail == "every" else 0
+        extra = len(self.assignment.batches) if self.assignment.tail == "every" else 0
         del self._ahead[: max(0, self.place - (self.read - len(self._ahead)))]
         while self.read < self.place:
             if not self.take(min(whole, self.place - self.read)):
                 raise StopIteration
         block, self._ahead = self._ahead + self.take(whole + extra - len(self._ahead)), []
         here = Position(self.position.epoch, self.place)
-        step = share(here, self.place + len(block), self.deal.batches, self.deal.tail)
-        if step is None or not step.sizes[self.deal.rank]:
+        step = share(here, self.place + len(block), self.assignment.batches, self.assignment.tail)
+        if step is None or not step.sizes[self.assignment.rank]:
             raise StopIteration
         self._ahead = block[step.total :]
-        self.seed_batch(self.deal.rank)
+        self.seed_batch(self.assignment.rank)
         self.place += whole * self.workers
-        start = sum(step.counts[: self.deal.rank])
-        count, size = step.counts[self.deal.rank], step.sizes[self.deal.rank]
+        start = sum(step.counts[: self.assignment.rank])
+        count, size = step.counts[self.assignment.rank], step.sizes[self.assignment.rank]
         return block[start : start + count] + block[:1] * (size - count), count, size, step.total
 
 
@@ -204,17 +204,17 @@ class ShardReader(PartReader):
 
     def open(self, dataset: Any) -> Elements:
         """Return the elements of this worker's shard."""
-        self.index = self.deal.rank * self.workers + self.worker
-        return _part(dataset, self.index, len(self.deal.batches) * self.workers, self.seed, self.position.epoch)
+        self.index = self.assignment.rank * self.workers + self.worker
+        return _part(dataset, self.index, len(self.assignment.batches) * self.workers, self.seed, self.position.epoch)
 
     def __next__(self) -> tuple[list[Any], int, int, int]:
-        batch = self.deal.batch
+        batch = self.assignment.batch
         samples = self.take(batch)
         count = len(samples)
-        if not count or (self.deal.tail == "drop" and count < batch):
+        if not count or (self.assignment.tail == "drop" and count < batch):
             raise StopIteration
         self.seed_batch(self.index)
-        if self.deal.tail == "pad":
+        if self.assignment.tail == "pad":
             samples += samples[:1] * (batch - count)
         return samples, count, len(samples), 0
 

@@ -52,9 +52,9 @@ class _Feed:
 
     kind = ""
 
-    def __init__(self, dataset: Any, deal: BatchAssignment, options: dict[str, Any], seed: int) -> None:
+    def __init__(self, dataset: Any, assignment: BatchAssignment, options: dict[str, Any], seed: int) -> None:
         self._dataset = dataset
-        self._deal = deal
+        self._assignment = assignment
         self._options = options
         self._seed = seed
         self._loader: Any = None
@@ -86,7 +86,7 @@ class _Feed:
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the state of the workers, if the data set has one and torchdata is installed."""
-        reads_ahead = self._deal.tail == "every"  # the state does not include elements that were read ahead
+        reads_ahead = self._assignment.tail == "every"  # the state does not include elements that were read ahead
         known = is_stateful(self._loader) and not self._exhausted and not reads_ahead
         return self._loader.state_dict() if known else None
 
@@ -104,7 +104,7 @@ class ShardStream(_Feed):
     start = 0
 
     def _source(self, position: Position) -> BatchSource:
-        return BatchSource(StreamReader, self._dataset, self._deal, position, self.start, self._seed)
+        return BatchSource(StreamReader, self._dataset, self._assignment, position, self.start, self._seed)
 
     def _read(self, position: Position, replay: int) -> Iterator[AssignedBatch]:
         del replay  # the workers skip consumed elements
@@ -120,19 +120,21 @@ class Shards(_Feed):
     kind = "shards"
 
     def __init__(
-        self, dataset: Any, deal: BatchAssignment, options: dict[str, Any], seed: int, total: Callable[[int], int]
+        self, dataset: Any, assignment: BatchAssignment, options: dict[str, Any], seed: int, total: Callable[[int], int]
     ) -> None:
-        super().__init__(dataset, deal, options, seed)
+        super().__init__(dataset, assignment, options, seed)
         self._total = total
 
     def rest(self, parted: Parted) -> ShardStream:
         """Return a stream of the elements of the epoch that other ranks have not read."""
-        stream = ShardStream(RestOfEpoch(self._dataset, parted, self._seed), self._deal, self._options, self._seed)
+        stream = ShardStream(
+            RestOfEpoch(self._dataset, parted, self._seed), self._assignment, self._options, self._seed
+        )
         stream.start = parted.consumed
         return stream
 
     def _source(self, position: Position) -> BatchSource:
-        return BatchSource(ShardReader, self._dataset, self._deal, position, 0, self._seed)
+        return BatchSource(ShardReader, self._dataset, self._assignment, position, 0, self._seed)
 
     def _read(self, position: Position, replay: int) -> Iterator[AssignedBatch]:
         batches = self._batches()
@@ -143,8 +145,8 @@ class Shards(_Feed):
         while True:
             batch, count, size = next(batches)
             # An evaluation does not communicate: each rank reads its shard to the end.
-            total = count if self._deal.tail == "every" else self._total(count)
-            if not total or (self._deal.tail == "drop" and total < sum(self._deal.batches)):
+            total = count if self._assignment.tail == "every" else self._total(count)
+            if not total or (self._assignment.tail == "drop" and total < sum(self._assignment.batches)):
                 return
             if not count:
                 # Other ranks still have samples: take part in their steps with padding.
@@ -162,7 +164,7 @@ class Shards(_Feed):
 
     def _padding(self, epoch: int) -> tuple[Any, int]:
         """Return the first sample of the whole data set. A resumed run may not have this rank's last batch."""
-        size = self._deal.batch if self._deal.tail == "pad" else 1
+        size = self._assignment.batch if self._assignment.tail == "pad" else 1
         collate = self._options.get("collate_fn") or default_collate
         first = Elements(self._dataset.shard(index=0, count=1), rng.number(self._seed, epoch)).take(1)
         with rng.untouched():

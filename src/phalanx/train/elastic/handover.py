@@ -21,14 +21,14 @@ from phalanx.train.checkpoint import state
 from phalanx.train.checkpoint.state import Shape
 from phalanx.train.elastic import tensor_transfer
 from phalanx.train.elastic.memfd_tensors import MemfdTensors, OpenedMemfd, PackingThread
-from phalanx.train.elastic.shard_handover import ShardDeal, ShardHandover, receive_label, send_label
+from phalanx.train.elastic.shard_handover import ShardHandover, ShardHandoverPlan, receive_label, send_label
 from phalanx.train.elastic.state_offer import ReceivedState, StateOffer, label, offers, shapes
 from phalanx.worker.rendezvous.membership import Membership
 from phalanx.worker.rendezvous.store import Store
 
 
 @dataclass(frozen=True)
-class Deal:
+class HandoverPlan:
     """Which ranks have the newest state, and which need it."""
 
     holders: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Deal:
     alike: bool = False  # the buckets of their DDP are the same
 
     @classmethod
-    def of(cls, encoded: Sequence[str], nodes: Sequence[Sequence[int]]) -> Deal:
+    def of(cls, encoded: Sequence[str], nodes: Sequence[Sequence[int]]) -> HandoverPlan:
         """Decide from the offers of all ranks. There are no holders if no rank has a state, or if they have shards."""
         found = offers(encoded)
         places = [(step, epoch) for step, epoch, *_ in found]
@@ -68,7 +68,7 @@ class Handover:
         # With HOST set, NCCL treats the ranks of a node as several hosts, and is much slower than shared memory.
         self._by_memory = HOST in environment() and membership.device.type == "cuda"
         encoded, nodes = [participant.offer for participant in membership.participants], membership.topology.nodes
-        self._deal, self._shards = Deal.of(encoded, nodes), ShardDeal.of(offers(encoded), nodes)
+        self._plan, self._shards = HandoverPlan.of(encoded, nodes), ShardHandoverPlan.of(offers(encoded), nodes)
         self.offer = self._settled(offer)  # until the handover is complete
         self._store = Store(membership.store.at("handover"), membership.timeout)
         self._packing: PackingThread | None = None
@@ -87,7 +87,7 @@ class Handover:
     @property
     def awaited(self) -> bool:
         """Whether some rank has the state that training resumes from."""
-        return bool(self._deal.holders) or self._shards is not None
+        return bool(self._plan.holders) or self._shards is not None
 
     @property
     def holder(self) -> int | None:
@@ -97,13 +97,13 @@ class Handover:
 
     def prepare(self) -> None:
         """Copy this rank's part for new ranks of its node to shared memory, in a thread, while the group forms."""
-        deal, rank, offer = self._deal, self._rank, self.offer
-        if offer is None or rank not in deal.holders or not self._takers():
+        plan, rank, offer = self._plan, self._rank, self.offer
+        if offer is None or rank not in plan.holders or not self._takers():
             return
         offer.put_back()
         held = state.taken(offer.kept)
         near = {name: tensor for name, tensor in held.tensors.items() if self._by_memory or not tensor.is_cuda}
-        givers = deal.near(rank)
+        givers = plan.near(rank)
         mine = _share(near, givers.index(rank), len(givers))
         named = label(held, offer) if rank == givers[0] else {}
         self._packing = PackingThread(lambda: self._pack(mine, named))
@@ -115,19 +115,19 @@ class Handover:
 
     def complete(self, kept: Mapping[str, object]) -> ReceivedState | None:
         """Load the newest state of all ranks into the kept objects. None: no rank has one."""
-        deal, rank, offer = self._deal, self._rank, self.offer
+        plan, rank, offer = self._plan, self._rank, self.offer
         self.offer = None
         if self._shards is not None:
             return ShardHandover(self._membership, self._store, self._shards).complete(kept, offer)
-        if not deal.holders:
+        if not plan.holders:
             return None
-        if rank in deal.holders and offer is not None:
+        if rank in plan.holders and offer is not None:
             if self._packing is not None:
                 self._packing.result()  # from here on the script may change these tensors
             offer.put_back()
             self._send(offer)
             _move_state(kept, offer)
-            return ReceivedState(offer.step, offer.epoch, offer.layouts if deal.alike else [])
+            return ReceivedState(offer.step, offer.epoch, offer.layouts if plan.alike else [])
         self.spoilt = offer is not None and any(thing is offer.kept.get(name) for name, thing in kept.items())
         return self._receive(kept)
 
@@ -144,15 +144,15 @@ class Handover:
             packing.close()
 
     def _takers(self) -> list[int]:
-        return [rank for rank in self._deal.lacking if self._rank in self._deal.near(rank)]
+        return [rank for rank in self._plan.lacking if self._rank in self._plan.near(rank)]
 
     def _send(self, offer: StateOffer) -> None:
-        takers = [rank for rank in self._deal.lacking if self._deal.giver(rank) == self._rank]
+        takers = [rank for rank in self._plan.lacking if self._plan.giver(rank) == self._rank]
         if not takers:
             return
         held = state.taken(offer.kept)
         for taker in takers:
-            near = bool(self._deal.near(taker))
+            near = bool(self._plan.near(taker))
             if not near:
                 send_label(self._store, label(held, offer), taker, self._wire(False))
             for far in self._by_backend(near):
@@ -160,17 +160,17 @@ class Handover:
                 tensor_transfer.send(theirs, taker, self._wire(far))
 
     def _receive(self, kept: Mapping[str, object]) -> ReceivedState:
-        deal, rank = self._deal, self._rank
-        near = deal.near(rank)
+        plan, rank = self._plan, self._rank
+        near = plan.near(rank)
         if not near:
-            received = receive_label(self._store, rank, deal.giver(rank), self._wire(False))
+            received = receive_label(self._store, rank, plan.giver(rank), self._wire(False))
             targets = state.targets(kept, received["plain"], self._shapes(received))
         else:
             with contextlib.ExitStack() as stack:
                 opened = [stack.enter_context(OpenedMemfd(self._store.get(f"from {one}").decode())) for one in near]
                 received = opened[0].label
                 there = self._shapes(received)
-                if len([one for one in deal.lacking if deal.near(one) == near]) == 1:
+                if len([one for one in plan.lacking if plan.near(one) == near]) == 1:
                     for memfd in opened:
                         there |= {
                             name: _InMemfd(there[name].dtype, there[name].shape, name, memfd)
@@ -184,9 +184,9 @@ class Handover:
             self._store.set(f"taken {rank}", "")
         for far in self._by_backend(bool(near)):
             mine = {name: targets[name] for name, _, _, is_far, _ in received["tensors"] if is_far is far}
-            tensor_transfer.receive(mine, deal.giver(rank), self._wire(far))
+            tensor_transfer.receive(mine, plan.giver(rank), self._wire(far))
         state.restore(kept, received["plain"], targets)
-        return ReceivedState(received["step"], received["epoch"], received["layouts"] if deal.alike else [])
+        return ReceivedState(received["step"], received["epoch"], received["layouts"] if plan.alike else [])
 
     def _shapes(self, received: Mapping[str, Any]) -> dict[str, Shape]:
         """Return the shapes of the tensors in a label. Tensors on a GPU are received on a GPU."""

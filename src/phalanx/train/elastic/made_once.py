@@ -24,7 +24,7 @@ class _Made:
     rng: Any  # the random state after it was created
 
 
-class Once:
+class MadeOnce:
     """The objects of `run.once`, found by the order of the calls: the n-th call returns the n-th object."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from phalanx.contract.messages.worker_messages import MeasuredStep
     from phalanx.train.data.loader import Loader
     from phalanx.train.elastic.handover import Handover
-    from phalanx.train.elastic.made_once import Once
+    from phalanx.train.elastic.made_once import MadeOnce
     from phalanx.train.elastic.state_offer import StateOffer
     from phalanx.train.elastic.two_phase import TwoPhaseCommit
     from phalanx.train.schedule.checkpoint_schedule import CheckpointSchedule
@@ -48,7 +48,7 @@ class Generation:
 
     number: int = 0
     training: int = field(default_factory=lambda: next(trainings))  # number of the training in this process
-    once: Once | None = None  # for `run.once`, in a process that can regroup
+    once: MadeOnce | None = None  # for `run.once`, in a process that can regroup
     handover: Handover | None = None
     waited: float = 0.0  # seconds since a checkpoint was due, in the previous group
     halt: bool = False  # end as soon as the state is restored and saved

@@ -27,7 +27,7 @@ from phalanx.worker.rendezvous.store import Store
 
 
 @dataclass(frozen=True)
-class ShardDeal:
+class ShardHandoverPlan:
     """Which ranks have which shards of the newest complete state, and which rank sends them to which."""
 
     step: int
@@ -37,7 +37,7 @@ class ShardDeal:
     ranks: int
 
     @classmethod
-    def of(cls, offers: Sequence[Offer], nodes: Sequence[Sequence[int]]) -> ShardDeal | None:
+    def of(cls, offers: Sequence[Offer], nodes: Sequence[Sequence[int]]) -> ShardHandoverPlan | None:
         """Decide from the offers of all ranks. None: no rank has a shard, or one is lost.
 
         Epochs are not compared: at the end of an epoch a slower rank may still be in the previous one.
@@ -94,15 +94,15 @@ class ShardDeal:
 class ShardHandover:
     """The handover of shards in one generation, for one rank."""
 
-    def __init__(self, membership: Membership, store: Store, deal: ShardDeal) -> None:
-        self._membership, self._store, self._deal = membership, store, deal
+    def __init__(self, membership: Membership, store: Store, plan: ShardHandoverPlan) -> None:
+        self._membership, self._store, self._plan = membership, store, plan
 
     def complete(self, kept: Mapping[str, object], offer: StateOffer | None) -> ReceivedState:
         """Load the newest state of all ranks into the kept objects."""
         indices = shard_placement.indices(kept)
-        same, givers = self._deal.keeps(indices), self._deal.givers(indices)
+        same, givers = self._plan.keeps(indices), self._plan.givers(indices)
         rank = self._membership.placement.rank
-        if rank in self._deal.holders and offer is not None:
+        if rank in self._plan.holders and offer is not None:
             offer.put_back()
             held = state.taken(offer.kept)
             named, own = label(held, offer), held.tensors
@@ -134,14 +134,14 @@ class ShardHandover:
 
     def _spread(self, named: dict[str, Any], own: Tensors, targets: Tensors) -> None:
         """Send all shards to all ranks; each keeps the part that it now has."""
-        senders = self._deal.senders()
+        senders = self._plan.senders()
         for name, dtype, shape, far, dim in named["tensors"]:
             if dim is None:
                 continue
             wire = self._wire(far)
             whole = torch.empty(shape, dtype=getattr(torch, dtype), device=wire)
             with torch.no_grad():
-                for shard, part in enumerate(divided(whole, self._deal.count, dim)):
+                for shard, part in enumerate(divided(whole, self._plan.count, dim)):
                     body = torch.empty(part.shape, dtype=part.dtype, device=wire)
                     if senders[shard] == self._membership.placement.rank:
                         body.copy_(_local(own[name]))

@@ -9,12 +9,12 @@ from phalanx.contract import events
 from phalanx.contract.run_metadata import RunMetadata
 from phalanx.watch.model import events_timeline
 from phalanx.watch.model.events_timeline import EventsTimeline
+from phalanx.watch.model.problems import RunProblems
 from phalanx.watch.model.progress import Progress
 from phalanx.watch.model.ranks import RankViews
 from phalanx.watch.model.series.resources import Resources
 from phalanx.watch.model.status import RunStatus
 from phalanx.watch.model.stragglers import Stragglers
-from phalanx.watch.model.trouble import Trouble
 
 _BACK = 60.0  # seconds: a sample that is older than this means that the clock was changed
 _LETTERS = 50  # letters of a sample that count for stragglers
@@ -41,7 +41,7 @@ class RunModel:
     ranks: RankViews = field(default_factory=RankViews)
     progress: Progress = field(default_factory=Progress)
     resources: Resources = field(default_factory=Resources)
-    trouble: Trouble = field(default_factory=Trouble)
+    problems: RunProblems = field(default_factory=RunProblems)
     stragglers: Stragglers = field(default_factory=Stragglers)
     timeline: EventsTimeline = field(default_factory=EventsTimeline)
     links: events.Links | None = None
@@ -52,17 +52,17 @@ class RunModel:
     @property
     def lost(self) -> float:
         """Seconds lost to faults and stalls, the current one included."""
-        return self.trouble.lost_time.total(self.now)
+        return self.problems.lost_time.total(self.now)
 
     @property
     def goodput(self) -> float:
         """Share of the time since the first step that was not lost: see goodput.py."""
-        return self.trouble.lost_time.goodput(self.now)
+        return self.problems.lost_time.goodput(self.now)
 
     def apply(self, event: events.AnyEvent) -> None:
         """Fold an event into the model."""
         if isinstance(event, events.ClusterSample) and event.time < self.now - _BACK:
-            self.now, self.trouble.since = event.time, -math.inf
+            self.now, self.problems.since = event.time, -math.inf
         self.now = max(self.now, event.time)
         match event:
             case events.ClusterSample():
@@ -70,12 +70,12 @@ class RunModel:
             case events.MetricsMeasured():
                 more = self.progress.measured(event, running=self.run.state == "running")
                 # During a recovery this may be an old step.
-                if more and event.time >= self.trouble.since and self.run.state != "recovering":
+                if more and event.time >= self.problems.since and self.run.state != "recovering":
                     self._stepped(event.time)
             case events.WorkerStarted() | events.RankChanged() | events.WorkerExited():
                 view = self.ranks.worker(event)
                 if view is not None:
-                    self.ranks.update_health(self.trouble.stuck, self.stragglers.slow, view)
+                    self.ranks.update_health(self.problems.stuck, self.stragglers.slow, view)
             case events.ForkServerReady():
                 self.fork_server = event
             case events.RunDescribed():
@@ -92,7 +92,7 @@ class RunModel:
             line = events_timeline.joined(self.run.rendezvous, event)
             if line is not None:
                 self.timeline.add(line)
-        self.trouble.apply(event, entry, stalled=self.run.state == "stalled", step_seconds=self.progress.step_seconds)
+        self.problems.apply(event, entry, stalled=self.run.state == "stalled", step_seconds=self.progress.step_seconds)
         self.run.apply(event)
         self.ranks.apply(event)
         self.progress.apply(event)
@@ -106,9 +106,9 @@ class RunModel:
         now = event.time
         self.run.apply(event)
         sample = self.ranks.sampled(event)
-        if not sample.starting and now >= self.trouble.since and self.run.left_startup() and self.progress.step < 0:
-            self.trouble.lost_time.end(now)  # its steps are unknown: treat this as the end of the lost time
-        if self.trouble.sampled(now, sample.furthest):
+        if not sample.starting and now >= self.problems.since and self.run.left_startup() and self.progress.step < 0:
+            self.problems.lost_time.end(now)  # its steps are unknown: treat this as the end of the lost time
+        if self.problems.sampled(now, sample.furthest):
             self._stepped(now)
         self.progress.sampled(now, sample.furthest, sample.samples, halted=self.run.halted, at_work=sample.at_work)
         self.resources.sampled(event, self.progress.step)
@@ -125,7 +125,7 @@ class RunModel:
 
     def _stepped(self, when: float) -> None:
         self.run.stepped()
-        self.trouble.stepped(when)
+        self.problems.stepped(when)
 
     def _update_health(self) -> None:
-        self.ranks.update_health(self.trouble.stuck, self.stragglers.slow)
+        self.ranks.update_health(self.problems.stuck, self.stragglers.slow)

@@ -86,7 +86,7 @@ class Updates:
         latest = PageUpdate(
             at=model.now,
             head=_head(model),
-            verdicts=tuple(map(_entry, model.trouble.verdicts)),
+            verdicts=tuple(map(_entry, model.problems.verdicts)),
             rendezvous=msgspec.to_builtins(model.run.rendezvous) if model.run.rendezvous is not None else None,
             stragglers=tuple(
                 (one.rank, round(one.share, 3), one.phase) for one in model.stragglers.ranking()[:_STRAGGLERS]

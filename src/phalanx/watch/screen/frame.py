@@ -92,8 +92,8 @@ def _events(model: RunModel, canvas: Canvas) -> list[Line]:
     if height <= 0:
         return []
     last = list(model.timeline.latest)[-height:]
-    verdict = model.trouble.verdicts[-1] if model.trouble.verdicts else None
-    stands = model.trouble.cause if model.run.ended is not None else verdict
+    verdict = model.problems.verdicts[-1] if model.problems.verdicts else None
+    stands = model.problems.cause if model.run.ended is not None else verdict
     if stands is not None and stands not in last:
         last = [stands, *last[-height + 1 :]] if height > 1 else [stands]
     if not last:

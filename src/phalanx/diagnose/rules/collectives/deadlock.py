@@ -9,52 +9,52 @@ from phalanx.diagnose.description import being, described
 from phalanx.diagnose.evidence import CallEvidence
 from phalanx.diagnose.rank_state import RankState, site
 from phalanx.diagnose.verdict import Verdict
-from phalanx.diagnose.waits import Field, awaited_by
+from phalanx.diagnose.waits import WaitGraph, awaited_by
 
 _MESSAGES = ("send", "recv")
 _ORDER = "the same order of the groups on all ranks"
 
 
-def verdicts(field: Field) -> Iterator[Verdict]:
+def verdicts(graph: WaitGraph) -> Iterator[Verdict]:
     """Yield a verdict for each cycle of ranks that wait for each other."""
-    left = _entangled(field)
+    left = _entangled(graph)
     while left:
-        circle = _circle(field, left)
-        yield _judge(field, circle)
+        circle = _circle(graph, left)
+        yield _judge(graph, circle)
         left -= set(circle)
-        left = {rank for rank in left if field.awaits[rank].isdisjoint(circle)}
-        left = _shrunk(field, left)
-    yield from _crossed(field)
-    yield from _unanswered(field)
+        left = {rank for rank in left if graph.awaits[rank].isdisjoint(circle)}
+        left = _shrunk(graph, left)
+    yield from _crossed(graph)
+    yield from _unanswered(graph)
 
 
-def _entangled(field: Field) -> set[int]:
-    return _shrunk(field, set(field.awaits))
+def _entangled(graph: WaitGraph) -> set[int]:
+    return _shrunk(graph, set(graph.awaits))
 
 
-def _shrunk(field: Field, ranks: set[int]) -> set[int]:
+def _shrunk(graph: WaitGraph, ranks: set[int]) -> set[int]:
     """Return the ranks that wait for one of these ranks and are awaited by one of them."""
     while True:
-        missing = {field.awaits[each] for each in ranks}  # most ranks wait for the same ones
+        missing = {graph.awaits[each] for each in ranks}  # most ranks wait for the same ones
         awaited = awaited_by(missing)
         within = {each for each in missing if not each.isdisjoint(ranks)}
-        kept = {rank for rank in ranks if rank in awaited and field.awaits[rank] in within}
+        kept = {rank for rank in ranks if rank in awaited and graph.awaits[rank] in within}
         if kept == ranks:
             return kept
         ranks = kept
 
 
-def _circle(field: Field, ranks: set[int]) -> list[int]:
+def _circle(graph: WaitGraph, ranks: set[int]) -> list[int]:
     way = [min(ranks)]
     while True:
-        following = min(field.awaits[way[-1]] & ranks)
+        following = min(graph.awaits[way[-1]] & ranks)
         if following in way:
             return way[way.index(following) :]
         way.append(following)
 
 
-def _judge(field: Field, circle: list[int]) -> Verdict:
-    states = [field.states[rank] for rank in circle]
+def _judge(graph: WaitGraph, circle: list[int]) -> Verdict:
+    states = [graph.states[rank] for rank in circle]
     messages = [(each, each.call) for each in states if each.call is not None and each.call.op in _MESSAGES]
     if len(circle) == 2 and len(messages) == 2:
         return _two(*messages[0], *messages[1])
@@ -71,7 +71,7 @@ def _judge(field: Field, circle: list[int]) -> Verdict:
     if messages:
         state, call = messages[0]
         following = circle[(circle.index(state.number) + 1) % len(circle)]
-        return _alone(field, state, call, field.states[following])
+        return _alone(graph, state, call, graph.states[following])
     groups = {each.call.group for each in states if each.call is not None}
     what = "deadlock between two groups" if len(groups) == 2 else "deadlock between groups"
     return Verdict(kind="deadlock", ranks=ranks, text=f"{what}: {chain}", details=details, place=states[0].place,
@@ -112,13 +112,13 @@ def _two(one: RankState, mine: CallEvidence, other: RankState, theirs: CallEvide
     )
 
 
-def _alone(field: Field, state: RankState, call: CallEvidence, peer: RankState) -> Verdict:
+def _alone(graph: WaitGraph, state: RankState, call: CallEvidence, peer: RankState) -> Verdict:
     """Return a verdict for a message whose other end does something else."""
     sends = call.op == "send"
     doing = words.exit_text(peer.rank.ended) if peer.rank.ended is not None else f"is {being(peer)}"
     to = "to" if sends else "from"
     tag = f" (tag {call.tag})" if call.tag else ""
-    waiting = [rank for rank in field.waiting_for([state.number]) if rank != peer.number]
+    waiting = [rank for rank in graph.waiting_for([state.number]) if rank != peer.number]
     more = f"; {words.who(waiting)} {words.verb(waiting, 'waits', 'wait')} behind them" if waiting else ""
     return Verdict(
         kind="send without a receive" if sends else "receive without a send",
@@ -130,22 +130,22 @@ def _alone(field: Field, state: RankState, call: CallEvidence, peer: RankState) 
     )
 
 
-def _unanswered(field: Field) -> Iterator[Verdict]:
+def _unanswered(graph: WaitGraph) -> Iterator[Verdict]:
     """Yield a verdict for each message to a rank that has ended or waits for other messages."""
-    circling = _entangled(field)
-    for state in field.of(set(field.awaits) - circling):
+    circling = _entangled(graph)
+    for state in graph.of(set(graph.awaits) - circling):
         call = state.call
         if call is None or call.op not in _MESSAGES or call.peer is None:
             continue
-        peer = field.states.get(call.peer)
-        if peer is not None and peer.number in field.awaits[state.number] and peer.leaving:
-            yield _alone(field, state, call, peer)
+        peer = graph.states.get(call.peer)
+        if peer is not None and peer.number in graph.awaits[state.number] and peer.leaving:
+            yield _alone(graph, state, call, peer)
 
 
-def _crossed(field: Field) -> Iterator[Verdict]:
+def _crossed(graph: WaitGraph) -> Iterator[Verdict]:
     """Yield a verdict for collectives of two groups in different order: with NCCL, each GPU runs another one."""
     orders: dict[tuple[tuple[str, int], tuple[str, int]], RankState] = {}
-    for state in field.states.values():
+    for state in graph.states.values():
         if not state.stuck:
             continue
         queued = [call for call in state.rank.calls if not call.done and call.seq > 0]

@@ -13,7 +13,7 @@ from phalanx.diagnose.history import Shift
 from phalanx.diagnose.rank_state import RankState, bucket, site, trail
 from phalanx.diagnose.rules.collectives.divergence import Divergence, alike, expected, guard, past, ways
 from phalanx.diagnose.verdict import Verdict
-from phalanx.diagnose.waits import Field
+from phalanx.diagnose.waits import WaitGraph
 
 SAME = "all ranks of a group have to call the same collectives in the same order"
 UNEVEN = "as many batches on all ranks: DistributedSampler(drop_last=True), or `with model.join():` around the loop"
@@ -23,7 +23,7 @@ UNEVEN = "as many batches on all ranks: DistributedSampler(drop_last=True), or `
 class _Case:
     """Two calls with the same number: by the first odd rank, and by the first other rank."""
 
-    field: Field
+    graph: WaitGraph
     divergence: Divergence
 
     @property
@@ -79,7 +79,7 @@ class _Case:
 
     @property
     def them(self) -> str:
-        return words.others(self.divergence.others, self.field.evidence, self.divergence.ranks)
+        return words.others(self.divergence.others, self.graph.evidence, self.divergence.ranks)
 
     @property
     def they_are(self) -> str:
@@ -106,9 +106,9 @@ class _Case:
         return Verdict(kind=kind, ranks=self.divergence.ranks, text=text, details=tuple(details), place=place, fix=fix)
 
 
-def judge(field: Field, divergence: Divergence) -> Verdict:
+def judge(graph: WaitGraph, divergence: Divergence) -> Verdict:
     """Return why ranks are in different collectives."""
-    case = _Case(field, divergence)
+    case = _Case(graph, divergence)
     same_place = case.here is not None and case.here == case.there
     if case.call.op == case.beside.op and same_place:
         return _differs(case)

@@ -12,7 +12,7 @@ from phalanx.diagnose import frames, history, words
 from phalanx.diagnose.evidence import CallEvidence, Frame
 from phalanx.diagnose.history import Difference, Item, Log, Shift
 from phalanx.diagnose.rank_state import RankState, trail
-from phalanx.diagnose.waits import Field
+from phalanx.diagnose.waits import WaitGraph
 
 _EARLIER = 256  # collectives before a difference that are kept, to show what the loop does
 _LOOK_BACK = 16  # maximum number of previous collectives that are compared to predict the next
@@ -52,9 +52,9 @@ _Members = tuple[int, ...]
 _Key = tuple[str, str, _Members]  # name, backend and ranks of a group
 
 
-def divergences(field: Field) -> list[Divergence]:
+def divergences(graph: WaitGraph) -> list[Divergence]:
     """Return one divergence per group: between unfinished calls, or an earlier one in the records."""
-    now, then = _present(field), _recorded(field)
+    now, then = _present(graph), _recorded(graph)
     found = dict(now)
     for key, divergence in then.items():
         known = now.get(key)
@@ -65,13 +65,13 @@ def divergences(field: Field) -> list[Divergence]:
     return [found[key] for key in sorted(found)]
 
 
-def _present(field: Field) -> dict[_Key, Divergence]:
+def _present(graph: WaitGraph) -> dict[_Key, Divergence]:
     # Only unfinished calls: finished ones are compared by their records.
-    undone = {(call.group, call.seq) for rank in field.evidence.ranks for call in rank.calls if not call.done}
+    undone = {(call.group, call.seq) for rank in graph.evidence.ranks for call in rank.calls if not call.done}
     called: dict[_Key, dict[int, list[_Pair]]] = {}
-    known = _known(field)
-    backends = {(call.group, call.backend) for rank in field.evidence.ranks for call in rank.calls if call.backend}
-    for state in field.of(field.states):
+    known = _known(graph)
+    backends = {(call.group, call.backend) for rank in graph.evidence.ranks for call in rank.calls if call.backend}
+    for state in graph.of(graph.states):
         members = _members(state)
         for call in state.rank.calls:
             if call.seq > 0 and (call.group, call.seq) in undone:
@@ -87,19 +87,19 @@ def _members(state: RankState) -> dict[str, _Members]:
     return {group.name: group.ranks for group in state.rank.groups if group.ranks}
 
 
-def _known(field: Field) -> dict[str, _Members]:
+def _known(graph: WaitGraph) -> dict[str, _Members]:
     """Return the ranks of each group, for ranks that do not report them."""
     found: dict[str, _Members] = {}
-    for state in field.of(field.states):
+    for state in graph.of(graph.states):
         found = {**_members(state), **found}
     return found
 
 
-def _recorded(field: Field) -> dict[_Key, Divergence]:
+def _recorded(graph: WaitGraph) -> dict[_Key, Divergence]:
     """Return the first difference in the records of each group."""
-    known = _known(field)
+    known = _known(graph)
     groups: dict[_Key, dict[int, Log]] = {}
-    for state in field.of(field.states):
+    for state in graph.of(graph.states):
         members = _members(state)
         for (name, backend), log in history.logs(state.rank.history).items():
             ranks = members.get(name) or known.get(name, ())
@@ -109,16 +109,16 @@ def _recorded(field: Field) -> dict[_Key, Divergence]:
     for key, logs in groups.items():
         difference = history.first_difference(logs)
         if difference is not None:
-            found[key] = _differing(field, key, difference, logs)
+            found[key] = _differing(graph, key, difference, logs)
     return found
 
 
-def _differing(field: Field, key: _Key, difference: Difference, logs: Mapping[int, Log]) -> Divergence:
+def _differing(graph: WaitGraph, key: _Key, difference: Difference, logs: Mapping[int, Log]) -> Divergence:
     name, backend, _ = key
     seq = difference.seq
 
     def pairs(ranks: Sequence[int]) -> list[_Pair]:
-        return [(field.states[rank], _call(field.states[rank], key, seq, _at(logs[rank][seq], difference.part)))
+        return [(graph.states[rank], _call(graph.states[rank], key, seq, _at(logs[rank][seq], difference.part)))
                 for rank in ranks]  # fmt: skip
 
     kinds = [pairs(side.ranks) for side in difference.sides]
@@ -127,7 +127,7 @@ def _differing(field: Field, key: _Key, difference: Difference, logs: Mapping[in
     first, other = by_rank[0][0].number, rest[0][0].number
     earlier = {
         rank: [
-            _call(field.states[rank], key, number, item)
+            _call(graph.states[rank], key, number, item)
             for number in [number for number in sorted(logs[rank]) if number < seq][-_EARLIER:]
             for item in logs[rank][number][:1]
         ]

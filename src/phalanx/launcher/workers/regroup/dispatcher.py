@@ -55,10 +55,10 @@ class MessageDispatcher:
                 worker.committed(message.step)
                 self._observer.batch_skipped(message)
             case worker_messages.Entering():
-                worker.membership.entered, worker.membership.holds = message.generation, message.holds
+                worker.generations.entered, worker.generations.holds = message.generation, message.holds
             case worker_messages.FirstStep():
                 worker.committed(message.step)
-                worker.membership.formed = message.generation
+                worker.generations.formed = message.generation
                 self._output.regrouped()
                 self._observer.first_step(message)
             case worker_messages.Done():

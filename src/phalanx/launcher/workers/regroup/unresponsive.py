@@ -90,7 +90,7 @@ class UnresponsiveWatch:
         unresponsive, asked = Unresponsive(), set[int]()
         while missing := {worker.pid: name for name, worker in self._workers.living if self._is_missing(worker)}:
             living = [worker for _, worker in self._workers.living]
-            safe = any(worker.membership.holds and worker.membership.entered == generation for worker in living)
+            safe = any(worker.generations.holds and worker.generations.entered == generation for worker in living)
             patience = ON_GPU if any(worker.seat.slot.device is not None for worker in living) else PATIENCE
             for pid in unresponsive.among(missing.keys() - asked, patience) if not safe else ():
                 asked.add(pid)
@@ -113,7 +113,7 @@ class UnresponsiveWatch:
             return
         who = f"rank {worker.seat.rank} cannot leave the group"
         if answer.step is None:
-            if worker.membership.formed >= 0:  # otherwise it has no state to lose
+            if worker.generations.formed >= 0:  # otherwise it has no state to lose
                 self._note(f"{who}, no other rank has its state, and it cannot save it: {answer.why}")
             return
         self._note(f"{who}; step {answer.step} is saved in memory: SIGKILL")
@@ -122,5 +122,5 @@ class UnresponsiveWatch:
     def _is_missing(self, worker: Worker) -> bool:
         if self._generation is None or self._stopper.stopping or worker.seat.rank in self._workers.debugged:
             return False
-        joined = worker.membership.entered >= self._generation
+        joined = worker.generations.entered >= self._generation
         return worker.connected and not worker.spare and not worker.finished and not joined

@@ -13,7 +13,7 @@ _MOST_VERDICTS = 20
 
 
 @dataclass
-class Trouble:
+class RunProblems:
     """What went wrong in a run, and the time that cost. Call `apply` with each event."""
 
     verdicts: list[TimelineEvent] = field(default_factory=list)  # current ones
@@ -64,9 +64,9 @@ class Trouble:
                 self.lost_time.end(event.time)
 
     def sampled(self, now: float, furthest: int) -> bool:
-        """Fold the highest step of a sample. Return whether a step was made since the latest trouble.
+        """Fold the highest step of a sample. Return whether a step was made since the latest problem.
 
-        A sample that is older than the trouble does not end it.
+        A sample that is older than the problem does not end it.
         """
         if furthest >= 0 and self.lost_time.first is None:
             self.lost_time.first = now
@@ -76,7 +76,7 @@ class Trouble:
         return before is not None and furthest > before
 
     def stepped(self, when: float) -> None:
-        """Record a step: any trouble is over."""
+        """Record a step: any problem is over."""
         self.verdicts.clear()
         self.lost_time.stepped(when)
 
