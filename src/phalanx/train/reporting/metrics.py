@@ -71,7 +71,8 @@ class MetricsLine(NamedTuple):
 class Metrics:
     """Writes metrics: `metrics = Metrics(folder, resumed_at=step)` on rank 0, then `write` every step, and `close`.
 
-    Numbers are written at once, so that the end of the process does not lose them. Values on a GPU are collected and
+    Numbers are written at once, so that the end of the process does not lose them; lines that come faster than 100 per
+    second are written up to 10 ms later. Values on a GPU are collected and
     read together once per second, not in the step of the training. Later lines wait for them, because the file is in
     the order of steps. Trackers get all metrics of a second together. A full disk, or a link in the place of the file,
     ends the metrics with a message, but not the training.
