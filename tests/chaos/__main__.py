@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 
@@ -45,6 +46,7 @@ def main() -> int:
 
 def _enter(folder: str) -> None:
     """Give commands their own folders, and make this process the parent of their leftovers."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     state.adopt_orphans()
     ports.claim()
     for name in [

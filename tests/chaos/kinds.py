@@ -12,11 +12,19 @@ from tests.chaos.signals import SILENT, sent
 
 CRASHES = ("segv", "abort", "bus")
 EXITS = ("exit 1", "exit 7", "exit 255", "leave 3")
+COMBINED = (
+    "store+kill",
+    "store-stop+kill",
+    "forkserver+kill",
+    "forkserver-stop+kill",
+    "store+forkserver+kill",
+    "store-stop+forkserver-stop+kill",
+)
 
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("kill", 250, 25, sent("kill"), "SIGKILL to a rank, at random times"),
+        Kind("kill", 230, 25, sent("kill"), "SIGKILL to a rank, at random times"),
         Kind("crash", 50, 25, sent("segv", "abrt", "bus"), "SIGSEGV, SIGABRT or SIGBUS to a rank"),
         Kind(
             "in-step",
@@ -69,6 +77,13 @@ KINDS = {
             5,
             sent("forkserver-stop", "kill", options=("--no-warm",)),
             "SIGSTOP to the fork server, or SIGKILL to a rank",
+        ),
+        Kind(
+            "combined",
+            20,
+            5,
+            sent(*COMBINED, options=("--no-warm",)),
+            "signals to a rank, and to the store, the fork server or both, at the same moment",
         ),
         Kind(
             "agent",

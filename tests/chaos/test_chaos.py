@@ -33,7 +33,7 @@ def test_a_tenth_of_the_campaign(name: str) -> None:
 
 def test_the_campaign_has_1_000_faults() -> None:
     assert sum(kind.faults for kind in KINDS.values()) == 1000
-    assert KINDS["kill"].rounds(0.1) == [25]
+    assert KINDS["kill"].rounds(0.1) == [23]
     assert sum(KINDS["kill"].rounds(1.0)) == KINDS["kill"].faults
 
 

@@ -374,6 +374,18 @@ def test_chaos_injects_faults_and_reports_the_recoveries(tmp_path: Path) -> None
     assert f"Goodput: {goodput}, the share of the time since the first step" in report.read_text()
 
 
+@pytest.mark.parametrize("kinds", ["forkserver-stop+kill", "store-stop+forkserver+kill"])
+def test_a_rank_is_replaced_although_its_fork_server_is_hit_at_the_same_moment(tmp_path: Path, kinds: str) -> None:
+    """The replacement is ordered from a fork server whose end is not noticed yet."""
+    faults = ("--kill-every", "0.3s", "--seed", "1", "--faults", kinds, "--times", "1", "--no-warm")
+    done = phalanx(
+        "chaos", *faults, *words(tmp_path)[1:], timeout=LONG, env={**places, "PAUSE": "0.2", "EPOCHS": str(EPOCHS)}
+    )
+    assert done.code == 0, done.err
+    complete(tmp_path)
+    assert f"chaos: 1 fault (1 {kinds}), seed 1: all recovered; the run ended with exit code 0" in done.err
+
+
 def test_chaos_says_what_a_plain_script_needs(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain.py", PLAIN + "time.sleep(600)\n")
     faults = ("--kill-every", "0.5s", "--victims", "1")

@@ -15,8 +15,13 @@ from phalanx.launcher import chaos
 from phalanx.launcher.chaos import Chaos, InjectedFault
 
 
+@pytest.fixture(autouse=True)
+def _no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "send_signal", lambda *_: None)
+
+
 class Agent:
-    """A healthy run of one rank. `react` is called with each signal, and may replace the process."""
+    """A healthy run of one rank. `react` is called at each fault, and may replace the process."""
 
     def __init__(self, react: Callable[[Agent], None]) -> None:
         self.notes: list[str] = []
@@ -24,8 +29,7 @@ class Agent:
         worker = SimpleNamespace(
             seat=SimpleNamespace(rank=0), spare=False, finished=False, pid=os.getpid(), last_heartbeat=1.0
         )
-        # A fork server that has ended: a signal to it has no effect.
-        self.fork_server = SimpleNamespace(pid=(1 << 22) + 1)
+        self.fork_server = SimpleNamespace(pid=4)
         self.store = SimpleNamespace(pid=5, answers=True)
         self.attempt: Any = SimpleNamespace(
             number=0,
@@ -36,7 +40,6 @@ class Agent:
             workers=SimpleNamespace(
                 values=lambda: [worker],
                 formed=lambda _: True,
-                send_signal=lambda *_, **__: react(self),
                 fork_server=self.fork_server,
             ),
         )
@@ -44,7 +47,7 @@ class Agent:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-        if "the fork server" in text:
+        if text.startswith("chaos: fault "):
             self._react(self)
 
 
@@ -54,13 +57,13 @@ def ignored(agent: Agent) -> None:
 
 def replaced(agent: Agent) -> None:
     agent.store.pid += 1
-    agent.fork_server = agent.attempt.workers.fork_server = SimpleNamespace(pid=(1 << 22) + 2)
+    agent.fork_server = agent.attempt.workers.fork_server = SimpleNamespace(pid=7)
 
 
 def silent(agent: Agent) -> None:
     """Replace the store by one that does not answer, or the fork server by one that is not ready yet."""
     agent.store.pid, agent.store.answers = 6, False
-    agent.fork_server = SimpleNamespace(pid=(1 << 22) + 2)
+    agent.fork_server = SimpleNamespace(pid=7)
 
 
 @pytest.mark.parametrize("kind", [*chaos.OTHERS])
@@ -74,6 +77,33 @@ def test_a_process_beside_the_ranks(
     assert f"chaos: 1 fault (1 {kind}), seed 1: {text};" in summary(Agent(react), kind)
 
 
+def store_only(agent: Agent) -> None:
+    agent.store.pid += 1
+
+
+def regrouped(agent: Agent) -> None:
+    replaced(agent)
+    agent.attempt.generation += 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "react", "text"),
+    [
+        ("store+forkserver", store_only, "0 recovered, 1 not"),
+        ("store+forkserver", replaced, "all recovered"),
+        ("store+forkserver+kill", replaced, "0 recovered, 1 not"),  # the dead rank was not replaced
+        ("store+forkserver+kill", regrouped, "all recovered"),
+    ],
+)
+def test_all_that_was_hit_at_once_has_to_recover(
+    kind: str, react: Callable[[Agent], None], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "_REPLACE_TIMEOUT", 0.1)
+    agent = Agent(react)
+    assert f"chaos: 1 fault (1 {kind}), seed 1: {text};" in summary(agent, kind)
+    assert agent.notes[0].startswith("chaos: fault 1, SIGKILL to the store, SIGKILL to the fork server")
+
+
 def summary(agent: Any, kind: str) -> str:
     """Inject one fault, and return the summary."""
     found = Chaos(seed=1)
@@ -85,6 +115,13 @@ def test_a_store_that_does_not_run_cannot_be_hit() -> None:
     agent = Agent(ignored)
     agent.store.pid = 0
     assert "0 recovered, 1 without any effect" in summary(agent, "store")
+    assert "all recovered" in summary(agent_without_store(), "store+kill")
+
+
+def agent_without_store() -> Agent:
+    agent = Agent(lambda agent: setattr(agent.attempt, "generation", 1))
+    agent.store.pid = 0
+    return agent
 
 
 def test_the_time_until_the_next_fault_counts_from_the_recovery() -> None:

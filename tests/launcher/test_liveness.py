@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -119,6 +120,33 @@ def test_an_order_that_a_stopped_fork_server_does_not_read_is_given_up(monkeypat
 
 async def _made() -> tuple[ForkServerConnection, subprocess.Popen[bytes], list[str]]:
     return stopped_server()
+
+
+def test_what_outlives_several_fork_servers_is_reaped_once() -> None:
+    """Otherwise its exit would also be taken for that of the next process of the same name, which runs."""
+
+    async def scene() -> None:
+        exits: asyncio.Queue[wire.Message] = asyncio.Queue()
+        adopted = AdoptedProcesses(exits.put_nowait)
+        first, second = (subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2))
+        assert adopted.adopt("store", first.pid)
+        assert adopted.adopt("store", first.pid)
+        first.kill()
+        assert (await exits.get())["pid"] == first.pid
+        assert adopted.adopt("store", second.pid)
+        rescue = threading.Timer(30, second.kill)  # so that a loop that waits for the wrong process goes on, and fails
+        rescue.start()
+        for _ in range(3):  # rounds of the loop in which a reader would be called
+            await asyncio.sleep(0)
+        assert adopted.pids == {second.pid}
+        rescue.cancel()
+        second.kill()
+        assert (await exits.get())["pid"] == second.pid
+        assert exits.empty()
+        adopted.close()
+        first.poll(), second.poll()
+
+    run_scene(scene)
 
 
 def test_what_has_outlived_its_fork_server_is_signalled_and_reaped_here() -> None:

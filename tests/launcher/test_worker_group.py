@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -18,6 +20,7 @@ from phalanx.launcher.workers.formation import Formation
 from phalanx.launcher.workers.regroup.heartbeats import HeartbeatWatch
 from phalanx.launcher.workers.regroup.regrouper import ReadinessReporter, Regrouper
 from phalanx.launcher.workers.regroup.spares import SparePool
+from phalanx.launcher.workers.spawner import Spawner
 from phalanx.launcher.workers.stopper import Stopper, escalation
 from phalanx.launcher.workers.worker import StepProgress, Worker, WorkerFailure, WorkerState
 from phalanx.launcher.workers.worker_group import WorkerGroup
@@ -210,6 +213,23 @@ def test_on_a_node_of_spares_they_count() -> None:
     observer: Any = Observer()
     ReadinessReporter(observer).update([worker(0, *CONNECTED, spare=True)], spare_node=True)
     assert observer.reported == [(True, False, True)]
+
+
+def test_a_worker_that_is_ordered_from_a_fork_server_that_has_just_ended_is_not_forgotten(tmp_path: Path) -> None:
+    """It is lost with the fork server. Otherwise nobody would start it again."""
+    server: Any = MagicMock(way="cold")
+    server.send.side_effect = BrokenPipeError
+    workers = Workers(server)
+    context = MagicMock(board=None, sources=None)
+    context.folder.rank_folder.return_value = str(tmp_path)
+    output = MagicMock()
+    output.open.return_value = (1, 2)
+    formation = MagicMock()
+    formation.plan.command.kind, formation.plan.stdin_rank = "script", -1
+    spawner = Spawner(0, context, workers, output, channel="", hints=None, on_probe_message=MagicMock())
+    spawner.start(formation, seat(1, 2))
+    [(_, ordered)] = workers.living
+    assert (ordered.seat.rank, ordered.pid, server.send.call_count) == (1, 0, 1)
 
 
 def test_a_worker_without_a_heartbeat_is_killed_once() -> None:

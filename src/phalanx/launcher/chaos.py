@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launcher.agent.run_hook import HookedAgent
-from phalanx.launcher.workers import store_process
 from phalanx.launcher.workers.worker_group import WorkerGroup
 
 SIGNALS = {
@@ -37,6 +36,7 @@ OTHERS = {  # processes other than workers
     "forkserver-stop": ("the fork server", signal.SIGSTOP),
 }
 KINDS = (*SIGNALS, *OTHERS)
+_OF_STORE = ("store", "store-stop")
 _POLL_INTERVAL = 0.02  # seconds between two checks of the run
 _EFFECT_TIMEOUT = 30.0  # seconds for a fault to have an effect
 _REPLACE_TIMEOUT = 120.0  # seconds for another store or fork server, which imports torch
@@ -49,7 +49,19 @@ class InjectedFault:
 
     delay: float  # seconds after the recovery from the previous fault
     rank: int
-    kind: str
+    kind: str  # one of KINDS, or several at once: "store+kill"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that happen at once."""
+        return tuple(self.kind.split("+"))
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal. The fork server cannot do it, because it may be hit at the same moment. 0: there is no process."""
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def faults(seed: int, ranks: Sequence[int], kinds: Sequence[str], every: float) -> Iterator[InjectedFault]:
@@ -111,39 +123,41 @@ class Chaos:
     async def _survived(self, agent: HookedAgent, attempt: WorkerGroup, fault: InjectedFault) -> bool:
         """Inject a fault, and wait until the run has recovered. False: it has not, or there was nothing to recover."""
         group, fork_server, store = (attempt.number, attempt.generation), agent.fork_server, attempt.store.pid
-        other = fault.kind.partition("-")[0] if fault.kind in OTHERS else ""
+        kinds = fault.kinds
+        if not store:  # another node hosts it, or no rank has used it yet
+            kinds = tuple(kind for kind in kinds if kind not in _OF_STORE)
         self._inject(agent, attempt, fault)
-        if other == "store" and not store:  # another node hosts it, or no rank has used it yet
+        if not kinds:
             self.without_effect += 1
             return False
+        others = {kind.partition("-")[0] for kind in kinds if kind in OTHERS}
 
         def replaced(now: WorkerGroup) -> bool:
-            if other == "store":
-                return now.store.pid not in (0, store) and now.store.answers
-            if other == "forkserver":
-                return agent.fork_server is not fork_server and now.workers.fork_server is agent.fork_server
-            return (now.number, now.generation) != group
+            if "store" in others and (now.store.pid in (0, store) or not now.store.answers):
+                return False
+            if "forkserver" in others and (
+                agent.fork_server is fork_server or now.workers.fork_server is not agent.fork_server
+            ):
+                return False
+            return SIGNALS.keys().isdisjoint(kinds) or (now.number, now.generation) != group
 
-        timeout = _REPLACE_TIMEOUT if other else _EFFECT_TIMEOUT
+        timeout = _REPLACE_TIMEOUT if others else _EFFECT_TIMEOUT
         if await self._becomes(agent, replaced, agent.plan.recovery.worker_timeout + timeout):
             await self._until_healthy(agent)
             return True
         # a script may ignore SIGTERM; a lost store or fork server always has an effect
-        self.without_effect += not other
+        self.without_effect += not others
         return False
 
     def _inject(self, agent: HookedAgent, attempt: WorkerGroup, fault: InjectedFault) -> None:
         self.injected[fault.kind] += 1
-        whom, number = OTHERS.get(fault.kind) or (f"rank {fault.rank}", SIGNALS[fault.kind])
-        agent.note(f"chaos: fault {self.injected.total()}, {number.name} to {whom}")
-        if whom == "the fork server":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(agent.fork_server.pid, number)
-            return
-        ranks = {worker.seat.rank: name for name, worker in attempt.living if not worker.spare}
-        name = store_process.NAME if whom == "the store" else ranks.get(fault.rank)
-        if name is not None:
-            attempt.workers.send_signal(name, number, alone=True)
+        signals = [OTHERS.get(kind) or (f"rank {fault.rank}", SIGNALS[kind]) for kind in fault.kinds]
+        what = ", ".join(f"{number.name} to {whom}" for whom, number in signals)
+        agent.note(f"chaos: fault {self.injected.total()}, {what}")
+        pids = {f"rank {worker.seat.rank}": worker.pid for _, worker in attempt.living if not worker.spare}
+        pids |= {"the store": attempt.store.pid, "the fork server": agent.fork_server.pid}
+        for whom, number in signals:
+            send_signal(pids.get(whom, 0), number)
 
     async def _becomes(self, agent: HookedAgent, condition: Callable[[WorkerGroup], bool], limit: float) -> bool:
         """Wait for a condition of the current attempt, for `limit` seconds."""

@@ -165,7 +165,7 @@ OPTIONS = (
         CHAOS,
         "--faults",
         "Fault kinds: kill, segv, abrt, bus, term, stop (a signal to a rank); store, forkserver (SIGKILL to it), "
-        "store-stop, forkserver-stop (SIGSTOP).",
+        "store-stop, forkserver-stop (SIGSTOP). Several at once: store+kill.",
         kinds.FAULTS,
         "kill",
         only="chaos",

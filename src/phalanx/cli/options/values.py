@@ -209,9 +209,9 @@ def faults(value: str) -> tuple[str, ...]:
     from phalanx.launcher.chaos import KINDS
 
     found = tuple(part.strip() for part in value.split(","))
-    for part in found:
-        if part not in KINDS:
-            raise ValueError(f'"{part}" is none of {", ".join(KINDS)}' if part else "a kind is missing")
+    for kind in (kind for part in found for kind in part.split("+")):
+        if kind not in KINDS:
+            raise ValueError(f'"{kind}" is none of {", ".join(KINDS)}' if kind else "a kind is missing")
     return found
 
 

@@ -34,11 +34,16 @@ class AdoptedProcesses:
         return frozenset(process.pid for process in self._processes.values())
 
     def adopt(self, name: str, pid: int) -> bool:
-        """Take over a process. False: it has ended."""
+        """Take over a process, unless it was taken over before. False: it has ended."""
+        before = self._processes.get(name)
+        if before is not None and before.pid == pid:
+            return True  # it outlives another fork server
         try:
             handle = os.pidfd_open(pid)
         except ProcessLookupError:
             return False
+        if before is not None:
+            self._forget(name)
         self._processes[name] = _Adopted(pid, handle)
         asyncio.get_running_loop().add_reader(handle, self._reap, name)
         return True

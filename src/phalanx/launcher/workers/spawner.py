@@ -79,11 +79,8 @@ class Spawner:
             order["probe"] = probe.slot
             probe.set_rank(None if spare else seat.rank)
         self._workers.add(name, Worker(seat, folder, started_at=time.monotonic(), spare=spare, probe=probe))
-        try:
+        with contextlib.suppress(OSError):  # the fork server has ended: this worker is lost with it
             fork_server.send(order, [stdin, out, err, *(probe.fds if probe is not None else ())])
-        except OSError:
-            self._workers.forget(name)  # the fork server has ended: its reader reports it
-        else:
             if probe is not None:
                 probe.handed_over()
         os.close(stdin)
