@@ -330,7 +330,10 @@ def test_hang() -> None:
     for kind, job in jobs.items():
         assert job.wait(60) == 1, job.err
         lines = re.findall(r"^phalanx: (.*)", job.err, re.MULTILINE)
-        assert re.match(re.escape(HANGS[kind]).replace(r"\{\}", r"\d+"), lines[1]), job.err
+        verdict = re.escape(HANGS[kind]).replace(r"\{\}", r"\d+")
+        # A slow rank has come to its collective just now, and does not count as waiting yet.
+        verdict = verdict.replace(re.escape("the other 2 wait"), r"(?:the other 2 wait|rank \d waits)")
+        assert re.match(verdict, lines[1]), job.err
 
 
 # The demo

@@ -1,12 +1,13 @@
 """The coordinator of node 0: waits for the nodes, decides for all of them, and ends the run for all.
 
-member_states.py     which members have ranks or are spares, and whether their workers can regroup
-node_commands.py     carries a decision out on all nodes
-group_controller.py  what follows a failure: regroup, restart, hold or stop
-node_changes.py      what follows when nodes join, leave or are lost
-attempt_results.py   how an attempt ended on all nodes, and what follows
-member_messages.py   messages of members
-remote_output.py     output of ranks on other nodes
+member_states.py        which members have ranks or are spares, and whether their workers can regroup
+node_commands.py        carries a decision out on all nodes
+recovery_controller.py  what follows a failure: regroup, restart, hold or stop
+node_changes.py         what follows when nodes join, leave or are lost
+node_trials.py          nodes that join a healthy run, and are dismissed if they cannot take part
+attempt_results.py      how an attempt ended on all nodes, and what follows
+member_messages.py      messages of members
+remote_output.py        output of ranks on other nodes
 """
 
 from __future__ import annotations

@@ -48,4 +48,4 @@ class MemberLinks:
 
     def dismiss(self, ranks: Sequence[int], why: str) -> bool:
         """Continue without the member that has these ranks. False: the run is not elastic, or too few would remain."""
-        return self._changes.dismiss_ranks(ranks, why)
+        return self._changes.trials.dismiss_ranks(ranks, why)

@@ -63,7 +63,7 @@ class MemberMessages:
                 readiness = Readiness(message.connected, message.finished, message.all_connected)
                 self._changes.set_readiness(member, readiness)
             case messages.RankLeft():
-                if message.attempt == self._commands.attempt.number and not self._changes.rank_left(member):
+                if message.attempt == self._commands.attempt.number and not self._changes.trials.rank_left(member):
                     self._agent.perform(self._commands.refuse_regroup())
             case messages.NodeHaltAck():
                 ack = worker_messages.HaltAck(message.step, message.generation, message.stuck)
@@ -71,7 +71,7 @@ class MemberMessages:
             case messages.NodeHalted():
                 self._group.halt_message(0, worker_messages.HaltedAt(message.step))
             case messages.FirstStepCommitted():
-                self._changes.first_step(member, message.generation)
+                self._changes.trials.first_step(member, message.generation)
                 self._group.first_step(message.generation, message.step, message.before)
             case messages.NodeBatchSkipped():
                 skipped = worker_messages.SkippedBatch(message.step, message.what, message.seconds)
@@ -105,7 +105,7 @@ class MemberMessages:
             hope=message.hope,
             idle=message.idle,
         )
-        if not self._changes.worker_failed(member, failure):
+        if not self._changes.trials.worker_failed(member, failure):
             self._agent.perform(self._group.worker_failed(failure, sender=member))
 
     def _signal_received(self, member: int, message: messages.SignalReceived) -> None:
@@ -131,7 +131,7 @@ class MemberMessages:
         return preempted or number not in self._context.plan.shutdown.signals
 
     def _attempt_ended(self, member: int, report: messages.AttemptEnded) -> None:
-        if self._changes.dismissed_ended(member, report):
+        if self._changes.trials.dismissed_ended(member, report):
             return
         self._results.add(member, report)
         if member not in self._member_states.ranks:

@@ -15,20 +15,17 @@ from phalanx.control.endpoint import STEADILY, Endpoint, answers
 from phalanx.control.leader.members import JoinedMember, Members
 from phalanx.launcher.actions import RegroupPlan
 from phalanx.launcher.coordination.coordinator import AgentProxy, RunResult
-from phalanx.launcher.coordination.leader.attempt_results import AttemptResults, process_failure
+from phalanx.launcher.coordination.leader.attempt_results import AttemptResults
 from phalanx.launcher.coordination.leader.member_states import MemberStates
 from phalanx.launcher.coordination.leader.node_commands import NodeCommands
-from phalanx.launcher.coordination.leader.readmission import Readmission
+from phalanx.launcher.coordination.leader.node_trials import NodeTrials
 from phalanx.launcher.coordination.leader.recovery_controller import RecoveryController
 from phalanx.launcher.coordination.recoveries import Recoveries
-from phalanx.launcher.runs import failure_report
 from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.worker import WorkerFailure
 from phalanx.recover.decision import RecoveryAction
 
 _PLAIN_AFTER = 10.0  # seconds without a connection of a worker, after which the script counts as unable to regroup
-_TRIAL_END = 3.0  # seconds in which the others end as well, if a node ends before its first step because all have ended
-_EXIT_0 = "before its first step in the group: an early return or sys.exit() on this node only?"
 
 
 class NodeChanges:
@@ -57,8 +54,16 @@ class NodeChanges:
         self._recoveries = recoveries
         self._results = results
         self._elastic = elastic
-        self._dismissed: dict[int, str] = {}  # members that cannot take part and have not left yet, with the reason
-        self._readmission = Readmission()
+        self.trials = NodeTrials(
+            agent,
+            members,
+            group,
+            member_states=member_states,
+            commands=commands,
+            recoveries=recoveries,
+            results=results,
+            remove=self.remove if elastic else None,
+        )
         self._liveness_checks: set[asyncio.Task[None]] = set()  # of members whose connection has closed
 
     # -- nodes that join
@@ -66,12 +71,11 @@ class NodeChanges:
     def joined(self, member: int) -> None:
         """Handle a member that joined during the run."""
         self._member_states.leaving.discard(member)  # the member that had this number before
-        self._dismissed.pop(member, None)
+        self.trials.forget(member)
         self._group.changed.set()
         self._agent.note(f"{self._members.name(member)} has come")
         self._commands.send_peer_list()
-        text = self._readmission.note(self._host(member), time.monotonic())
-        if text:
+        if text := self.trials.greeting(member):
             self._members.send(member, messages.NoteMessage(text=text))
         if self._commands.attempt.running and not self._commands.attempt.stopping:
             self.admit(member)
@@ -94,7 +98,7 @@ class NodeChanges:
         """Record whether the workers of a member can regroup. A member on a host that was dismissed may have to
         wait.
         """
-        wait = self._readmission.remaining(self._host(member), time.monotonic())
+        wait = self.trials.wait(member)
         if wait > 0 and member not in self._member_states.ranks:
             if readiness.all_connected:
                 asyncio.get_running_loop().call_later(wait, self._readmit, self._members.connected[member], readiness)
@@ -105,17 +109,12 @@ class NodeChanges:
             overall = self._member_states.readiness
             self._group.preemption.regroup_ready(overall.connected, overall.finished)
             self.start_spares()
-            if readiness.finished and member in self._member_states.on_trial:
-                joined = self._members.connected[member]
-                asyncio.get_running_loop().call_later(_TRIAL_END, self._finished_on_trial, joined)
+            if readiness.finished:
+                self.trials.finished(member)
 
     def _readmit(self, member: JoinedMember, readiness: Readiness) -> None:
         if self._members.is_current(member):
             self.set_readiness(member.id, readiness)
-
-    def _host(self, member: int) -> str:
-        connected = self._members.connected.get(member)
-        return connected.info.host if connected is not None else ""
 
     def start_spares(self) -> None:
         """Start the workers of nodes without ranks as spares, if the script can regroup."""
@@ -148,91 +147,11 @@ class NodeChanges:
     def _names(self, members: Sequence[int]) -> str:
         return ", ".join(self._members.name(member) for member in members)
 
-    # -- nodes that cannot take part
-
-    def worker_failed(self, member: int, failure: WorkerFailure) -> bool:
-        """Handle a failure on a node that has joined a healthy run. Return whether the failure is completely handled.
-
-        A node that cannot take part is dismissed, and the others continue: their training was healthy without it.
-        """
-        states = self._member_states
-        if self._may_dismiss and states.cannot_take_part(member, ends_run=self._group.would_stop(failure)):
-            self.dismiss(member, failure.reason)
-        return member not in states.ranks
-
-    def rank_left(self, member: int) -> bool:
-        """Handle a rank that has exited with code 0 in the middle of the training. Return whether that is completely
-        handled: its node was on trial, and is dismissed.
-        """
-        states = self._member_states
-        if member not in states.on_trial or not self._may_dismiss or states.others_finished(member):
-            return False
-        self.dismiss(member, f"a rank of {self._members.name(member)} exited with code 0 {_EXIT_0}")
-        return True
-
-    def _finished_on_trial(self, joined: JoinedMember) -> None:
-        """Dismiss a node on trial whose training has ended, while the others still train: it runs something else."""
-        states, member = self._member_states, joined.id
-        if not self._members.is_current(joined) or member not in states.on_trial or states.others_finished(member):
-            return
-        if self._may_dismiss:
-            report = self._results.report(member)
-            self.dismiss(member, f"the training of {self._members.name(member)} ended {_EXIT_0}")
-            if report is not None:
-                self.dismissed_ended(member, report)
-
-    @property
-    def _may_dismiss(self) -> bool:
-        return self._elastic and not self._commands.attempt.stopping and not self._group.preemption.begun
-
-    def first_step(self, member: int, generation: int) -> None:
-        """End the trial of a node whose workers have committed a step."""
-        if generation == self._recoveries.generation:
-            self._member_states.on_trial.discard(member)
-
-    def dismiss(self, member: int, why: str) -> None:
-        """Remove a node that cannot take part. It ends once its workers have ended, see `dismissed_ended`."""
-        self._member_states.leaving.add(member)
-        self._commands.stop_member(member, why)
-        self._dismissed[member] = why
-        if member in self._member_states.ranks:  # otherwise it has cost the others nothing
-            self._readmission.dismissed(self._host(member), time.monotonic(), why)
-        self.remove(member, f"{self._members.name(member)} was dismissed", note=member in self._member_states.ranks)
-
-    def dismiss_ranks(self, ranks: Sequence[int], why: str) -> bool:
-        """Dismiss the node that has these ranks, if enough others remain. Return whether it was dismissed."""
-        states = self._member_states
-        member = next((member for member, table in states.ranks.items() if set(ranks) & set(table.ranks)), None)
-        if member is None or member == states.own or not self._may_dismiss:
-            return False
-        if len(states.ranks) <= states.min_nodes:
-            return False
-        self.dismiss(member, why)
-        return True
-
-    def dismissed_ended(self, member: int, report: messages.AttemptEnded) -> bool:
-        """Handle the last report of a dismissed node: end it, and print why. False: it is not dismissed."""
-        if member not in self._dismissed:
-            return False
-        first, why = report.first, self._dismissed[member]
-        if first is not None and first.stopped:  # it was dismissed for another reason
-            first = None
-        text, code = why, 1
-        if first is not None:
-            failure = process_failure(first, self._members.skew(member))
-            text = failure_report.with_afterwards(first.block, failure_report.afterwards(failure, report.kinds))
-            code = failure.exit_code
-        self._agent.note(f"{self._members.name(member)} was dismissed: {text}")
-        end = f"{text}\n  this node was dismissed, and the others continue without it"
-        self._members.send(member, messages.EndMessage(code=code, text=end))
-        return True
-
     # -- nodes that leave
 
     def left(self, member: int, code: int, text: str) -> None:
         """Handle a member that has disconnected with a reason."""
-        if member in self._dismissed:
-            self._dismissed.pop(member, None)
+        if self.trials.forget(member):
             self._member_states.leaving.discard(member)
             return
         text = f"{self._members.name(member)}: {text or 'it has left the run'}"
@@ -251,7 +170,7 @@ class NodeChanges:
 
     def lost(self, member: int, why: str, *, silent: bool) -> None:
         """Handle the loss of a member: end the run or, if it is elastic, continue without it."""
-        if member in self._dismissed:
+        if self.trials.is_dismissed(member):
             self.left(member, 1, why)
             return
         text = f"{self._members.name(member)} is lost: {why}"
