@@ -20,7 +20,7 @@ def member_links(sent: list[Any]) -> MemberLinks:
     members: Any = SimpleNamespace(connected={1: connection}, send=lambda to, frame: sent.append((to, frame)))
     tables = {rank: SimpleNamespace(ranks=(rank,)) for rank in range(3)}
     states: Any = SimpleNamespace(ranks=tables)
-    changes: Any = SimpleNamespace(dismiss_ranks=lambda ranks, why: ranks == (1,))
+    changes: Any = SimpleNamespace(trials=SimpleNamespace(dismiss_ranks=lambda ranks, why: ranks == (1,)))
     return MemberLinks(members, states, changes)
 
 

@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jupyter_client.manager import KernelManager
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.xdist_group("notebook")]  # one kernel for all of them
 
 TRAIN = """
 import sys, time, torch, phalanx
@@ -47,14 +48,14 @@ class Cell:
 class Notebook:
     """A kernel, and what it answers."""
 
-    def __init__(self) -> None:
-        self.manager = KernelManager()
+    def __init__(self, folder: Path) -> None:
+        # Over Unix sockets: another process may take a TCP port before the kernel opens it.
+        self.manager = KernelManager(transport="ipc", connection_file=str(folder / "kernel.json"))
         assert self.manager.kernel_spec is not None
         self.manager.kernel_spec.argv[0] = sys.executable
         self.manager.start_kernel()
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(120)
 
     def run(self, code: str, interrupt: Callable[[Cell], bool] = lambda cell: False) -> Cell:
         """Execute a cell; interrupt the kernel as soon as `interrupt` returns True."""
@@ -100,9 +101,10 @@ def _take(cell: Cell, kind: str, content: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def notebook() -> Iterator[Notebook]:
-    notebook = Notebook()
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    notebook = Notebook(tmp_path_factory.mktemp("kernel"))
     try:
+        notebook.client.wait_for_ready(120)
         notebook.run(TRAIN)
         yield notebook
     finally:
