@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.cli.options import values
 from phalanx.launcher import chaos
 from phalanx.launcher.chaos import Chaos, InjectedFault
 
@@ -102,6 +103,14 @@ def test_all_that_was_hit_at_once_has_to_recover(
     agent = Agent(react)
     assert f"chaos: 1 fault (1 {kind}), seed 1: {text};" in summary(agent, kind)
     assert agent.notes[0].startswith("chaos: fault 1, SIGKILL to the store, SIGKILL to the fork server")
+
+
+def test_each_kind_of_a_combined_fault_is_checked() -> None:
+    assert values.faults("kill, store+kill") == ("kill", "store+kill")
+    with pytest.raises(ValueError, match='"earthquake" is none of kill, segv'):
+        values.faults("store+earthquake")
+    with pytest.raises(ValueError, match="a kind is missing"):
+        values.faults("store+")
 
 
 def summary(agent: Any, kind: str) -> str:

@@ -134,7 +134,7 @@ def test_what_outlives_several_fork_servers_is_reaped_once() -> None:
         first.kill()
         assert (await exits.get())["pid"] == first.pid
         assert adopted.adopt("store", second.pid)
-        rescue = threading.Timer(30, second.kill)  # so that a loop that waits for the wrong process goes on, and fails
+        rescue = threading.Timer(30, second.kill)  # a loop that waits for the wrong process continues, and this fails
         rescue.start()
         for _ in range(3):  # rounds of the loop in which a reader would be called
             await asyncio.sleep(0)
