@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.places import SCRIPTS as E2E
-from tests.kit.cli import run
+from tests.kit.cli import phalanx, run
 
 SCRIPTS = Path(E2E).parents[1] / "launcher/scripts"
 
@@ -53,7 +53,8 @@ def test_the_modules_reappear_as_they_were(tmp_path: Path) -> None:
         pack, spec = sys.modules["pack"], sys.modules["pack"].__spec__
         os.environ.pop("WRITTEN")
         stale = []
-        modules.hide(frozenset(), stale.append)
+        modules.hide()
+        modules.begin(frozenset(), stale.append)
         assert set(sys.modules) == before, set(sys.modules) - before
         assert importlib.util.find_spec("pack").origin == spec.origin
         assert "pack" not in sys.modules
@@ -87,7 +88,8 @@ def test_a_variable_that_an_import_has_read_and_the_script_has_set_since_is_stal
         modules.load("late")
         os.environ["RANK"] = "3"  # the launcher's
         stale = []
-        modules.hide(frozenset(), stale.append)
+        modules.hide()
+        modules.begin(frozenset(), stale.append)
         os.environ["RANK"] = "4"
         os.environ["LATE"] = "now"
         os.putenv("OMP_NUM_THREADS", "5")
@@ -97,3 +99,61 @@ def test_a_variable_that_an_import_has_read_and_the_script_has_set_since_is_stal
     )
     result = run((sys.executable, str(tmp_path / "test.py")), cwd=str(tmp_path), env={"OMP_NUM_THREADS": None})
     assert result.out.strip() == "[{'LATE': 'now', 'OMP_NUM_THREADS': '5'}]", result.err
+
+
+def test_code_before_the_script_finds_hidden_modules_and_waits_for_their_import(tmp_path: Path) -> None:
+    (tmp_path / "inner.py").write_text("VALUE = 1\n")
+    (tmp_path / "outer.py").write_text("import inner\n")
+    (tmp_path / "gone.py").write_text("")
+    (tmp_path / "test.py").write_text(
+        textwrap.dedent("""
+        import sys
+        from phalanx.forkserver import hidden_modules
+        from phalanx.forkserver.imports import preloaded
+        modules = preloaded.Preloaded()
+        modules.load("outer")
+        modules.load("gone")
+        modules.hide()
+        assert hidden_modules.find("inner").VALUE == 1 and "inner" not in sys.modules
+        assert hidden_modules.find("sys") is sys and hidden_modules.find("nothing") is None
+        assert modules.loaded("inner") and not modules.loaded("sys")
+        hidden_modules.when_imported("inner", lambda: print("inner is imported:", "inner" in sys.modules))
+        hidden_modules.when_imported("gone", lambda: print("never"))
+        first = hidden_modules.find("gone")
+        modules.forget("gone")
+        import gone
+        assert gone is not first
+        print("outer")
+        import outer  # imports inner
+        import inner
+        assert hidden_modules.find("inner") is inner and not hidden_modules.modules
+        """)
+    )
+    result = run((sys.executable, str(tmp_path / "test.py")), cwd=str(tmp_path))
+    assert (result.out, result.err) == ("outer\ninner is imported: True\n", "")
+
+
+def test_the_fork_server_imports_every_module_of_phalanx_that_a_training_uses(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent("""
+        import sys
+        import torch
+        import phalanx
+
+        def main(run):
+            model = torch.nn.Linear(4, 4)
+            opt = torch.optim.SGD(model.parameters())
+            data = run.loader(torch.utils.data.TensorDataset(torch.randn(8, 4)), batch_size=2)
+            run.keep(model, opt, data)
+            wrapped = run.wrap(model)
+            for (x,) in run.batches(data):
+                run.backward(wrapped(x).sum())
+                run.step(opt)
+            preloaded = sys.modules["_phalanx_forkserver.imports.preload"].modules
+            print([name for name in sys.modules if name.startswith("phalanx.") and not preloaded.loaded(name)])
+
+        phalanx.main(main)
+        """)
+    )
+    result = phalanx("run", "-g", "2", "--cpu", str(tmp_path / "train.py"))
+    assert sorted(line for line in result.out.splitlines() if line.endswith("]")) == ["[0] []", "[1] []"], result.out

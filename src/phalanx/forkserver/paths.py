@@ -36,7 +36,15 @@ THREADED = "collectives/engines/threaded.py"
 # Modules, by their name in `sys.modules`.
 FLIGHT_RECORDER = "phalanx.collectives.flight_recorder"
 GROUPS = "phalanx.collectives.registry"
-TRAINING = ("phalanx.train.main", "phalanx.train.elastic_loop")
+TRAINING = (  # what `phalanx.main` imports, at once or later
+    "phalanx.train.main",
+    "phalanx.train.elastic_loop",
+    "phalanx.train.snapshot.snapshots",
+    "phalanx.train.snapshot.cadence",
+    "phalanx.collectives.registration",
+    "phalanx.collectives.creation",
+    "phalanx.collectives.engines.shm",
+)
 # Exceptions, as tracebacks name them.
 ERRORS = "phalanx.collectives.errors"
 TIMED_OUT = "CollectiveTimeout"

@@ -77,6 +77,7 @@ class ForkServer:
             case "import":
                 report = preload.preload(request["required"], request["optional"], request["path0"])
                 teardown.keep_operators()
+                preload.modules.hide()
                 # From here on the end of the connection shows that the agent has ended. That leaves time to end the
                 # processes that workers have started; a parent-death signal would not.
                 linux.die_with_parent(0, 0)
@@ -177,7 +178,7 @@ class ForkServer:
         # From here on an import may find a module of the script. Then no preload hints are recorded.
         if not shadows.unshadow(request.get("path0")) and request.get("hints"):
             preload.record_hints(request["hints"])
-        preload.modules.hide(frozenset(request.get("assumed", ())), FreshStart(request, kept))
+        preload.modules.begin(frozenset(request.get("assumed", ())), FreshStart(request, kept))
         if request.get("kept"):
             from .imports import kept_sources
 

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from . import linux, wire
+from . import hidden_modules, linux, wire
 from .child import teardown
 from .imports import preload
 from .orphans import Orphans
@@ -50,6 +50,7 @@ class WarmForkServer:
         teardown.keep_operators()
         linux.adopt_orphans()
         self._files = _module_files()
+        preload.modules.hide()
         self._used = time.monotonic()  # its own imports do not count as idle time
         if report["failed"] or report["unsafe"]:
             sys.stderr.write(f"cannot be kept warm: {report}\n")
@@ -109,7 +110,7 @@ class WarmForkServer:
     def _start_run(
         self, connection: socket.socket, request: dict[str, Any], pipes: tuple[int, int]
     ) -> dict[str, Any] | None:
-        missing = [name for name in request["required"] if name not in sys.modules]
+        missing = [name for name in request["required"] if hidden_modules.find(name) is None]
         stale = next((path for path, known in self._files.items() if _stamp(path) != known), None)
         if missing or stale:
             why = f"{stale} has changed" if stale else f"{missing[0]} is not imported"

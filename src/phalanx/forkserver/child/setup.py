@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from .. import linux, log
+from .. import hidden_modules, linux, log
 from . import exit_calls
 
 ChildSpec = dict[str, Any]
@@ -104,15 +104,14 @@ def _reopen(stream: Any, mode: str) -> None:
 def _reseed() -> None:
     """Reseed generators whose state a fork would share. Python's own generator reseeds itself."""
     # None: a program that forbids the import
-    if sys.modules.get("numpy.random") is not None:
-        sys.modules["numpy.random"].seed()
-    if sys.modules.get("torch") is not None:
-        sys.modules["torch"].default_generator.seed()
-    if "multiprocessing.process" in sys.modules:
-        process = sys.modules["multiprocessing.process"]
+    if (random := hidden_modules.find("numpy.random")) is not None:
+        random.seed()
+    if (torch := hidden_modules.find("torch")) is not None:
+        torch.default_generator.seed()
+    if (process := hidden_modules.find("multiprocessing.process")) is not None:
         process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
-    if "threading" in sys.modules:  # it still has the fork server's thread id
-        sys.modules["threading"].main_thread()._set_native_id()
+    if (threading := hidden_modules.find("threading")) is not None:  # it still has the fork server's thread id
+        threading.main_thread()._set_native_id()
 
 
 def record_exceptions(path: str) -> None:

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
-from .. import log, paths, thread_frames
+from .. import hidden_modules, log, paths, thread_frames
 from ..board.ledger import CallLedger
 from ..signed_store import SignedStore
 from . import mismatch
@@ -49,6 +49,8 @@ def begin(ledger: CallLedger, slot: int) -> None:
 
     if "torch" in sys.modules:
         install()
+    elif "torch" in hidden_modules.modules:
+        hidden_modules.when_imported("torch", install)
     else:
         sys.meta_path.insert(0, _TorchImportHook(install))
 

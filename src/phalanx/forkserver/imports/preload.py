@@ -127,14 +127,15 @@ def record_hints(path: str) -> None:
     """At exit, record the modules that this worker imported itself, so that the next fork server imports them before
     the fork.
     """
-    atexit.register(_write_hints, path, frozenset(sys.modules))
+    atexit.register(_write_hints, path, frozenset(sys.modules))  # without the hidden modules
 
 
 def _write_hints(path: str, before: frozenset[str]) -> None:
     import contextlib
     import json
 
-    new = [name for name, module in list(sys.modules.items()) if name not in before and _installed(module)]
+    found = [(name, module) for name, module in list(sys.modules.items()) if name not in before]
+    new = [name for name, module in found if not modules.loaded(name) and _installed(module)]
     if not new:
         return
     known: list[str] = []

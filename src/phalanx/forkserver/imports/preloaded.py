@@ -1,8 +1,11 @@
 """Modules that the fork server has imported, hidden from a worker until its script imports them.
 
     modules.load("torch")     in the fork server: import it, and record what the import did
-    modules.hide(…)           in a worker: sys.modules is as it was before
+    modules.hide()            in the fork server: sys.modules is as it was before
+    modules.begin(…)          in a worker, before its script
     import torch              in its script: the modules reappear, without being executed again
+
+They are hidden before the fork, because that touches thousands of objects: a worker would copy their pages.
 
 An import may read environment variables. If the script has changed one of them since, `stale` is called before the
 modules reappear: the worker then restarts as a fresh interpreter, in which that value counts.
@@ -23,6 +26,8 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
+
+from .. import hidden_modules
 
 _finalize: Any = weakref.finalize
 _FINALIZE = _finalize._exitfunc  # registered by the very first finalizer
@@ -70,7 +75,7 @@ class Preloaded:
     def __init__(self) -> None:
         self._layers: list[Layer] = []
         self._environment: Environment = {}  # environment during the imports
-        self._hidden: dict[str, Layer] = {}
+        self._hidden: dict[str, Layer] = {}  # the modules themselves are in `hidden_modules`, too
         self._parents: dict[str, ModuleType] = {}  # parents of hidden modules, whose attributes are removed meanwhile
         self._replaced: dict[int, tuple[Any, Any]] = {}  # spec and loader of a module that is reappearing
         self._launcher_variables: set[bytes] = set()  # variables that the launcher set for this worker
@@ -90,14 +95,8 @@ class Preloaded:
                 sys.modules.pop("__mp_main__", None)
             layer.modules = {name: module for name, module in list(sys.modules.items()) if name not in before}
 
-    def hide(self, assumed: frozenset[str], stale: Callable[[Changed], None]) -> None:
-        """Hide the modules in a worker. `assumed`: variables that were set for the imports because the script is
-        expected to set them.
-        """
-        self._stale = stale
-        now = environment()
-        changed = {name for name in {*now, *self._environment} if now.get(name) != self._environment.get(name)}
-        self._launcher_variables = changed - {os.fsencode(name) for name in assumed}
+    def hide(self) -> None:
+        """Hide the modules in the fork server, and so in the workers that it forks."""
         for layer in reversed(self._layers):
             for name, module in layer.modules.items():
                 if sys.modules.get(name) is module:
@@ -107,6 +106,24 @@ class Preloaded:
                 _finalize._registered_with_atexit &= function != _FINALIZE
         if self._hidden:
             sys.meta_path.insert(0, self)
+
+    def begin(self, assumed: frozenset[str], stale: Callable[[Changed], None]) -> None:
+        """Prepare a worker. `assumed`: variables that were set for the imports because the script is expected to set
+        them.
+        """
+        self._stale = stale
+        now = environment()
+        changed = {name for name in {*now, *self._environment} if now.get(name) != self._environment.get(name)}
+        self._launcher_variables = changed - {os.fsencode(name) for name in assumed}
+
+    def loaded(self, name: str) -> bool:
+        """Return whether a module was imported before the fork."""
+        return any(name in layer.modules for layer in self._layers)
+
+    def forget(self, name: str) -> None:
+        """Let an import of a hidden module find another one. Modules that have imported the hidden one keep it."""
+        if hidden_modules.forget(name):
+            del self._hidden[name]
 
     def abandon(self) -> None:
         """Drop the modules without clearing them, at the very end of a worker: clearing would copy their pages in each
@@ -126,6 +143,7 @@ class Preloaded:
                 delattr(parent, child)
                 self._parents[name] = parent
         self._hidden[name] = layer
+        hidden_modules.modules[name] = module
         del sys.modules[name]
 
     # -- the import system's interface
@@ -178,6 +196,7 @@ class Preloaded:
         """Restore attributes that the import system has just replaced. The module was executed in the fork server."""
         if id(module) in self._replaced:
             module.__spec__, module.__loader__ = self._replaced.pop(id(module))
+        hidden_modules.call_waiting()
 
     def get_code(self, name: str) -> Any:
         """Return the code for runpy, which executes a module under another name: `-m cProfile`."""
@@ -202,7 +221,7 @@ class Preloaded:
     def _reveal(self, layer: Layer, part: set[str]) -> None:
         new = part & self._hidden.keys()
         for name in new:
-            del self._hidden[name]
+            del self._hidden[name], hidden_modules.modules[name]
             module = sys.modules.setdefault(name, layer.modules[name])
             if name in self._parents:
                 setattr(self._parents.pop(name), name.rpartition(".")[2], module)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
+from .. import hidden_modules
 from ..board import status_slot
 
 _SWITCH_AFTER = 4  # steps of another optimizer, without one of the counted optimizer, after which the other is counted
@@ -25,8 +25,8 @@ class StepCounter:
         """Install the hook that torch calls after each step. Called repeatedly until torch is imported."""
         if self._installed:
             return
-        install = getattr(sys.modules.get("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)
-        compiling = getattr(sys.modules.get("torch.compiler"), "is_compiling", None)
+        install = getattr(hidden_modules.find("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)
+        compiling = getattr(hidden_modules.find("torch.compiler"), "is_compiling", None)
         if install is None or compiling is None:
             return
 
