@@ -34,19 +34,19 @@ TORCH, COMMANDS = "torch", "commands"  # what is imported: torch for scripts, th
 _AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_")  # an interpreter reads these when it starts
 
 
-def start(*words: str, env: Env | None = None, cwd: str | None = None) -> Handle:
-    """Start `python -u WORDS` in a new session; standard input is empty."""
+def start(*words: str, env: Env | None = None, cwd: str | None = None, init: int = 0) -> Handle:
+    """Start `python -u WORDS` in a new session; standard input is empty.
+
+    `init` is the pid of the init of a lab's node: the interpreter starts in all its namespaces.
+    """
     from tests.kit.cli import environment
 
     assert in_use(), "only a test that is marked `imported` has it"
-    return _fork(TORCH, words, environment(env), cwd)
+    return _fork(TORCH, words, environment(env), cwd, init)
 
 
 def command(words: Sequence[str], env: dict[str, str], cwd: str | None, init: int = 0) -> Handle | None:
-    """Start `python -m phalanx WORDS` in a new session; standard input is empty. None: that needs a new interpreter.
-
-    `init` is the pid of the init of a lab's node: the command starts in all its namespaces.
-    """
+    """Start `python -m phalanx WORDS` in the same way. None: that needs a new interpreter."""
     from tests.kit import state
 
     # Without pytest there is no plugin that ends it. A daemon must not become its child.

@@ -15,7 +15,7 @@ from tests.kit.lab import Lab, Slurm, Sshd, mpirun
 
 SCRIPTS = Path(__file__).parent / "scripts"
 EVERYTHING = (sys.executable, str(SCRIPTS / "everything.py"))
-MEETING = (sys.executable, str(SCRIPTS / "meeting.py"))
+MEETING = str(SCRIPTS / "meeting.py")
 
 
 def lines(text: str) -> list[str]:
@@ -44,11 +44,12 @@ def test_mpirun_python(lab: Lab, ssh: Sshd) -> None:
     assert lines(result.out) == uneven("Open MPI")
 
 
+@pytest.mark.imported
 def test_by_hand_where_the_own_name_is_loopback(lab: Lab) -> None:
     for node in (lab[0], lab[1]):
         node.hosts("bad")
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": lab[0].address, "MASTER_PORT": "4000"}
-    jobs = [lab[rank].start(words=EVERYTHING, env={**env, "RANK": str(rank)}) for rank in range(2)]
+    jobs = [lab[rank].python(EVERYTHING[1], env={**env, "RANK": str(rank)}) for rank in range(2)]
     assert [job.wait(120) for job in jobs] == [0, 0], "\n".join(job.both for job in jobs)
     assert lines("\n".join(job.out for job in jobs)) == [
         f"rank {rank} of 2, local 0 of 1, node {rank} of 2, gloo on cpu, by hand-set variables" for rank in range(2)
@@ -61,7 +62,7 @@ def test_by_hand_where_the_own_name_is_loopback(lab: Lab) -> None:
 def pair(lab: Lab, address: str, each: Mapping[str, str] | None = None) -> list[Handle]:
     """Start rank 0 on node1 and rank 1 on node2, with this MASTER_ADDR."""
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "4000", **(each or {})}
-    return [lab[rank].start(words=MEETING, env={**env, "RANK": str(rank)}) for rank in range(2)]
+    return [lab[rank].python(MEETING, env={**env, "RANK": str(rank)}) for rank in range(2)]
 
 
 def refused(job: Handle) -> str:
@@ -72,6 +73,7 @@ def refused(job: Handle) -> str:
     return job.out
 
 
+@pytest.mark.imported
 def test_rank_0_is_not_on_the_address(lab: Lab) -> None:
     jobs = pair(lab, "node3")
     text = refused(jobs[0])
@@ -84,17 +86,20 @@ def test_rank_0_is_not_on_the_address(lab: Lab) -> None:
     )
 
 
+@pytest.mark.imported
 def test_the_address_is_that_of_another_rank_alone(lab: Lab) -> None:
     jobs = pair(lab, "node2", {"LOCAL_WORLD_SIZE": "1"})
     assert "rank 0 runs on node1, but node2 is the address of another host" in refused(jobs[0])
     assert "node2 is node2, where rank 1 runs alone: rank 0 is on another host" in refused(jobs[1])
 
 
+@pytest.mark.imported
 def test_loopback_for_ranks_that_are_known_to_be_on_several_nodes(lab: Lab) -> None:
     for job in pair(lab, "localhost", {"LOCAL_WORLD_SIZE": "1"}):
         assert "localhost is the loopback address, but the ranks are on several hosts" in refused(job)
 
 
+@pytest.mark.imported
 def test_loopback_for_ranks_whose_host_is_unknown(lab: Lab) -> None:
     """All may be on one machine, and some may be late. They report the reason in seconds, and fail later."""
     jobs = pair(lab, "127.0.0.1", {"JOIN_TIMEOUT": "8"})
@@ -105,6 +110,7 @@ def test_loopback_for_ranks_whose_host_is_unknown(lab: Lab) -> None:
     assert "rank 0 is missing: no process listened on 127.0.0.1 port 4000 within 8 s" in refused(jobs[1])
 
 
+@pytest.mark.imported
 @pytest.mark.parametrize(
     ("address", "seen"),
     [

@@ -87,6 +87,10 @@ class Node:
                 process.stdin.close()
         return job
 
+    def python(self, *words: str, env: Env | None = None) -> Handle:
+        """Start `python -u WORDS` in the node, with torch imported already, like tests.kit.imported.start."""
+        return imported.start(*words, env=self.environment(env), init=self.init)
+
     def run(
         self,
         *args: str,
