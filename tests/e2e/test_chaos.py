@@ -5,6 +5,7 @@ Nothing may be left behind: the fixtures of the kit check processes, shared memo
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -192,6 +193,25 @@ def test_ranks_outlive_their_fork_server_and_a_stopped_one_holds_nothing_up(tmp_
         job.signal(signal.SIGINT)
         assert job.wait(LONG) == 130
     assert "stopped by Ctrl-C" in job.err
+
+
+def test_a_spare_that_ends_while_its_fork_server_is_replaced_delays_no_end(tmp_path: Path) -> None:
+    words_ = words(tmp_path, options=("--spares", "1", "--no-warm"))
+    with start(*words_, env={"PAUSE": "0.1", "EPOCHS": str(EPOCHS)}) as job:
+
+        def started() -> list[events.AnyEvent]:
+            kinds = events.ForkServerReady | events.WorkerStarted
+            return [event for event in printed_events(job.err) if isinstance(event, kinds)]
+
+        job.wait_for("output in", timeout=LONG)
+        until(lambda: len(started()) == 4, LONG, "a fork server, two ranks and a spare")
+        pids = {type(event): event.pid for event in started()}  # the spare is the last worker
+        os.kill(pids[events.ForkServerReady], signal.SIGKILL)
+        job.wait_for("the fork server was lost")
+        with contextlib.suppress(ProcessLookupError):  # before it has connected, it ends with its fork server
+            os.kill(pids[events.WorkerStarted], signal.SIGKILL)
+        assert job.wait(60) == 0
+    complete(tmp_path)
 
 
 STOPS = """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,9 @@ from phalanx.contract import encoding
 from phalanx.diagnose.evidence import Evidence, Rank
 from phalanx.diagnose.rank_state import LONGER
 from phalanx.diagnose.verdict import Verdict
-from phalanx.launcher.hangs import hang_action
+from phalanx.launcher.hangs import detector, hang_action
 from phalanx.launcher.hangs.cluster_progress import ClusterProgress, NodeHeartbeat
-from phalanx.launcher.hangs.detector import ErrorBackoff
+from phalanx.launcher.hangs.detector import ErrorBackoff, HangDetector
 from phalanx.launcher.hangs.hang_action import KillRanks, OnHang, StopRun, WaitLonger
 from phalanx.launcher.hangs.progress_tracker import RankProgress
 
@@ -67,6 +69,87 @@ def test_a_node_that_stalls_before_its_first_step_is_to_blame_whatever_on_hang_s
     assert hang_action.newcomer(early, [HERE], set()) is None
     assert hang_action.newcomer(early, [LOOP], {1}) == WaitLonger(LONGER * 10 - 9)
     assert hang_action.newcomer(late, [LOOP], {1}) == LOOP
+
+
+class Detected:
+    """A detector on node 0, with the verdicts that it finds, and all that it does."""
+
+    def __init__(self, folder: Path, on_hang: OnHang, on_trial: frozenset[int], *, dismisses: bool = True) -> None:
+        self.notes: list[str] = []
+        self.dismissed: list[tuple[list[int], str]] = []
+        self.failed: list[str] = []
+        self.dismisses = dismisses
+        self.attempt = SimpleNamespace(generation=1, stopping=False, held="", living=[])
+        self.agent = SimpleNamespace(
+            plan=SimpleNamespace(hang=SimpleNamespace(action=on_hang, stall_timeout=10.0)),
+            attempt=self.attempt,
+            note=self.notes.append,
+            say=self.notes.append,
+            fail=lambda error: self.failed.append(str(error)),
+        )
+        serves = SimpleNamespace(serve=lambda *_: None, on=lambda *_: None)
+        context: Any = SimpleNamespace(
+            agent=self.agent,
+            links=SimpleNamespace(
+                leads=True, members=dict, on_trial=lambda: on_trial, dismiss=self._dismiss, nodes=lambda: ()
+            ),
+            rpc=serves,
+            control=serves,
+            folder=SimpleNamespace(path=str(folder), event=lambda _: None),
+        )
+        self.detector = HangDetector(context, stats=Any, attempt=self.attempt)  # type: ignore[arg-type]
+
+    def _dismiss(self, ranks: Sequence[int], why: str) -> bool:
+        if self.dismisses:
+            self.dismissed.append((list(ranks), why))
+        return self.dismisses
+
+    def diagnose(self, *verdicts: Verdict, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Handle a stall of 11 seconds with these verdicts. `meanwhile`: while evidence is gathered."""
+
+        async def explain() -> tuple[Evidence, list[Verdict]]:
+            meanwhile()
+            return Evidence(time=0.0, waited=11.0, ranks=(), limit=10.0), [*verdicts]
+
+        self.detector.explain = explain  # type: ignore[method-assign]
+        asyncio.run(self.detector._diagnose(self.attempt, 10.0))  # type: ignore[arg-type]
+
+
+BUSY = Verdict(kind="waiting", ranks=(0,), text="rank 0 waits for rank 1")
+
+
+def test_a_node_on_trial_is_dismissed_instead_of_what_on_hang_says(tmp_path: Path) -> None:
+    """If it may only be slow, all wait. If it cannot be dismissed, --on-hang decides."""
+    found = Detected(tmp_path, "stop", frozenset({1, 2, 3}))
+    found.diagnose(BUSY, HERE)
+    assert (found.dismissed, found.failed) == ([([1, 2], HERE.text)], [])
+    found.diagnose(BUSY)
+    assert found.dismissed[1:] == [([1, 2, 3], BUSY.text)]
+    found.diagnose(BUSY, LOOP)
+    assert (found.dismissed[2:], found.failed) == ([], [])
+    assert found.notes[-1] == f"the rank may only be slow: the node that joined gets another {LONGER * 10 - 11:.0f} s"
+    assert found.detector._recheck is not None
+    alone = Detected(tmp_path, "stop", frozenset({1}), dismisses=False)
+    alone.diagnose(HERE)
+    assert alone.failed == [f"the run is stalled and was stopped (--on-hang stop): {HERE.text}"]
+
+
+@pytest.mark.parametrize("on_trial", [frozenset[int](), frozenset({1})])
+def test_evidence_of_another_group_has_no_consequences(on_trial: frozenset[int], tmp_path: Path) -> None:
+    """While it was gathered, a node joined or left: ranks have other numbers, and the newcomer was not there."""
+    found = Detected(tmp_path, "stop", on_trial)
+    found.diagnose(HERE, meanwhile=lambda: setattr(found.attempt, "generation", 2))
+    assert (found.dismissed, found.failed, found.notes) == ([], [], [])
+    assert found.detector.final_report == ""
+
+
+def test_a_group_that_forms_while_a_verdict_is_written_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Detected(tmp_path, "stop", frozenset())
+    monkeypatch.setattr(detector.report, "text", lambda *_: setattr(found.attempt, "generation", 2) or "stalled")
+    found.diagnose(HERE)
+    assert (found.failed, len(found.notes)) == ([], 1)
 
 
 def _progress(members: dict[int, tuple[int, ...]], nodes: int = 3) -> ClusterProgress:

@@ -54,6 +54,7 @@ def test_a_node_that_joins_is_on_trial_until_its_first_step() -> None:
     assert made.start_ranks(2, 4711).joins  # there is room for it
     assert made.cannot_take_part(2, ends_run=False)  # its workers do not start
     made.set_readiness(2, READY)
+    assert made.start_ranks(2, 4711).joins  # it needs no second place
     made.regroup()
     assert made.cannot_take_part(2, ends_run=False)
     assert not made.cannot_take_part(1, ends_run=True)
@@ -73,6 +74,8 @@ def test_of_two_nodes_that_start_for_one_place_only_the_first_is_told_that_it_ge
     assert made.admit(2, None)  # the lost node is there again, and a spare waits
     assert made.start_spares([1, 2, 3]) == [2, 3]
     assert [made.start_ranks(member, 4711).joins for member in (2, 3)] == [True, False]
+    made.set_readiness(3, READY)  # it is faster, so it gets the place
+    assert not made.start_ranks(2, 4711).joins
 
 
 def test_a_spare_starts_only_once_the_script_can_regroup() -> None:
@@ -161,6 +164,18 @@ def test_the_members_of_a_lost_leader(finished: bool) -> None:
     assert not made.enough
     assert not made.admit(3, state(all_connected=True))  # a spare, after all
     assert made.enough
+
+
+def test_a_spare_node_that_leads_instead_of_a_lost_leader_is_not_on_trial() -> None:
+    """It cannot be dismissed, and nobody would end its trial."""
+    made = member_states(4, expected=3, spares=1)
+    made.own = 3
+    made.expect([1, 2, 3], worked=[0, 1, 2], own=READY)
+    made.remove(0)
+    assert made.next_ready() == [3]
+    made.regroup()
+    assert ranks(made) == {1: (0, 1), 2: (2, 3), 3: (4, 5)}
+    assert made.on_trial == set()
 
 
 def test_workers_of_another_attempt_are_not_taken_over() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 from phalanx.contract.messages import worker_messages
 from phalanx.forkserver import linux
 from phalanx.launcher.actions import RegroupPlan
+from phalanx.launcher.forking.fork_servers import ForkServerClient
 from phalanx.launcher.workers.failures import Failures
 from phalanx.launcher.workers.formation import Formation
 from phalanx.launcher.workers.regroup.heartbeats import HeartbeatWatch
@@ -215,21 +217,33 @@ def test_on_a_node_of_spares_they_count() -> None:
     assert observer.reported == [(True, False, True)]
 
 
-def test_a_worker_that_is_ordered_from_a_fork_server_that_has_just_ended_is_not_forgotten(tmp_path: Path) -> None:
-    """It is lost with the fork server. Otherwise nobody would start it again."""
-    server: Any = MagicMock(way="cold")
-    server.send.side_effect = BrokenPipeError
+def ordering(server: Any, folder: Path) -> Workers:
+    """Order a worker from this fork server, and return all workers."""
     workers = Workers(server)
     context = MagicMock(board=None, sources=None)
-    context.folder.rank_folder.return_value = str(tmp_path)
+    context.folder.rank_folder.return_value = str(folder)
     output = MagicMock()
     output.open.return_value = (1, 2)
     formation = MagicMock()
     formation.plan.command.kind, formation.plan.stdin_rank = "script", -1
     spawner = Spawner(0, context, workers, output, channel="", hints=None, on_probe_message=MagicMock())
     spawner.start(formation, seat(1, 2))
-    [(_, ordered)] = workers.living
+    return workers
+
+
+def test_a_worker_that_is_ordered_from_a_fork_server_that_has_just_ended_is_not_forgotten(tmp_path: Path) -> None:
+    """It is lost with the fork server. Otherwise nobody would start it again."""
+    server: Any = MagicMock(way="cold", closed=False)
+    server.send.side_effect = BrokenPipeError
+    [(_, ordered)] = ordering(server, tmp_path).living
     assert (ordered.seat.rank, ordered.pid, server.send.call_count) == (1, 0, 1)
+
+
+def test_no_worker_is_ordered_while_a_lost_fork_server_is_being_replaced(tmp_path: Path) -> None:
+    """Its loss was handled before, so the worker would never count as exited, and the attempt would never end."""
+    server = ForkServerClient(socket.socket(socket.AF_UNIX), "cold", ready={"pid": 1})
+    server.gone()
+    assert not ordering(server, tmp_path)
 
 
 def test_a_worker_without_a_heartbeat_is_killed_once() -> None:

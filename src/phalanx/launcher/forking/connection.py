@@ -109,7 +109,7 @@ class ForkServerConnection:
 
     def kill_if_stopped(self) -> None:
         """Kill the fork server now if it is stopped: it would not forward any signal."""
-        if not self.lost and self.client.sock.fileno() >= 0 and linux.state(self.client.pid) == "stopped":
+        if not self.lost and not self.client.closed and linux.state(self.client.pid) == "stopped":
             self._kill("stopped")
 
     def _kill(self, why: str) -> None:
@@ -133,7 +133,7 @@ class ForkServerConnection:
 
     async def end(self, *, leave: bool = False) -> None:
         """Make the fork server end all its processes, or `leave` them, and exit. Kill it if it does not answer."""
-        if self.client.sock.fileno() < 0:
+        if self.client.closed:
             return
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.client.sock.fileno())

@@ -50,6 +50,11 @@ class ForkServerClient:
         """Return whether it forks workers rather than executing them."""
         return self.way != "fresh"
 
+    @property
+    def closed(self) -> bool:
+        """Return whether the connection is closed: the fork server was lost or has ended, and takes no orders."""
+        return self.sock.fileno() < 0
+
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Send an order. Raises OSError if the fork server has ended, or does not read although its buffer is full."""
         self.sock.settimeout(_SEND_TIMEOUT)

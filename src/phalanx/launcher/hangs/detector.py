@@ -171,8 +171,9 @@ class HangDetector:
             self._failed(error)
 
     async def _diagnose(self, attempt: WorkerGroup, stall_timeout: float) -> None:
+        generation = attempt.generation
         evidence, verdicts = await self.explain()
-        if attempt is not self._progress.attempt or attempt.stopping:
+        if attempt is not self._progress.attempt or attempt.stopping or attempt.generation != generation:
             return
         if not verdicts:  # slow rather than stuck; if it lasts, there will be more evidence
             self._recheck = time.monotonic() + max(stall_timeout, _SOONEST)
@@ -187,7 +188,8 @@ class HangDetector:
         short = "\n".join(f"  {verdict.text}" for verdict in verdicts)
         self._stalled = (time.monotonic() - evidence.waited, f"the run was stalled when it ended:\n{short}")
         self._say(f"{text}\n  stacks and all evidence: {path}" if path else text)
-        self._act(evidence, verdicts)
+        if attempt.generation == generation:  # in a later group, ranks may have other numbers
+            self._act(evidence, verdicts)
         if any(0 < node.silent < self._progress.quiet and not node.lost for node in evidence.nodes):
             # A busy node did not answer in time. Its evidence may change the verdict.
             self._recheck = self._recheck or time.monotonic() + max(stall_timeout, _SOONEST)
@@ -215,7 +217,9 @@ class HangDetector:
         on_trial = self._links.on_trial()
         match hang_action.newcomer(evidence, verdicts, on_trial):
             case WaitLonger(seconds):
+                self._agent.note(f"the rank may only be slow: the node that joined gets another {seconds:.0f} s")
                 self._recheck = time.monotonic() + seconds
+                return
             case Verdict() as verdict:
                 if self._links.dismiss(sorted(on_trial.intersection(verdict.ranks) or on_trial), verdict.text):
                     return

@@ -51,8 +51,12 @@ class Spawner:
         self._variables_set: list[dict[str, str | None]] = []  # variables that ranks set before they imported torch
 
     def start(self, formation: Formation, seat: Seat, *, spare: bool = False) -> None:
-        """Order a worker for this rank from the fork server."""
+        """Order a worker for this rank from the fork server. Does nothing while a lost one is being replaced: the
+        group is formed again with the next one, and missing spares are started then.
+        """
         plan, fork_server = formation.plan, self._workers.fork_server
+        if fork_server.closed:
+            return
         name = next(self._names)
         folder = self._folder(f"spare.{name}" if spare else str(seat.rank), formation.generation)
         environ = self._environment(plan, seat, folder)

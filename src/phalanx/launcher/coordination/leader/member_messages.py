@@ -79,7 +79,9 @@ class MemberMessages:
             case messages.SignalReceived():
                 self._signal_received(member, message)
             case messages.AttemptEnded():
-                if message.attempt == self._commands.attempt.number:
+                # A dismissed node ends, even if the others have begun another attempt meanwhile.
+                dismissed = self._changes.trials.dismissed_ended(member, message)
+                if not dismissed and message.attempt == self._commands.attempt.number:
                     self._attempt_ended(member, message)
             case messages.NoteMessage():
                 self._agent.note(f"{self._members.name(member)}: {message.text}")
@@ -131,8 +133,6 @@ class MemberMessages:
         return preempted or number not in self._context.plan.shutdown.signals
 
     def _attempt_ended(self, member: int, report: messages.AttemptEnded) -> None:
-        if self._changes.trials.dismissed_ended(member, report):
-            return
         self._results.add(member, report)
         if member not in self._member_states.ranks:
             self._member_states.spare_ended(member)

@@ -58,9 +58,12 @@ class MemberStates:
         """Return whether the workers of this member can regroup."""
         return self._readiness[member].can_regroup
 
-    def others_finished(self, member: int) -> bool:
-        """Return whether workers of another member have finished their training."""
-        return any(self._readiness[other].finished for other in self._readiness if other != member)
+    @property
+    def training_over(self) -> bool:
+        """Return whether workers have finished on a member that is not on trial. One on trial is no evidence: several
+        nodes may join with the same mistake.
+        """
+        return any(self._readiness[member].finished for member in self._readiness if member not in self.on_trial)
 
     def cannot_take_part(self, member: int, *, ends_run: bool) -> bool:
         """Return whether a failure of workers shows that a node which has joined a healthy run cannot take part.
@@ -123,7 +126,7 @@ class MemberStates:
         before = self.ranks.keys()
         self._assign(self.ranks.keys() | self._ready)
         self.joiners |= self.ranks.keys() - before
-        self.on_trial |= self.ranks.keys() - before
+        self.on_trial |= self.ranks.keys() - before - {self.own}  # a spare node may lead instead of a lost leader
         for member in self.ranks:
             if member not in self._readiness:
                 self._readiness[member] = Readiness(connected=True)

@@ -91,7 +91,7 @@ class NodeTrials:
         handled: its node was on trial, and is dismissed.
         """
         states = self._member_states
-        if member not in states.on_trial or not self._may_dismiss or states.others_finished(member):
+        if member not in states.on_trial or not self._may_dismiss or states.training_over:
             return False
         self._dismiss(member, f"a rank of {self._members.name(member)} exited with code 0 {_EXIT_0}")
         return True
@@ -105,7 +105,7 @@ class NodeTrials:
     def _finished(self, joined: JoinedMember) -> None:
         """Dismiss a node on trial whose training has ended, while the others still train: it runs something else."""
         states, member = self._member_states, joined.id
-        if not self._members.is_current(joined) or member not in states.on_trial or states.others_finished(member):
+        if not self._members.is_current(joined) or member not in states.on_trial or states.training_over:
             return
         if self._may_dismiss:
             report = self._results.report(member)
