@@ -110,21 +110,6 @@ def test_an_evaluation_commits_nothing_and_starts_from_the_beginning(run: phalan
     assert run.steps == 5
 
 
-def test_metrics_on_a_gpu_do_not_wait_for_the_end_of_an_evaluation(
-    run: phalanx.Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settled: list[int] = []
-    monkeypatch.setattr(run._reporter, "settle", lambda: settled.append(run.steps))
-    training = Training(run)
-    train, test = run.loader(numbers(), batch_size=2), run.loader(numbers(), batch_size=5, train=False)
-    run.keep(training.model, training.opt, train)
-    for x, y in run.batches(train):
-        training.step(x, y)
-    assert settled == [0, 5], "before the first step, and after the last one"
-    run.evaluate(test, lambda x, _: {"mean": x.mean()})
-    assert settled == [0, 5, 5]
-
-
 def test_a_loop_that_has_failed_is_begun_again(run: phalanx.Run) -> None:
     """As in a notebook, where the traceback keeps it alive."""
     training = Training(run, accumulate=2)
