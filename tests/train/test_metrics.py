@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from phalanx.errors import UsageError
 from phalanx.train.reporting import earlier_lines, metrics
 from phalanx.train.reporting.earlier_lines import cut
 from phalanx.train.reporting.metrics import FLUSH_EVERY, LOG_FLUSH_EVERY, MOST, Metrics, encode, held, read
+from phalanx.train.reporting.trackers import FunctionTracker
+from tests.kit.cli import until
 
 
 def steps(folder: Path) -> list[int]:
@@ -142,8 +145,9 @@ def test_cut(numbers: list[int], step: int, block: int, rest: bytes) -> None:
         assert cut(io.BytesIO(b"".join(lines) + rest), step) == len(kept)
 
 
-def test_numbers_are_written_at_once(tmp_path: Path) -> None:
+def test_numbers_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logged values of a killed process are in the file, and others can read it while it grows."""
+    monkeypatch.setattr(metrics, "PAUSE", 60.0)
     with Metrics(str(tmp_path), clock=lambda: 0.0) as file:
         for step in range(1, 51):
             file.write(step, 0, {"loss": 1.0})
@@ -152,6 +156,47 @@ def test_numbers_are_written_at_once(tmp_path: Path) -> None:
         file.log(50, 0, 1.0, {"accuracy": 0.5})  # that was very often
         assert len(steps(tmp_path)) == 50
     assert len(steps(tmp_path)) == 51
+
+
+def test_lines_of_fast_steps_are_written_in_a_pause(tmp_path: Path) -> None:
+    """The training is killed in a long evaluation after fast steps. Trackers are called by the training only."""
+    tracked: list[tuple[int, int]] = []
+    tracker = FunctionTracker(lambda step, _: tracked.append((step, threading.get_ident())))
+    with Metrics(str(tmp_path), tensorboard=False, trackers=[tracker], clock=lambda: 0.0) as file:
+        for last in (70, 80):
+            for step in range(len(steps(tmp_path)) + 1, last + 1):
+                file.write(step, 0, {"loss": 1.0})
+            until(lambda last=last: steps(tmp_path) == list(range(1, last + 1)), 20)
+            assert len(tracked) == 50
+    assert steps(tmp_path) == list(range(1, 81))
+    assert tracked == [(step, threading.get_ident()) for step in range(1, 81)]
+
+
+def test_a_full_disk_in_a_pause_is_reported_with_the_next_line(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Metrics(str(tmp_path), tensorboard=False, say=said.append, clock=lambda: 0.0) as file:
+        for step in range(1, 52):
+            file.write(step, 0, {"loss": 1.0})
+        until(lambda: len(steps(tmp_path)) == 51, 20)
+        assert file._file is not None
+        file._file.close()
+        file._file = open("/dev/full", "ab")  # noqa: SIM115
+        file.write(52, 0, {"loss": 1.0})
+        until(lambda: file._in_file == 2, 20)
+        assert said == []
+        file.flush()
+    assert said == ["metrics are no longer written: [Errno 28] No space left on device"]
+
+
+def test_what_is_on_a_gpu_is_read_before_a_pause(tmp_path: Path) -> None:
+    now = [0.0]
+    with Metrics(str(tmp_path), tensorboard=False, clock=lambda: now[0]) as file:
+        file.write(1, 0, {"loss": torch.tensor(0.5)})
+        file.settle()
+        assert steps(tmp_path) == []  # not often
+        now[0] += LOG_FLUSH_EVERY
+        file.settle()
+        assert steps(tmp_path) == [1]
 
 
 def test_what_is_on_a_gpu_waits_and_lines_after_it_do(tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ class DataRun(StatefulRun):
         """
         check_batches(data)
         self._misuse.reading()
-        return self._reader.read(data, pause=self._batch_done, epoch_ended=self._recovery.epoch_ended)
+        self._reporter.settle()
+        return self._reader.read(data, pause=self._batch_done, epoch_ended=self._data_ended)
 
     def _epoch_begun(self) -> None:
         self._kept.values.commit()  # values that the script has set at the end of the last epoch are final now
@@ -131,6 +132,10 @@ class DataRun(StatefulRun):
         self._misuse.batch_done()
         self._kept.values.commit_after_step()
         self._halt_if_asked()
+
+    def _data_ended(self, data: Loader) -> None:
+        self._reporter.settle()
+        self._recovery.epoch_ended(data)
 
     def evaluate(self, data: Loader, measure: Callable[..., Mapping[str, Any]]) -> dict[str, Any]:
         """`run.evaluate(test, measure)`: return the means of all that `measure` returns, over the samples of all ranks.

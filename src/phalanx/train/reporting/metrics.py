@@ -16,6 +16,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -33,6 +34,7 @@ from phalanx.train.reporting.trackers import Outcome, Tracker, TrackerGroup
 NAME = "metrics.jsonl"
 FLUSH_EVERY = 1.0  # seconds that a step's values on a GPU, TensorBoard's files and trackers may wait
 LOG_FLUSH_EVERY = 0.1  # the same for values of `run.log` while values on a GPU wait
+PAUSE = 0.5  # seconds after which lines that wait are written, if no other line follows
 MOST = 1000  # lines that wait to be written
 Ending = Outcome | Literal["left"]  # left: the group has lost a rank, and the training continues in a new one
 
@@ -58,6 +60,35 @@ class WriteBudget:
         return True
 
 
+class PauseThread:
+    """Calls `write` PAUSE seconds after a request, in a thread that starts with the first one."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._requested = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def request(self) -> None:
+        """Request a call, unless one is requested already."""
+        if self._requested.is_set():
+            return
+        self._requested.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="phalanx-metrics", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, without waiting for it."""
+        self._closed.set()
+        self._requested.set()
+
+    def _run(self) -> None:
+        while self._requested.wait() and not self._closed.wait(PAUSE):
+            self._requested.clear()
+            self._write()
+
+
 class MetricsLine(NamedTuple):
     """A line of the file: the values of a committed step, or of one call of `run.log`."""
 
@@ -72,10 +103,10 @@ class Metrics:
     """Writes metrics: `metrics = Metrics(folder, resumed_at=step)` on rank 0, then `write` every step, and `close`.
 
     Numbers are written at once, so that the end of the process does not lose them; lines that come faster than 100 per
-    second are written up to 10 ms later. Values on a GPU are collected and
-    read together once per second, not in the step of the training. Later lines wait for them, because the file is in
-    the order of steps. Trackers get all metrics of a second together. A full disk, or a link in the place of the file,
-    ends the metrics with a message, but not the training.
+    second are written up to 10 ms later, or by a thread if none follows. Values on a GPU are collected and read
+    together once per second, not in the step of the training. Later lines wait for them, because the file is in the
+    order of steps. Trackers get all metrics of a second together. A full disk, or a link in the place of the file, ends
+    the metrics with a message, but not the training.
     """
 
     def __init__(
@@ -90,7 +121,10 @@ class Metrics:
     ) -> None:
         self.path = os.path.join(folder, NAME)
         self._say = say if say is not None else _say
+        self._lock = threading.RLock()  # of the file and the lines that wait
         self._waiting: list[MetricsLine] = []
+        self._in_file = 0  # how many of these are in the file already: TensorBoard and trackers get them later
+        self._pause = PauseThread(self._write_file)
         self._trackers: TrackerGroup | None = None
         self._earlier = EarlierLines(self.path, resumed_at)
         self._non_finite = NonFiniteWatch()
@@ -130,8 +164,12 @@ class Metrics:
         names = (*(("rank",) if rank else ()), *values)
         if not self._earlier.has_line(step, names, expect_again=earlier) and self._file is not None:
             self._add(MetricsLine(step, epoch, when, rank, values))
-            if self._on_gpu and self._clock() - self._read_at >= LOG_FLUSH_EVERY:
-                self._write_lines()
+            self.settle()
+
+    def settle(self) -> None:
+        """Write lines that wait for values on a GPU, unless that was done a moment ago."""
+        if self._on_gpu and self._clock() - self._read_at >= LOG_FLUSH_EVERY:
+            self._write_lines()
 
     def has_logged(self, step: int, values: Mapping[str, float]) -> bool:
         """Return whether rank 0 had logged these values before this training resumed, not long ago."""
@@ -153,14 +191,17 @@ class Metrics:
         return True
 
     def _add(self, line: MetricsLine) -> None:
-        self._waiting.append(line)
-        if not self._on_gpu:
-            for value in line.values.values():
-                if isinstance(value, torch.Tensor):
-                    self._on_gpu = True
-                    return
-            if self._budget.allows():
-                self._write_lines()
+        with self._lock:
+            self._waiting.append(line)
+            if not self._on_gpu:
+                for value in line.values.values():
+                    if isinstance(value, torch.Tensor):
+                        self._on_gpu = True
+                        return
+                if self._budget.allows():
+                    self._write_lines()
+                else:
+                    self._pause.request()
 
     def flush(self) -> None:
         """Write all lines so far. Without fsync: a power cut may lose the last ones."""
@@ -170,24 +211,38 @@ class Metrics:
             self._trackers.flush()
 
     def _write_lines(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        on_gpu, self._on_gpu, self._read_at = self._on_gpu, False, self._clock()
-        if self._file is None or not waiting:
-            return
-        if on_gpu:
-            rows = read(line.values for line in waiting)
-            waiting = [line._replace(values=row) for line, row in zip(waiting, rows, strict=True)]
-        for step, _, _, rank, values in waiting:
-            for text in self._non_finite.look(step, values) if not rank and step not in self._reported else ():
-                self._say(text)
-        self._reported.clear()
-        try:
-            self._file.write("".join([encode(*line) for line in waiting]).encode())
-            self._file.flush()
-            if self._board is not None or self._trackers is not None:
-                self._pass_on(waiting)
-        except OSError as error:
-            self._give_up(error)
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            written, self._in_file = self._in_file, 0
+            on_gpu, self._on_gpu, self._read_at = self._on_gpu, False, self._clock()
+            if self._file is None or not waiting:
+                return
+            if on_gpu:
+                rows = read(line.values for line in waiting)
+                waiting = [line._replace(values=row) for line, row in zip(waiting, rows, strict=True)]
+            for step, _, _, rank, values in waiting:
+                for text in self._non_finite.look(step, values) if not rank and step not in self._reported else ():
+                    self._say(text)
+            self._reported.clear()
+            try:
+                self._file.write("".join([encode(*line) for line in waiting[written:]]).encode())
+                self._file.flush()
+                if self._board is not None or self._trackers is not None:
+                    self._pass_on(waiting)
+            except OSError as error:
+                self._give_up(error)
+
+    def _write_file(self) -> None:
+        """Write waiting lines to the file, in the thread. All else, such as a function of the script that gets metrics,
+        belongs to the thread of the training.
+        """
+        with self._lock:
+            if self._file is None or self._on_gpu or self._in_file == len(self._waiting):
+                return
+            lines, self._in_file = self._waiting[self._in_file :], len(self._waiting)
+            with contextlib.suppress(OSError):  # it stays in the buffer, and the next line reports the error
+                self._file.write("".join([encode(*line) for line in lines]).encode())
+                self._file.flush()
 
     def _pass_on(self, lines: Sequence[MetricsLine]) -> None:
         """Pass lines that are in the file to TensorBoard and trackers."""
@@ -220,11 +275,13 @@ class Metrics:
         self._say(f"metrics are no longer written: {error}")
 
     def _end(self) -> None:
-        for file in (self._file, self._board):
-            if file is not None:
-                with contextlib.suppress(OSError):  # closing writes what is still in the buffer
-                    file.close()
-        self._file = self._board = None
+        self._pause.close()
+        with self._lock:
+            for file in (self._file, self._board):
+                if file is not None:
+                    with contextlib.suppress(OSError):  # closing writes what is still in the buffer
+                        file.close()
+            self._file = self._board = None
 
 
 def _say(text: str) -> None:

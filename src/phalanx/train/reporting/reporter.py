@@ -172,6 +172,11 @@ class RunReporter:
         """Return a context in which something else can be printed, above the bar."""
         return self.bar.aside() if self.bar is not None else contextlib.nullcontext()
 
+    def settle(self) -> None:
+        """Write metrics on a GPU that wait, before or after a loop over data: the next step may come much later."""
+        if self._metrics is not None:
+            self._metrics.settle()
+
     def flush(self) -> None:
         """Write the metrics so far."""
         if self._metrics is not None:
