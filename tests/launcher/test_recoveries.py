@@ -66,11 +66,11 @@ def test_without_a_step_there_is_no_goodput(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_steps_that_are_computed_again_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    line, summary, said = lived(monkeypatch, resumed_at=0)
+    line, summary, published = lived(monkeypatch, resumed_at=0)
     assert line.endswith("step 1 was committed 2.00 s later, 61 steps done again")
     # 2 s, and 61 steps of half a second.
     assert summary == "1 fault survived, 32.5 s of 55 s lost: goodput 40.9%"
-    assert [event.redone for event in said if isinstance(event, events.Recovered)] == [61]
+    assert [event.redone for event in published if isinstance(event, events.Recovered)] == [61]
 
 
 def test_without_a_lost_step_only_the_interruption_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
