@@ -34,7 +34,7 @@ class Clock:
 
 def failure(step: int | None, idle: float = 0.3) -> WorkerFailure:
     return WorkerFailure(
-        rank=1, reason="rank 1 failed: SIGKILL", place="", time=0.0, lived=10.0, step=step, generation=0, idle=idle
+        rank=1, reason="rank 1 failed: SIGKILL", place="", time=0.0, uptime=10.0, step=step, generation=0, idle=idle
     )
 
 
@@ -127,7 +127,7 @@ def test_the_time_before_a_node_counts_as_lost_is_lost_too(monkeypatch: pytest.M
 
 
 def raised(rank: int, text: str, place: str) -> WorkerFailure:
-    return WorkerFailure(rank=rank, reason=f"rank {rank} failed: {text}", place=place, time=0.0, lived=9.0, step=5)
+    return WorkerFailure(rank=rank, reason=f"rank {rank} failed: {text}", place=place, time=0.0, uptime=9.0, step=5)
 
 
 def test_an_exception_of_all_ranks_is_named_once() -> None:

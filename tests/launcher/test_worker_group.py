@@ -217,7 +217,7 @@ def test_on_a_node_of_spares_they_count() -> None:
 
 def test_a_worker_that_is_ordered_from_a_fork_server_that_has_just_ended_is_not_forgotten(tmp_path: Path) -> None:
     """It is lost with the fork server. Otherwise nobody would start it again."""
-    server: Any = MagicMock(way="cold")
+    server: Any = MagicMock(mode="cold")
     server.send.side_effect = BrokenPipeError
     workers = Workers(server)
     context = MagicMock(board=None, sources=None)
