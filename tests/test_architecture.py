@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -15,6 +16,19 @@ PACKAGE = ROOT / "src/phalanx"
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+)(?:\.py)?(?:/|((?:\.[A-Za-z_]+)*))`")  # launcher/api.py, launcher/api.launch
 BROAD = ("Exception", "BaseException")
 LOGS = {"debug", "info", "warning", "error", "exception", "log", "swallowed", "print_exc"}
+SOURCES = (".py", ".c", ".h", ".js", ".css")
+MOST_FILES = 14  # per folder: about a dozen
+MOST_LINES = 400
+LARGE_FOLDERS = {
+    "examples": "scripts that do not depend on each other",
+    "src/phalanx/collectives/native": "one C library: each header counts, too",
+}
+LONG_FILES = {
+    "src/phalanx/cli/options/table.py": "a table with one entry per option; there is nothing else in it",
+    "src/phalanx/collectives/native/binding.c": "one short function per call; in two files, helpers would be exported",
+    "src/phalanx/control/messages.py": "the messages of one protocol; there is nothing else in it",
+    "src/phalanx/watch/page/assets/style.css": "the one stylesheet of the page, which a report contains, too",
+}
 NAME = re.compile(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)*)((?:\.[a-z_]+)*)`")  # NodeAgent, NodeAgent.perform
 
 
@@ -102,6 +116,17 @@ def test_packages_of_the_contributing_page_exist() -> None:
     assert len(named) > 10
     there = ROOT / "src/phalanx"
     assert [name for name in named if not (there / name).is_dir() and not (ROOT / name).is_dir()] == []
+
+
+def test_folders_and_files_are_small() -> None:
+    """A folder has about a dozen source files, a file at most 400 lines. Exceptions have a reason, and are needed."""
+    paths = [path for top in ("src", "benchmarks", "tools", "examples") for path in (ROOT / top).rglob("*")]
+    files = [path.relative_to(ROOT) for path in paths if path.suffix in SOURCES and path.name != "__init__.py"]
+    folders = Counter(str(file.parent) for file in files)
+    lines = {str(file): len((ROOT / file).read_text().splitlines()) for file in files}
+    assert len(files) > 600
+    assert {name: count for name, count in folders.items() if count > MOST_FILES}.keys() == LARGE_FOLDERS.keys()
+    assert {name: count for name, count in lines.items() if count > MOST_LINES}.keys() == LONG_FILES.keys()
 
 
 def test_no_class_name_is_used_twice() -> None:

@@ -35,19 +35,19 @@ class StallSample:
 
 def measure(ranks: int, after: float, inherited: Mapping[str, str]) -> StallSample:
     """Run a training in which one rank stalls. `--on-hang stop` ends it after the verdict."""
-    culprit = ranks // 2
+    blamed = ranks // 2
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         mark = os.path.join(folder, "stopped")
         hang = ("--stall-timeout", str(after), "--on-hang", "stop")
         command = [sys.executable, "-P", "-m", "phalanx", "run", "-g", str(ranks), "--cpu", *hang, script("stall.py")]
         environ = launchers.environment(LAUNCHERS["phalanx"], ranks, inherited, folder)
-        failure = run_logged([*command, str(culprit), mark], environ, folder)
+        failure = run_logged([*command, str(blamed), mark], environ, folder)
         verdicts = [event for event in _events(environ["PHALANX_HOME"]) if isinstance(event, events.VerdictEvent)]
         if not verdicts or not os.path.exists(mark):
             return StallSample(ranks, failure=f"no verdict: {failure or 'the run succeeded'}")
         with open(mark) as file:
             stopped = float(file.read())
-    if verdicts[0].ranks != (culprit,):
+    if verdicts[0].ranks != (blamed,):
         return StallSample(ranks, failure=f"wrong verdict: {verdicts[0].text}")
     return StallSample(ranks, round(verdicts[0].time - stopped - after, 2), verdicts[0].text)
 

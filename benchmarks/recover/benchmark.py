@@ -20,8 +20,8 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from benchmarks.common import launchers, output
 from benchmarks.common.machine import machine_info
@@ -31,15 +31,12 @@ from benchmarks.common.ratios import median, rotated
 from benchmarks.common.targets import Target, any_missed
 from benchmarks.recover.launchers import RECOVERY_LAUNCHERS
 from benchmarks.recover.progress import newest_step
+from benchmarks.recover.results import READY, GoodputSample, KillSample, RecoverResults, rows, targets
 from benchmarks.recover.training_run import TrainingRun
 from benchmarks.training import step
 from phalanx.cluster import nvidia
 from phalanx.errors import OptionError
 
-# Targets. The first three are seconds to the next step: CPU ranks, NCCL ranks, with a spare.
-RECOVERY, RECOVERY_GPU, RECOVERY_SPARE = 0.3, 1.0, 0.5
-COLLECTIVE = 1.5  # seconds to the first collective of a restarted plain script
-GOODPUT = 0.9  # share of undisturbed steps
 PARTS = {
     "kill": "time from the kill of a rank to the next committed step",
     "goodput": "steps with periodic kills, compared with undisturbed ones",
@@ -47,78 +44,7 @@ PARTS = {
     "faults": "many kills in a row",
 }
 _SETTLED = 6  # steps between two kills
-# By wall-clock time, and by the CPU time of all ranks, which depends less on other load.
-_READY = ("ready for faults", "ready for faults, in CPU time")
 _SMALL = 10_000  # parameters, where times do not matter
-
-
-@dataclass(frozen=True)
-class KillSample:
-    """One kill. Times are in seconds from it; one that was not recovered from has a reason and no times."""
-
-    contender: str
-    round: int
-    rank: int = -1
-    first: float | None = None
-    whole: float | None = None
-    met: float | None = None
-    ready: float | None = None
-    step: float | None = None  # seconds of an undisturbed step before the kill
-    lost: int = 0
-    failure: str = ""
-
-
-@dataclass(frozen=True)
-class GoodputSample:
-    """Steps in a period without a kill, and in a period of the same length that starts with one."""
-
-    round: int
-    undisturbed: int
-    killed: int
-
-
-@dataclass(frozen=True)
-class RecoveryRow:
-    """All kills of a contender, with sorted times."""
-
-    contender: str
-    kills: int
-    recovered: int
-    first: tuple[float, ...]
-    whole: tuple[float, ...]
-    met: tuple[float, ...]
-    ready: tuple[float, ...]
-    step: float | None
-    steps: float | None  # undisturbed steps that fit into the recovery time
-    lost: int
-
-
-def rows(samples: Sequence[KillSample]) -> list[RecoveryRow]:
-    """Return one row per contender."""
-    found = []
-    for name in RECOVERY_LAUNCHERS:
-        mine = [sample for sample in samples if sample.contender == name]
-        fine = [sample for sample in mine if not sample.failure]
-        if mine:
-            found.append(
-                RecoveryRow(
-                    contender=name,
-                    kills=len(mine),
-                    recovered=len(fine),
-                    first=_sorted(one.first for one in fine),
-                    whole=_sorted(one.whole for one in fine),
-                    met=_sorted(one.met for one in fine),
-                    ready=_sorted(one.ready for one in fine),
-                    step=median(_sorted(one.step for one in fine)),
-                    steps=median(_sorted(one.whole / one.step for one in fine if one.whole and one.step)),
-                    lost=sum(one.lost for one in fine),
-                )
-            )
-    return found
-
-
-def _sorted(times: Iterable[float | None]) -> tuple[float, ...]:
-    return tuple(sorted(time for time in times if time is not None))
 
 
 class RecoverBenchmark:
@@ -130,11 +56,7 @@ class RecoverBenchmark:
         self._folder = folder
         self._rng = random.Random(options.seed)  # noqa: S311
         self._trainings = 0
-        self.samples: list[KillSample] = []
-        self.pairs: list[GoodputSample] = []
-        self.ready: list[step.StepTimes] = []
-        self.faults: list[KillSample] = []
-        self.failures: list[str] = []
+        self.results = RecoverResults()
 
     def measure(self, part: str, names: Sequence[str]) -> None:
         """Measure one of PARTS for the contenders `names`."""
@@ -149,7 +71,7 @@ class RecoverBenchmark:
                 case "faults":
                     self._measure_faults()
         except ProcessLostError as lost:
-            self.failures.append(f"{part}: {lost}")
+            self.results.failures.append(f"{part}: {lost}")
 
     def _training(
         self, name: str, params: int, *, ranks: int = 0, keeps: bool = True, turns: bool = False
@@ -190,7 +112,7 @@ class RecoverBenchmark:
                 while left:
                     left -= 1
                     sample = self._killed(training, name, number)
-                    self.samples.append(sample)
+                    self.results.samples.append(sample)
                     self._report(f"round {number} of {self._options.rounds}", sample)
                     if sample.failure:
                         break
@@ -218,7 +140,7 @@ class RecoverBenchmark:
                 undisturbed = self._steps(training)
                 training.kill(group, self._rng)
                 killed = self._steps(training)
-                self.pairs.append(GoodputSample(number, undisturbed, killed))
+                self.results.pairs.append(GoodputSample(number, undisturbed, killed))
                 share = killed / undisturbed if undisturbed else 0.0
                 output.progress(
                     f"goodput {number}", f"{undisturbed} steps without a kill, {killed} with one: {share:.1%}"
@@ -246,10 +168,10 @@ class RecoverBenchmark:
             for number in range(self._options.turns):
                 for name in rotated(tuple(names), number):
                     taken[name].append(trainings[name].turn(self._options.steps))
-        for place, case in enumerate(_READY):
+        for place, case in enumerate(READY):
             for name, times in taken.items():
                 seconds = tuple(time[place] / self._options.steps for time in times)
-                self.ready.append(step.StepTimes(case, name, seconds))
+                self.results.ready.append(step.StepTimes(case, name, seconds))
         output.progress("ready", f"{self._options.turns} turns of {self._options.steps} steps on {ranks} ranks")
 
     def _measure_faults(self) -> None:
@@ -257,7 +179,7 @@ class RecoverBenchmark:
         with self._training("phalanx", _SMALL) as training:
             for number in range(1, self._options.faults + 1):
                 sample = self._killed(training, "phalanx", number, settled=3)
-                self.faults.append(sample)
+                self.results.faults.append(sample)
                 if sample.failure or number % 50 == 0 or number == self._options.faults:
                     self._report(f"fault {number}", sample)
                 if sample.failure:
@@ -266,64 +188,6 @@ class RecoverBenchmark:
     def _report(self, title: str, sample: KillSample) -> None:
         took = f"failed: {sample.failure}" if sample.failure else f"{sample.whole:6.3f} s, {sample.lost} steps lost"
         output.progress(title, f"{sample.contender:<12}rank {sample.rank:<4}{took}")
-
-
-def targets(bench: RecoverBenchmark, options: argparse.Namespace) -> list[Target]:
-    """Judge all targets."""
-    found = {row.contender: row for row in rows(bench.samples)}
-    size = f"{options.ranks} ranks, {options.params:,} parameters with AdamW"
-    ours = found.get("phalanx")
-    limit = RECOVERY_GPU if options.gpu else RECOVERY
-    judged = [
-        _below(f"from a kill to the next committed step, {size}: below {limit} s", ours, "whole", limit),
-        _none_lost(ours),
-        _below(
-            f"restarted plain script: below {COLLECTIVE} s to its first collective",
-            found.get("restart"),
-            "met",
-            COLLECTIVE,
-        ),
-        _goodput(bench.pairs, options.every),
-    ]
-    if "spare" in found:
-        judged.insert(
-            1, _below(f"the same with a spare: below {RECOVERY_SPARE} s", found["spare"], "whole", RECOVERY_SPARE)
-        )
-    ready = step.targets(step.rows(bench.ready), options.strategy)
-    if not ready:
-        what = f"a step, {_READY[0]}: at most {step.LIMIT} of {step.baseline(options.strategy)}"
-        ready = [Target(what, "not part of this run", None)]
-    judged += ready
-    over = sum(not sample.failure for sample in bench.faults)
-    what = f"{options.faults} faults in a row: all recovered"
-    evidence = f"{over} of {options.faults}" if bench.faults else "not part of this run"
-    return [*judged, Target(what, evidence, over == options.faults if bench.faults else None)]
-
-
-def _none_lost(row: RecoveryRow | None) -> Target:
-    what = "no committed step is lost"
-    if row is None or not row.recovered:
-        return Target(what, "not part of this run" if row is None else "no recovery", None)
-    return Target(what, f"{row.lost} in {row.recovered} recoveries", row.lost == 0)
-
-
-def _below(what: str, row: RecoveryRow | None, field: str, limit: float) -> Target:
-    if row is None:
-        return Target(what, "not part of this run", None)
-    times = getattr(row, field)
-    middle = median(times)
-    if middle is None or row.recovered < row.kills:
-        return Target(what, f"{row.recovered} of {row.kills} recovered", False)
-    return Target(what, f"{middle:.3f} s ({times[0]:.3f}..{times[-1]:.3f})", middle < limit)
-
-
-def _goodput(pairs: Sequence[GoodputSample], every: float) -> Target:
-    what = f"steps with a kill every {every:g} s: at least {GOODPUT:.0%} of undisturbed ones"
-    shares = sorted(pair.killed / pair.undisturbed for pair in pairs if pair.undisturbed)
-    middle = median(shares)
-    if middle is None:
-        return Target(what, "not part of this run", None)
-    return Target(what, f"{middle:.1%} ({shares[0]:.1%}..{shares[-1]:.1%})", middle >= GOODPUT)
 
 
 def main(argv: list[str], inherited: Mapping[str, str]) -> int:
@@ -351,48 +215,49 @@ def main(argv: list[str], inherited: Mapping[str, str]) -> int:
         bench = RecoverBenchmark(options, inherited, folder)
         for part in parts:
             bench.measure(part, names)
-    judged = targets(bench, options)
-    results = {
+    results = bench.results
+    judged = targets(results, options)
+    data = {
         "torchft": _torchft(),
         "settings": {name: value for name, value in vars(options).items() if name != "json"},
-        "samples": [asdict(sample) for sample in bench.samples],
-        "rows": [asdict(row) for row in rows(bench.samples)],
-        "goodput": [asdict(pair) for pair in bench.pairs],
-        "ready": [asdict(row) for row in step.rows(bench.ready)],
-        "faults": [asdict(sample) for sample in bench.faults],
-        "failures": bench.failures,
+        "samples": [asdict(sample) for sample in results.samples],
+        "rows": [asdict(row) for row in rows(results.samples)],
+        "goodput": [asdict(pair) for pair in results.pairs],
+        "ready": [asdict(row) for row in step.rows(results.ready)],
+        "faults": [asdict(sample) for sample in results.faults],
+        "failures": results.failures,
         "targets": [asdict(target) for target in judged],
     }
-    output.write_json(options.json, "recover", before, results)
-    _show(bench, judged, options.strategy)
-    return 1 if bench.failures or any_missed(judged) else 0
+    output.write_json(options.json, "recover", before, data)
+    _show(results, judged, options.strategy)
+    return 1 if results.failures or any_missed(judged) else 0
 
 
-def _show(bench: RecoverBenchmark, judged: Sequence[Target], strategy: str) -> None:
+def _show(results: RecoverResults, judged: Sequence[Target], strategy: str) -> None:
     console = output.make_console()
-    if bench.samples:
+    if results.samples:
         title = "A rank is killed: seconds until the last rank has reached each point, median and min..max"
         points = ("first\ncollective", "state\nrestored", "next step,\nany rank", "next step,\nall ranks")
         others = ("undisturbed\nstep", "in steps", "steps\nrepeated")
         table = output.make_table(title, ("",), ("recovered", *points, *others))
-        for row in rows(bench.samples):
+        for row in rows(results.samples):
             times = (_spread(times) for times in (row.met, row.ready, row.first, row.whole))
             alone = "-" if row.step is None else f"{row.step:.3f}"
             share = "-" if row.steps is None else f"{row.steps:.1f}"
             label = RECOVERY_LAUNCHERS[row.contender].launcher.label
             table.add_row(label, f"{row.recovered} of {row.kills}", *times, alone, share, str(row.lost))
         console.print(table)
-    for loop in step.rows(bench.ready):
+    for loop in step.rows(results.ready):
         if loop.ratio is not None:
             label = step.label(loop.contender, strategy)
             text = f"{label}: {loop.milliseconds:.2f} ms per step, {loop.ratio:.4f} of raw PyTorch"
             output.print_line(console, "no faults", f"{loop.case}, {text}")
     output.print_targets(console, judged)
-    for sample in (*bench.samples, *bench.faults):
+    for sample in (*results.samples, *results.faults):
         if sample.failure:
             text = f"{RECOVERY_LAUNCHERS[sample.contender].launcher.label}, round {sample.round}: {sample.failure}"
             output.print_line(console, "failed", text)
-    for failure in bench.failures:
+    for failure in results.failures:
         output.print_line(console, "failed", failure)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recover.benchmark import GoodputSample, KillSample, RecoverBenchmark, main, rows, targets
+from benchmarks.recover.benchmark import main
 from benchmarks.recover.launchers import RECOVERY_LAUNCHERS
 from benchmarks.recover.progress import (
     Kill,
@@ -21,6 +21,7 @@ from benchmarks.recover.progress import (
     settled_group,
     step_times,
 )
+from benchmarks.recover.results import GoodputSample, KillSample, RecoverResults, rows, targets
 from benchmarks.training.step import StepTimes, label
 from phalanx.errors import OptionError
 from tests.kit.cli import phalanx
@@ -101,10 +102,10 @@ def test_step_times_and_cpu_seconds() -> None:
     assert cpu_seconds(parse(AFTER), {0: 2.0}) == 1.5
 
 
-def measured(*samples: KillSample) -> RecoverBenchmark:
-    bench = RecoverBenchmark(OPTIONS, {}, "/nowhere")
-    bench.samples = list(samples)
-    return bench
+def measured(*samples: KillSample) -> RecoverResults:
+    results = RecoverResults()
+    results.samples = list(samples)
+    return results
 
 
 OPTIONS = Namespace(ranks=4, params=10_000_000, every=10.0, faults=2, seed=1, gpu=False, gpus=[], strategy="ddp")
@@ -137,21 +138,21 @@ def test_targets_of_a_kill(samples: list[KillSample], verdicts: list[bool | None
 
 
 def test_the_other_promises() -> None:
-    bench = measured()
-    bench.pairs = [GoodputSample(1, 100, 95), GoodputSample(2, 100, 92), GoodputSample(3, 100, 20)]
-    bench.ready = [StepTimes("ready", "raw", (1.0, 1.0)), StepTimes("ready", "phalanx", (1.005, 1.005))]
-    bench.faults = [killed("phalanx", 0.2), KillSample("phalanx", 2, 1, failure="boom")]
-    *_, goodput, ready, faults = targets(bench, OPTIONS)
+    results = measured()
+    results.pairs = [GoodputSample(1, 100, 95), GoodputSample(2, 100, 92), GoodputSample(3, 100, 20)]
+    results.ready = [StepTimes("ready", "raw", (1.0, 1.0)), StepTimes("ready", "phalanx", (1.005, 1.005))]
+    results.faults = [killed("phalanx", 0.2), KillSample("phalanx", 2, 1, failure="boom")]
+    *_, goodput, ready, faults = targets(results, OPTIONS)
     assert (goodput.met, ready.met, faults.met) == (True, True, False)
     assert goodput.evidence == "92.0% (20.0%..95.0%)"
     assert faults.evidence == "1 of 2"
 
 
 def test_a_target_names_the_strategy_that_is_compared() -> None:
-    bench = measured()
-    without = targets(bench, Namespace(**vars(OPTIONS) | {"strategy": "fsdp"}))[-2]
-    bench.ready = [StepTimes("ready", "raw", (1.0, 1.0)), StepTimes("ready", "phalanx", (1.005, 1.005))]
-    judged = targets(bench, Namespace(**vars(OPTIONS) | {"strategy": "hsdp"}))[-2]
+    results = measured()
+    without = targets(results, Namespace(**vars(OPTIONS) | {"strategy": "fsdp"}))[-2]
+    results.ready = [StepTimes("ready", "raw", (1.0, 1.0)), StepTimes("ready", "phalanx", (1.005, 1.005))]
+    judged = targets(results, Namespace(**vars(OPTIONS) | {"strategy": "hsdp"}))[-2]
     assert without.what.endswith("of raw PyTorch FSDP")
     assert judged.what.endswith("of raw PyTorch HSDP")
     assert [label(name, "fsdp") for name in ("raw", "again", "phalanx")] == [

@@ -76,8 +76,10 @@ def test_a_fault_that_was_not_recovered_is_a_violation() -> None:
 
 
 def test_a_slow_recovery_is_shown_with_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = [events.NoteEvent(time=at, text=text) for at, text in ((50.0, "before"), (101.0, "forms"), (190.0, "after"))]
-    (tmp_path / "events.jsonl").write_bytes(b"".join(map(events.encode, said)))
+    notes = [
+        events.NoteEvent(time=at, text=text) for at, text in ((50.0, "before"), (101.0, "forms"), (190.0, "after"))
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(map(events.encode, notes)))
     err = f"phalanx: x: 2 ranks, output in {tmp_path}\n"
     assert oracle.slow(err, [10.0, 100.0], [1.0, 2.0]) == []
     result = RoundResult(2, 2, [1.0, 84.0], oracle.slow(err, [10.0, 100.0], [1.0, 84.0]))

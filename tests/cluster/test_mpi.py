@@ -107,7 +107,7 @@ def test_tasks(
     assert numbers == place
     assert task.one_a_node is alone
     assert (found.node_rank, task.hosts) == (None, ())
-    assert task.said.items() <= environ.items()
+    assert task.variables.items() <= environ.items()
     assert find(environ) == task
 
 

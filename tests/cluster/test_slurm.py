@@ -76,8 +76,8 @@ def test_steps(name: str, environ: dict[str, str], place: tuple[int, ...], alone
     assert astuple(task.placement) == place
     assert (task.source, task.job, task.hosts) == ("Slurm", "slurm-lab-6.0", ("node1", "node2"))
     assert task.one_a_node is alone
-    assert task.said.items() <= environ.items()
-    assert task.said["SLURM_PROCID"] == str(task.placement.rank)
+    assert task.variables.items() <= environ.items()
+    assert task.variables["SLURM_PROCID"] == str(task.placement.rank)
     assert find(environ) == task
     assert slurm.allocation(environ) is None
 
@@ -109,9 +109,8 @@ ALLOCATIONS = [
 @pytest.mark.parametrize(("name", "environ", "tasks", "here"), ALLOCATIONS)
 def test_allocations(name: str, environ: dict[str, str], tasks: tuple[int, ...], here: str | None) -> None:
     found = slurm.allocation(environ)
-    assert found == Allocation("Slurm", "slurm-lab-6", ("node1", "node2"), tasks, here, found.said if found else {}), (
-        name
-    )
+    read = found.variables if found else {}
+    assert found == Allocation("Slurm", "slurm-lab-6", ("node1", "node2"), tasks, here, read), name
     assert slurm.task(environ) is None
     assert find(environ) == found
 

@@ -228,7 +228,7 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="shm without its native part")
     parser.add_argument("--places", default="", help="a letter for each rank: the machine that it is on, so it says")
     parser.add_argument("--json", help="outcomes, to compare")
-    parser.add_argument("--verbose", action="store_true", help="what the ranks of a failed test have said")
+    parser.add_argument("--verbose", action="store_true", help="the output of the ranks of a failed test")
     parser.add_argument("tests", nargs="*")
     given = parser.parse_args()
     if given.places:

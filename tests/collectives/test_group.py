@@ -35,8 +35,8 @@ _USES = [*_ALSO_PLAIN, "aborted", "ddp_join", "zero", "fsdp", "dtensor", "functi
 
 @cache
 def _tried(plain: bool) -> dict[str, str]:
-    said = program("uses", *(("--plain", *_ALSO_PLAIN) if plain else _USES), well=False)
-    return dict(line.split(": ", 1) for line in said.splitlines() if ": " in line)
+    output = program("uses", *(("--plain", *_ALSO_PLAIN) if plain else _USES), well=False)
+    return dict(line.split(": ", 1) for line in output.splitlines() if ": " in line)
 
 
 @pytest.mark.extended

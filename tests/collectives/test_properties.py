@@ -11,5 +11,5 @@ from tests.collectives.ranks import program
 @pytest.mark.parametrize("engine", ["shm", "gloo"])
 def test_plans_go_as_on_gloo(engine: str) -> None:
     batches = "16" if engine == "shm" else "6"
-    said = program("plans", "--engines", engine, "--batches", batches, "--ranks", "2", "3", "4")
-    assert [line.split(":")[0] for line in said.splitlines()] == [f"{engine}, {ranks} ranks" for ranks in (2, 3, 4)]
+    output = program("plans", "--engines", engine, "--batches", batches, "--ranks", "2", "3", "4")
+    assert [line.split(":")[0] for line in output.splitlines()] == [f"{engine}, {ranks} ranks" for ranks in (2, 3, 4)]

@@ -52,9 +52,9 @@ _ACROSS = [
 
 @pytest.mark.parametrize(("places", "some"), [("", _SOME), ("aab", _ACROSS)], ids=["here", "across"])
 def test_what_gloo_passes_passes(places: str, some: list[str]) -> None:
-    said = program("suite", "--backend", "shm", "--verbose", "--places", places, *some)
-    assert said.splitlines()[-1] == "as expected"
-    assert said.count("passed ") == len(some), said
+    output = program("suite", "--backend", "shm", "--verbose", "--places", places, *some)
+    assert output.splitlines()[-1] == "as expected"
+    assert output.count("passed ") == len(some), output
 
 
 def test_there_are_no_exceptions_to_the_suite() -> None:

@@ -108,7 +108,7 @@ def test_a_proxy_can_neither_read_nor_replay_a_connection() -> None:
             assert len(everything) > 1000
             for word in (SECRET.encode(), b"host1", PATH.encode(), TOKEN.key):
                 assert word not in everything
-            said = len(led.events.from_members)
+            count = len(led.events.from_members)
             reader, writer = await asyncio.open_connection("127.0.0.1", led.port)
             writer.write(proxy.seen[0])  # replay everything that the member has sent
             with contextlib.suppress(ConnectionError):
@@ -116,7 +116,7 @@ def test_a_proxy_can_neither_read_nor_replay_a_connection() -> None:
                     while await reader.read(65536):
                         pass
             writer.close()
-            assert len(led.events.from_members) == said
+            assert len(led.events.from_members) == count
             assert not led.ids
 
     asyncio.run(meet())

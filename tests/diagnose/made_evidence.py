@@ -154,11 +154,11 @@ GETS = frame(STD + "threading.py", 327, "wait")
 
 def named_right(case: Case) -> Verdict:
     """Check the first verdict, for evidence that was encoded and decoded."""
-    seen, kind, ranks, said = case
+    seen, kind, ranks, texts = case
     verdicts = diagnose(decode(encode(seen)))
     assert verdicts, "no verdict"
     first = verdicts[0]
     assert (first.kind, first.ranks) == (kind, ranks), first.text
-    for words in said:
+    for words in texts:
         assert words in first.text, first.text
     return first

@@ -190,7 +190,7 @@ KEPT: dict[str, Case] = {
     ),
     "nothing but a place": (
         beside(behind(1, [HERE])),
-        "stands",
+        "no progress",
         (1,),
         ["rank 1 has made no progress for 40 s at train.py:33 in flush"],
     ),
@@ -257,7 +257,7 @@ KEPT: dict[str, Case] = {
     ),
     "all at one place": (
         evidence(*(rank(number, [HERE], step=30) for number in range(2))),
-        "stands",
+        "no progress",
         (0, 1),
         ["ranks 0, 1 have made no progress for 40 s at train.py:33 in flush"],
     ),

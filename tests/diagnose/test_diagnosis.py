@@ -101,7 +101,7 @@ def test_no_verdict(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("case", "remark"),
     [
         (
             "one compiles",
@@ -112,8 +112,8 @@ def test_no_verdict(case: str) -> None:
         ("a debugger is open", "a debugger is open in rank 1"),
     ],
 )
-def test_remark(case: str, said: str) -> None:
-    assert remarks(HEALTHY[case])[0].startswith(said)
+def test_remark(case: str, remark: str) -> None:
+    assert remarks(HEALTHY[case])[0].startswith(remark)
 
 
 def test_two_culprits_are_both_named() -> None:

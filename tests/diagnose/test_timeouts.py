@@ -152,9 +152,9 @@ CASES: dict[str, tuple[Evidence, Timeout, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("seen", "timeout", "said"), CASES.values(), ids=CASES.keys())
-def test_who_did_not_come(seen: Evidence, timeout: Timeout, said: list[str]) -> None:
+@pytest.mark.parametrize(("seen", "timeout", "expected"), CASES.values(), ids=CASES.keys())
+def test_who_did_not_come(seen: Evidence, timeout: Timeout, expected: list[str]) -> None:
     lines = blame(seen, 0, timeout)
-    assert bool(lines) == bool(said)
-    for line, start in zip(lines, said, strict=False):
+    assert bool(lines) == bool(expected)
+    for line, start in zip(lines, expected, strict=False):
         assert line.startswith(start)

@@ -81,8 +81,8 @@ def test_commands_in_blocks_parse(page: str, parse: object, capsys: pytest.Captu
         subprocess.run(["bash", "-n"], input=block.text.replace("…", ""), text=True, check=True)
         for line in blocks.lines(block):
             for words in blocks.commands(line):
-                if said := refused(parse, words, capsys):
-                    wrong[f"{block}: {line}"] = said
+                if why := refused(parse, words, capsys):
+                    wrong[f"{block}: {line}"] = why
     assert wrong == {}
 
 
@@ -92,8 +92,8 @@ def test_commands_in_the_text_parse(page: str, parse: object, capsys: pytest.Cap
     wrong = {}
     for text in blocks.inline_commands(page):
         for words in blocks.commands(text):
-            if words[1:] and refused(parse, words, capsys) and (said := refused(parse, [*words, "train.py"], capsys)):
-                wrong[text] = said
+            if words[1:] and refused(parse, words, capsys) and (why := refused(parse, [*words, "train.py"], capsys)):
+                wrong[text] = why
             assert words[0] in (*VERBS, *HIDDEN, "help", "--version", "…", "VERB"), text
     assert wrong == {}
 

@@ -18,8 +18,8 @@ TWO_MACHINES = (ROOT / "docs" / "tutorials" / "two-machines.md").read_text()
 
 
 def test_hosts_that_cannot_take_part() -> None:
-    said = "ssh: connect to host gpu-c port 22: No route to host"
-    link: Any = SimpleNamespace(host="gpu-c", near=False, stderr=[said])
+    line = "ssh: connect to host gpu-c port 22: No route to host"
+    link: Any = SimpleNamespace(host="gpu-c", near=False, stderr=[line])
     differs = NodeRefused(
         what="the script train.py differs there",
         details=("sha256 1f0c8b27a9e4d310… there, 77ab02c95d1e8f46… here",),

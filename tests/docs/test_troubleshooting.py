@@ -93,21 +93,21 @@ class TestRuns:
     def test_a_port_in_use(self, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = str(server.getsockname()[1])
-            said = run(tmp_path, GROUP, "--master-port", port)
+            output = run(tmp_path, GROUP, "--master-port", port)
         assert "Address already in use" in TITLES
-        first, held, fix = said.splitlines()[0], said.splitlines()[1], said.splitlines()[-1]
+        first, held, fix = output.splitlines()[0], output.splitlines()[1], output.splitlines()[-1]
         assert first.replace(port, "29500") in PAGE
         assert held.startswith("  held by pid ")
         assert fix in PAGE
 
     def test_no_group(self, tmp_path: Path) -> None:
-        said = run(tmp_path, "import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))\n")
+        output = run(tmp_path, "import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))\n")
         (title,) = [title for title in TITLES if title.startswith("Default process group")]
-        assert title in said
+        assert title in output
 
     def test_a_script_that_does_not_expect_its_local_rank(self, tmp_path: Path) -> None:
-        said = run(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n", "--pass-local-rank")
-        assert "unrecognized arguments: --local-rank=" in said
+        output = run(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n", "--pass-local-rank")
+        assert "unrecognized arguments: --local-rank=" in output
         assert "unrecognized arguments: --local-rank=0" in TITLES
 
     def test_a_collective_that_times_out(self, tmp_path: Path) -> None:
@@ -118,24 +118,25 @@ class TestRuns:
             "x = torch.ones(110)\ndist.all_reduce(x)\n"
             "if dist.get_rank() == 1:\n    load()\ndist.all_reduce(x)\n"
         )
-        said = run(tmp_path, script)
+        output = run(tmp_path, script)
         shown = re.search(r"^phalanx: rank 1 did not reach .*$", PAGE, re.M)
         assert shown is not None
         pattern = re.sub(r"\d+", r"\\d+", re.escape(shown[0]).replace(r"\ ", " "))
-        assert re.search(pattern, said), said
+        assert re.search(pattern, output), output
 
     def test_a_peer_that_died(self, tmp_path: Path) -> None:
-        said = run(
+        output = run(
             tmp_path, GROUP + "if dist.get_rank() == 1:\n    raise ValueError('mine')\ndist.all_reduce(torch.ones(1))\n"
         )
-        assert "rank 1 failed: ValueError: mine" in said
-        assert "afterwards: rank 0 lost the peer" in said or "rank 0" not in said  # it may be stopped before it notices
+        assert "rank 1 failed: ValueError: mine" in output
+        # Rank 0 may be stopped before it notices.
+        assert "afterwards: rank 0 lost the peer" in output or "rank 0" not in output
         assert "lost the peer" in PAGE
 
     def test_collectives_that_differ(self, tmp_path: Path) -> None:
         script = (
             "x = torch.ones(4)\nif dist.get_rank() == 1:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)\n"
         )
-        said = run(tmp_path, GROUP + script, "--check-collectives")
-        assert "train.py:5" in said  # the page shows both lines
-        assert "train.py:7" in said
+        output = run(tmp_path, GROUP + script, "--check-collectives")
+        assert "train.py:5" in output  # the page shows both lines
+        assert "train.py:7" in output

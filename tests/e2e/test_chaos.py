@@ -384,8 +384,8 @@ def test_chaos_injects_faults_and_reports_the_recoveries(tmp_path: Path) -> None
     assert done.code == 0, done.err
     complete(tmp_path)
     assert len(re.findall(r"chaos: fault \d, SIG\w+ to (?:rank \d|the store)", done.err)) == 4
-    said = r"chaos: 4 faults \([\w, ]+\), seed 1: all recovered"
-    assert re.search(said + "; the run ended with exit code 0", done.err)
+    pattern = r"chaos: 4 faults \([\w, ]+\), seed 1: all recovered"
+    assert re.search(pattern + "; the run ended with exit code 0", done.err)
     # The model behind page, screen and report has the number of the summary.
     (goodput,) = re.findall(r"s lost: goodput ([\d.]+%)", done.err)
     report = tmp_path / "report.html"
@@ -443,9 +443,9 @@ def test_many_faults_in_a_row_and_nothing_grows(tmp_path: Path) -> None:
     with start("chaos", *options, *words(tmp_path)[1:], env={"PAUSE": "0.05", "EPOCHS": "1000000"}) as job:
 
         def measured() -> dict[int, Size]:
-            said = printed_events(job.err)
-            fork_servers = [event.pid for event in said if isinstance(event, events.ForkServerReady)]
-            ranks = [event.pid for event in said if isinstance(event, events.WorkerStarted) and event.rank == 0]
+            published = printed_events(job.err)
+            fork_servers = [event.pid for event in published if isinstance(event, events.ForkServerReady)]
+            ranks = [event.pid for event in published if isinstance(event, events.WorkerStarted) and event.rank == 0]
             return {pid: size(pid) for pid in (job.pid, fork_servers[-1], ranks[-1])}
 
         job.wait_for("chaos: fault 4,", timeout=3600)

@@ -91,8 +91,8 @@ def test_groups_of_ours_need_not_be_asked(warm: dict[str, str | None]) -> None:
     reports = REPORT.findall(done.err)
     assert len(reports) == len(NOTICED), done.err
     for (_, text), (_, expected, means, lines) in zip(reports, NOTICED, strict=True):
-        said, meant, *_ = text.splitlines()
-        assert f"ranks called different things: {expected}" in said
+        headline, meant, *_ = text.splitlines()
+        assert f"ranks called different things: {expected}" in headline
         assert re.match(f"  {means}", meant), text
         assert re.findall(r"^ +ranks? [\d, ]+: \S+/differ.py:\d+\n      (.*)$", text, re.MULTILINE) == lines, text
 

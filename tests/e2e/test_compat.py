@@ -357,7 +357,7 @@ EXAMPLES = {
 def test_documented_example(example: str, by: Launchers) -> None:
     result = by.run("warm", *EXAMPLES[example], "allreduce.py")
     assert result.code == 0, result.err
-    assert _said(r"rank \d of \d: \d+", result) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
+    assert found_lines(r"rank \d of \d: \d+", result) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
 
 
 @SECOND
@@ -375,9 +375,9 @@ def test_training_step_is_the_same_to_the_last_digit(by: Launchers) -> None:
     results = {name: by.run(name, *EXAMPLES["elastic"], "ddp_step.py", "5") for name in ("torchrun", "fresh", "warm")}
     assert all(result.code == 0 for result in results.values()), results
     # As a set: if gloo does not release a rank in time, torchrun repeats both.
-    found = {name: {*_said(r"rank \d loss \S+ weights \S+", result)} for name, result in results.items()}
+    found = {name: {*found_lines(r"rank \d loss \S+ weights \S+", result)} for name, result in results.items()}
     assert len(found["torchrun"]) == 2
-    assert all(said == found["torchrun"] for said in found.values()), found
+    assert all(lines == found["torchrun"] for lines in found.values()), found
 
 
 @SECOND
@@ -386,9 +386,9 @@ def test_old_launcher_passes_the_local_rank(name: str, by: Launchers) -> None:
     options = () if name == "torchrun" else ("--pass-local-rank",)
     result = by.run(name, *options, *TWO, "oldway.py", "--lr", "0.5", module="torch.distributed.launch")
     assert result.code == 0, result.err
-    said = ["local rank 0 lr 0.5 RANK 0", "local rank 1 lr 0.5 RANK 1"]
-    assert _said(r"local rank \d lr \S+ RANK \d", result) == said
+    lines = ["local rank 0 lr 0.5 RANK 0", "local rank 1 lr 0.5 RANK 1"]
+    assert found_lines(r"local rank \d lr \S+ RANK \d", result) == lines
 
 
-def _said(pattern: str, result: Result) -> list[str]:
+def found_lines(pattern: str, result: Result) -> list[str]:
     return sorted(re.findall(pattern, result.out))

@@ -70,7 +70,7 @@ def noise(result: Result) -> list[str]:
     return [line for line in result.err.splitlines() if not QUIET.fullmatch(line)]
 
 
-def said(result: Result, line: str) -> dict[str, tuple[str, ...]]:
+def matched(result: Result, line: str) -> dict[str, tuple[str, ...]]:
     """Return the groups of the pattern by rank. Each rank prints the line once."""
     found = re.findall(line, result.out)
     by_rank = {rank: tuple(rest) for rank, *rest in found}
@@ -83,7 +83,7 @@ def said(result: Result, line: str) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.smoke
 def test_hello() -> None:
-    assert sorted(said(example("hello"), r"rank (\d) of 4: the ranks add up to (6)")) == ["0", "1", "2", "3"]
+    assert sorted(matched(example("hello"), r"rank (\d) of 4: the ranks add up to (6)")) == ["0", "1", "2", "3"]
 
 
 def test_torch_distributed_launch() -> None:
@@ -92,7 +92,7 @@ def test_torch_distributed_launch() -> None:
 
 @pytest.mark.smoke
 def test_collectives() -> None:
-    names = said(example("collectives"), r"rank (\d) of 4: \d+ collectives are right: (.+)")
+    names = matched(example("collectives"), r"rank (\d) of 4: \d+ collectives are right: (.+)")
     assert sorted(names) == ["0", "1", "2", "3"]
     (listed,) = set(names.values())
     assert {name.partition("(")[0] for name in listed[0].split(", ")} == {
@@ -103,41 +103,41 @@ def test_collectives() -> None:
 
 
 def test_point_to_point() -> None:
-    found = said(example("p2p"), r"rank (\d) of 4: (\d) before me, (\d) after me, the ring adds up to 6")
+    found = matched(example("p2p"), r"rank (\d) of 4: (\d) before me, (\d) after me, the ring adds up to 6")
     assert found == {"0": ("3", "1"), "1": ("0", "2"), "2": ("1", "3"), "3": ("2", "0")}
 
 
 def test_groups() -> None:
-    found = said(example("groups"), r"rank (\d) of 4: alike (\[.*?\]), my node (\[.*?\]), all add up to 6")
+    found = matched(example("groups"), r"rank (\d) of 4: alike (\[.*?\]), my node (\[.*?\]), all add up to 6")
     evens, odds, node = "[0, 2]", "[1, 3]", "[0, 1, 2, 3]"
     assert found == {"0": (evens, node), "1": (odds, node), "2": (evens, node), "3": (odds, node)}
 
 
 def test_stores() -> None:
-    found = said(example("stores"), r"rank (\d) of 4: won by TCP (\d), prefix (\d), file (\d); 3 threads agree")
+    found = matched(example("stores"), r"rank (\d) of 4: won by TCP (\d), prefix (\d), file (\d); 3 threads agree")
     assert sorted(found) == ["0", "1", "2", "3"]
     assert len(set(found.values())) == 1  # all ranks have the same result
 
 
 def test_rpc() -> None:
-    found = said(example("rpc"), r"rank (\d) of 3: worker(\d) says 2 x \d = (\d), its counter for me is at 10")
+    found = matched(example("rpc"), r"rank (\d) of 3: worker(\d) says 2 x \d = (\d), its counter for me is at 10")
     assert found == {"0": ("1", "0"), "1": ("2", "2"), "2": ("0", "4")}
 
 
 def test_parameter_server() -> None:
-    found = said(example("parameter_server"), r"rank (\d) of 3: (\w+), weights (\[.*?\])")
+    found = matched(example("parameter_server"), r"rank (\d) of 3: (\w+), weights (\[.*?\])")
     weights = "[3.0, -2.0, 0.5]"
     assert found == {"0": ("server", weights), "1": ("trainer", weights), "2": ("trainer", weights)}
 
 
 def test_pipeline() -> None:
-    found = said(example("pipeline"), r"rank (\d) of 2: stage \d, (\d) gradients as in one process")
+    found = matched(example("pipeline"), r"rank (\d) of 2: stage \d, (\d) gradients as in one process")
     assert found == {"0": ("2",), "1": ("4",)}
 
 
 def test_ddp_with_rpc() -> None:
     result = example("ddp_rpc")
-    trainers = said(
+    trainers = matched(
         result, r"rank (\d) of 3: trainer, loss ([\d.]+) -> ([\d.]+), the dense parameters have length (\S+)"
     )
     assert sorted(trainers) == ["0", "1"]
@@ -298,7 +298,7 @@ def test_survive() -> None:
     # At most the step that only the killed rank had committed is repeated, if the rank had reported it.
     assert (step, cost) in {("31", "no step lost"), ("30", "no step lost"), ("30", "1 step done again")}
     assert set(re.findall(r"continues after step (\d+)", result.out)) == {str(int(step) - 1)}
-    found = said(result, r"rank (\d) of 3: (\d+) steps, train entered in generation (\[.*?\]), ([\d.]+)% of 360 new")
+    found = matched(result, r"rank (\d) of 3: (\d+) steps, train entered in generation (\[.*?\]), ([\d.]+)% of 360 new")
     assert {steps for steps, _, _ in found.values()} == {"88"}
     assert re.match(r"\[[12]", found["2"][1])  # 2: gloo did not release one of the others, which was replaced as well
     assert any(entered.startswith("[0, ") for _, entered, _ in found.values())
@@ -326,7 +326,7 @@ def test_hang() -> None:
     jobs = {kind: start(*options, "--kind", kind, cwd=str(ROOT), env=places) for kind in HANGS}
     plain = phalanx(*options, cwd=str(ROOT), env=places)
     assert (plain.code, noise(plain)) == (0, [])
-    assert sorted(said(plain, r"rank (\d) of 3: (\d+) steps, and no rank hung")) == ["0", "1", "2"]
+    assert sorted(matched(plain, r"rank (\d) of 3: (\d+) steps, and no rank hung")) == ["0", "1", "2"]
     for kind, job in jobs.items():
         assert job.wait(60) == 1, job.err
         lines = re.findall(r"^phalanx: (.*)", job.err, re.MULTILINE)
@@ -360,7 +360,7 @@ def test_a_demo_that_learns_too_little_fails() -> None:
     assert "less than 95% are correct" in result.err
 
 
-# What is said of them
+# The documentation of the examples
 
 
 @pytest.mark.smoke

@@ -49,12 +49,12 @@ def all_have_raised():
 @pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["cold", "fresh"])
 def test_the_first_cause_is_named_with_its_exception_and_frames(way: tuple[str, ...]) -> None:
     result = phalanx("run", "-g", "3", "--cpu", *way, script("boom.py"), "1")
-    said = block(result.err)
+    report = block(result.err)
     assert result.code == 1
-    assert said.startswith("phalanx: rank 1 failed: BadBatch: no shard called 'evaluate': é ü 数")
-    assert "in step" in said
-    assert "boom.py:20" in said
-    assert "afterwards" not in said
+    assert report.startswith("phalanx: rank 1 failed: BadBatch: no shard called 'evaluate': é ü 数")
+    assert "in step" in report
+    assert "boom.py:20" in report
+    assert "afterwards" not in report
     assert result.err.count("Traceback") == 0
     assert "[1] before the end" in result.out
 
@@ -79,10 +79,10 @@ def test_ranks_that_fail_because_a_peer_is_gone_are_not_the_cause(tmp_path: Path
         "dist.all_reduce(torch.ones(1))\n",
     )
     result = phalanx("run", "-g", "3", "--cpu", peer)
-    said = block(result.err)
+    report = block(result.err)
     assert result.code == 137
-    assert said.startswith("phalanx: rank 2 failed: SIGKILL (Killed)")
-    assert "killed from outside" in said
+    assert report.startswith("phalanx: rank 2 failed: SIGKILL (Killed)")
+    assert "killed from outside" in report
 
 
 @pytest.mark.warmed
@@ -125,11 +125,11 @@ def test_a_worker_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
     )
     with cgroup("memory", "memory.limit_in_bytes", 200 << 20) as enter:
         result = run((*enter, sys.executable, "-m", "phalanx", "run", "-g", "2", "--cpu", "--fresh", greedy))
-    said = block(result.err)
+    report = block(result.err)
     assert result.code == 137
     # The kernel may kill both, and the small one can be gone first.
-    assert re.search("rank [01] failed: SIGKILL", said), said
-    assert "too much memory (limit 0.2 GiB)" in said
+    assert re.search("rank [01] failed: SIGKILL", report), report
+    assert "too much memory (limit 0.2 GiB)" in report
 
 
 @pytest.mark.warmed
@@ -207,12 +207,12 @@ def test_the_cause_of_an_exception_is_reported_and_every_rank_that_raised_is_cou
         "try: inner()\n"
         "except ImportError as error: raise RuntimeError('Failed to import\\nthe trainer') from error\n",
     )
-    said = block(phalanx("run", "-g", "2", "--cpu", chain).err).splitlines()
-    assert said[0].endswith("failed: RuntimeError: Failed to import")
-    assert "    the trainer" in said
-    assert "  caused by: ModuleNotFoundError: No module named 'no_such_module'" in said
-    assert f"    {chain}:1 in inner" in said
-    assert any(line.startswith("  afterwards: rank ") and line.endswith(" failed in the same way") for line in said)
+    report = block(phalanx("run", "-g", "2", "--cpu", chain).err).splitlines()
+    assert report[0].endswith("failed: RuntimeError: Failed to import")
+    assert "    the trainer" in report
+    assert "  caused by: ModuleNotFoundError: No module named 'no_such_module'" in report
+    assert f"    {chain}:1 in inner" in report
+    assert any(line.startswith("  afterwards: rank ") and line.endswith(" failed in the same way") for line in report)
 
 
 @pytest.mark.warmed
@@ -222,10 +222,10 @@ def test_a_crash_shows_the_line_that_faulthandler_has_written(tmp_path: Path) ->
         "import ctypes, faulthandler\nfaulthandler.enable()\ndef crash():\n    ctypes.string_at(0)\ncrash()\n",
     )
     result = phalanx("run", "-g", "1", "--cpu", crash)
-    said = block(result.err)
+    report = block(result.err)
     assert result.code == 139
-    assert said.startswith("phalanx: rank 0 failed: Fatal Python error: Segmentation fault\n  ended with SIGSEGV")
-    assert f"{crash}:4 in crash" in said
+    assert report.startswith("phalanx: rank 0 failed: Fatal Python error: Segmentation fault\n  ended with SIGSEGV")
+    assert f"{crash}:4 in crash" in report
 
 
 @pytest.mark.warmed
@@ -237,14 +237,14 @@ def test_a_typo_is_reported_once_and_not_retried_and_the_logs_have_it_whole(tmp_
         "phalanx.main(train)\n",
     )
     result = phalanx("run", "-g", "3", "--cpu", typo)
-    said = result.err.splitlines()[1:]
+    report = result.err.splitlines()[1:]
     assert result.code == 1
-    assert len(said) == 6, result.err
-    assert said[0].endswith("NameError: name 'learning_rat' is not defined. Did you mean: 'learning_rate'?")
-    assert said[1:3] == [f"  {typo}:4 in train", "      print(learning_rat)"]
-    assert said[3].endswith(" failed in the same way")
-    assert said[5] == "  not retrying: an error in the script or its arguments"
-    assert "Traceback (most recent call last):" in (folder(said[4]) / "stderr.log").read_text()
+    assert len(report) == 6, result.err
+    assert report[0].endswith("NameError: name 'learning_rat' is not defined. Did you mean: 'learning_rate'?")
+    assert report[1:3] == [f"  {typo}:4 in train", "      print(learning_rat)"]
+    assert report[3].endswith(" failed in the same way")
+    assert report[5] == "  not retrying: an error in the script or its arguments"
+    assert "Traceback (most recent call last):" in (folder(report[4]) / "stderr.log").read_text()
 
 
 @pytest.mark.warmed
@@ -287,11 +287,11 @@ def test_an_innocent_rank_is_reported_in_one_line_and_verbose_shows_everything(t
         "[0] a warning",
         "[1] a warning",
     ]
-    said = block(result.err).splitlines()
-    assert said[0] == "phalanx: rank 1 failed: ValueError: é ü 数"
-    assert len(said) < 12
-    assert said[1:6] == ["    line"] * 4 + ["    …"]
-    assert set(said[-2:-1]) <= {
+    report = block(result.err).splitlines()
+    assert report[0] == "phalanx: rank 1 failed: ValueError: é ü 数"
+    assert len(report) < 12
+    assert report[1:6] == ["    line"] * 4 + ["    …"]
+    assert set(report[-2:-1]) <= {
         "  afterwards: rank 0 lost the peer",
         "      if dist.get_rank() == 1: raise ValueError(",
     }

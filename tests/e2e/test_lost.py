@@ -44,9 +44,9 @@ def workers(node: Node) -> list[str]:
     return [command for _, command in node.processes() if "-u" in command.split() and "scripts/" in command]
 
 
-def silence(said: str, job: Handle) -> int:
+def silence(printed: str, job: Handle) -> int:
     """Return the seconds in what the node has printed about a lost one."""
-    found = re.search(said, job.err)
+    found = re.search(printed, job.err)
     assert found, job.both
     return int(found[1])
 
@@ -92,8 +92,8 @@ def test_a_link_that_stays_down_ends_the_job_everywhere(lab: Lab) -> None:
     # The other side of the cut ends its workers without a message from the leader.
     until(lambda: not workers(lab[1]), LOST_AFTER + 4, "the worker beyond the cut to end")
     assert jobs[1].wait() == 1
-    said = r"node 1 \(node2\) is lost: no message from it for (\d+) s \(--node-timeout\): link or machine is down"
-    assert silence(said, jobs[0]) >= LOST_AFTER
+    printed = r"node 1 \(node2\) is lost: no message from it for (\d+) s \(--node-timeout\): link or machine is down"
+    assert silence(printed, jobs[0]) >= LOST_AFTER
     assert silence(r"node 0 is lost: no message from it for (\d+) s \(--node-timeout\)", jobs[1]) >= LOST_AFTER
     all_gone(lab)
 
@@ -135,8 +135,8 @@ def test_a_member_that_is_killed_is_noticed_at_once(lab: Lab, how: str) -> None:
         lab[1].kill()
     assert codes(jobs) == [1, -signal.SIGKILL]
     # Not because of its silence, which is reported differently.
-    said = "node 1 (node2) is lost: its connection closed: its agent was killed, or the machine went down"
-    assert said in jobs[0].err, texts(jobs)
+    printed = "node 1 (node2) is lost: its connection closed: its agent was killed, or the machine went down"
+    assert printed in jobs[0].err, texts(jobs)
     all_gone(lab)
 
 
@@ -171,7 +171,7 @@ def say(data):
     with socket.create_connection(where, 60) as sock:
         sock.settimeout(1)
         try:
-            sock.sendall(data)  # it may hang up on us before we have said all of it
+            sock.sendall(data)  # it may hang up on us before all of it is sent
             return sock.recv(1 << 16)
         except OSError:
             return b""
@@ -272,7 +272,7 @@ def recording_proxy(port: int) -> Iterator[tuple[RecordingProxy, Callable[[Calla
 
 
 def test_a_connection_that_breaks_or_is_tampered_with_is_replaced(tmp_path: Path) -> None:
-    port, said = free_port(), "connected to node 0 again: the connection had broken"
+    port, printed = free_port(), "connected to node 0 again: the connection had broken"
     env = {"PHALANX_TOKEN": TOKEN}
     # A loaded machine may need seconds for a connection: a third of the node timeout.
     same = (
@@ -294,10 +294,10 @@ def test_a_connection_that_breaks_or_is_tampered_with_is_replaced(tmp_path: Path
         ]
         jobs[0].wait_for(READY, 2)
         call(proxy.cut)
-        jobs[1].wait_for(said, 1)
+        jobs[1].wait_for(printed, 1)
         for count, way in enumerate(("up", "down"), 2):
             call(lambda way=way: proxy.changes.update({way: True}))  # type: ignore[misc]
-            jobs[1].wait_for(said, count)
+            jobs[1].wait_for(printed, count)
         (tmp_path / "end").touch()
         assert codes(jobs) == [0, 0], texts(jobs)
         assert "node 1 (" in jobs[0].err, texts(jobs)

@@ -271,9 +271,9 @@ def test_a_rank_that_exits_ends_all_nodes_with_its_code(lab: Lab, rank: int, pla
     jobs = together(lab, *PLAIN, script("quit.py"), str(rank), "7", ranks=(2, 1, 1))
     assert codes(jobs) == [7, 7, 7], texts(jobs)
     for job in jobs:
-        said = block(job)
-        assert said.startswith(f"phalanx: rank {rank} failed: sys.exit(7)\n"), texts(jobs)
-        assert place in said, texts(jobs)
+        report = block(job)
+        assert report.startswith(f"phalanx: rank {rank} failed: sys.exit(7)\n"), texts(jobs)
+        assert place in report, texts(jobs)
     all_gone(lab)
 
 
@@ -281,11 +281,11 @@ def test_an_exception_on_another_node_is_reported_at_node_0(lab: Lab) -> None:
     jobs = together(lab, *PLAIN, script("boom.py"), "2", home="own")
     assert codes(jobs) == [1, 1], texts(jobs)
     for job in jobs:
-        said = block(job)
-        assert said.startswith("phalanx: rank 2 failed: BadBatch: no shard called 'evaluate': é ü 数\n")
-        assert "boom.py:20 in step" in said
-        assert f"all of its output: {output(jobs[1])}/attempt_0/2" in said
-        assert "on node 1 (node2)" in said
+        report = block(job)
+        assert report.startswith("phalanx: rank 2 failed: BadBatch: no shard called 'evaluate': é ü 数\n")
+        assert "boom.py:20 in step" in report
+        assert f"all of its output: {output(jobs[1])}/attempt_0/2" in report
+        assert "on node 1 (node2)" in report
     all_gone(lab)
 
 
@@ -399,11 +399,11 @@ def test_a_rank_that_did_not_come_is_named_on_whatever_node_it_is(lab: Lab, tmp_
     jobs = together(lab, "--cpu", str(late), ranks=(2, 1))
     assert codes(jobs) == [1, 1], texts(jobs)
     for job in jobs:
-        said = block(job)
-        assert said.startswith(
+        report = block(job)
+        assert report.startswith(
             "phalanx: rank 2 did not reach all_reduce #2 (4 B) at late.py:6 within 5 s: it was sleeping"
         )
-        assert re.search(r"\n  afterwards: rank [01] failed in the same way\n", said), said
+        assert re.search(r"\n  afterwards: rank [01] failed in the same way\n", report), report
 
 
 @pytest.mark.parametrize("way", [(), ("--fresh",)], ids=["cold", "fresh"])
@@ -423,6 +423,6 @@ def test_ranks_that_failed_are_counted_on_all_nodes(lab: Lab, tmp_path: Path, wa
     jobs = together(lab, "--cpu", *way, str(late), ranks=(2, 2))
     assert codes(jobs) == [1, 1], texts(jobs)
     assert "Traceback" not in str(texts(jobs))  # also those of the other node: the block says the same
-    said = block(jobs[0])
-    assert re.search(r"\n  afterwards: ranks (0, 1|0, 2|1, 2) failed in the same way\n", said), texts(jobs)
-    assert said.count("afterwards:") == 1
+    report = block(jobs[0])
+    assert re.search(r"\n  afterwards: ranks (0, 1|0, 2|1, 2) failed in the same way\n", report), texts(jobs)
+    assert report.count("afterwards:") == 1

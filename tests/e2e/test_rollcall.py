@@ -284,17 +284,17 @@ def test_a_node_without_the_devices_it_was_to_use_is_reported_at_node_0_too(lab:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("-n", "2", "-i", "1"), "2 nodes, but the address of node 0 is missing"),
         (("-n", "2", "-g", "2,1", "--master", "node1"), "-g 2,1 differs per node, and the index of this node"),
         (("-n", "2", "-i", "2", "--master", "node1"), "-i 2 is beyond the last node"),
     ],
 )
-def test_usage(lab: Lab, words: tuple[str, ...], said: str) -> None:
+def test_usage(lab: Lab, words: tuple[str, ...], message: str) -> None:
     result = lab[1].run("run", *PLAIN, *words, script("hello.py"))
     assert result.code == 2
-    assert said in result.err
+    assert message in result.err
     assert "  fix: phalanx run" in result.err
 
 

@@ -134,8 +134,8 @@ def test_a_difference_that_all_ranks_have_passed_is_named_first(tmp_path: Path) 
     verdicts = json.loads((folder_of(done.err) / "stall_1" / "verdict.json").read_text())
     assert [(each["kind"], each["ranks"]) for each in verdicts] == [("dtypes differ", [2]), ("sleep", [1])], done.err
     first = verdicts[0]
-    said = "dtypes differ in all_reduce #31 at passed.py:6: rank 2 has int32, the other 2 have float32"
-    assert first["text"] == said
+    sentence = "dtypes differ in all_reduce #31 at passed.py:6: rank 2 has int32, the other 2 have float32"
+    assert first["text"] == sentence
     assert "rank 2: all_reduce #31 [10] int32 at passed.py:6" in first["details"]
     assert "all ranks continued, with wrong results since collective 31" in first["details"]
 

@@ -70,22 +70,22 @@ LATE = {
 
 
 @pytest.mark.parametrize(
-    ("backend", "body", "said"),
+    ("backend", "body", "expected"),
     [pytest.param(*late, id=name, marks=[pytest.mark.smoke] * (name == "shm")) for name, late in LATE.items()],
 )
-def test_who_did_not_come_is_named_and_not_its_victim(tmp_path: Path, backend: str, body: str, said: str) -> None:
+def test_who_did_not_come_is_named_and_not_its_victim(tmp_path: Path, backend: str, body: str, expected: str) -> None:
     path = tmp_path / "late.py"
-    if "within 8 s" in said:
+    if "within 8 s" in expected:
         path.write_text(HEAD.format(backend=backend, first=8, then="") + body)
     else:
         path.write_text(head(backend, 5) + body)
     result = phalanx("run", "-g", "3", "--cpu", str(path))
     message = result.err[result.err.rindex("phalanx: ") :]
     assert result.code == 1
-    assert message.startswith(f"phalanx: {said}")
+    assert message.startswith(f"phalanx: {expected}")
     assert " timed out: " in message
     why = phalanx("why")  # the run has ended: from its folder only
-    assert said in why.out
+    assert expected in why.out
 
 
 def test_a_script_that_sets_its_own_port_is_reported_where_each_rank_waits(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_nccls_watchdog_names_the_collective_and_aborts(tmp_path: Path) -> None:
     path.write_text(
         head("gloo", 5)
         + "if rank == 1: load()\n"
-        + "said = b'[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: '\n"
-        + "said += b'WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran'\n"
-        + "os.write(2, said)\nos.abort()\n"
+        + "expected = b'[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: '\n"
+        + "expected += b'WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran'\n"
+        + "os.write(2, expected)\nos.abort()\n"
     )
     result = phalanx("run", "-g", "2", "--cpu", str(path))
     message = result.err[result.err.rindex("phalanx: ") :]

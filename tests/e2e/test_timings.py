@@ -45,7 +45,7 @@ def test_a_rank_that_computes_longer_is_named_and_equal_ones_are_not(
         with launch(script("uneven.py"), [str(tmp_path)], workers=3, cpu=True, env=variables) as job:
             until(lambda: "training" in job.logs(), 60, "the training to begin")
             until(equal, 90, "enough looks at three ranks")
-            assert not any(said.late for said in found), found[-1]
+            assert not any(timing.late for timing in found), found[-1]
             (tmp_path / "uneven").touch()
             until(uneven, 90, "one to be named")
             (tmp_path / "end").touch()

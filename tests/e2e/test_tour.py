@@ -75,13 +75,13 @@ def test_list() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [(("allreduce",), "fix: phalanx tour all_reduce"), (("--ranks", "1"), "2 to 8"), (("--ranks", "9"), "2 to 8")],
 )
-def test_invalid_arguments_are_refused(words: tuple[str, ...], said: str) -> None:
+def test_invalid_arguments_are_refused(words: tuple[str, ...], message: str) -> None:
     result = phalanx("tour", *words)
     assert result.code == 2
-    assert said in result.err
+    assert message in result.err
 
 
 @pytest.mark.smoke

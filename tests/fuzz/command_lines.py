@@ -82,6 +82,6 @@ def check(chance: random.Random, note: Callable[[object], None]) -> None:
         except SystemExit as ended:  # raised by argparse
             code = ended.code
     assert code in (0, 1, 2), code
-    said = out.getvalue() + err.getvalue()
-    assert "Traceback (most recent call last)" not in said
-    assert "\x1b" not in said or said.startswith("usage: "), said  # argparse repeats the input
+    output = out.getvalue() + err.getvalue()
+    assert "Traceback (most recent call last)" not in output
+    assert "\x1b" not in output or output.startswith("usage: "), output  # argparse repeats the input

@@ -209,17 +209,17 @@ def cost(ranks: int = 4) -> int:
     for strategy, layers in (("ddp", 6), ("hsdp", 6), ("fsdp", 6), ("fsdp", 24)):
         settings = {"strategy": strategy, "layers": layers, "width": 2048, "steps": 240}
         paces: dict[str, list[float]] = {"off": [], "ready": []}
-        said = ""
+        summary = ""
         for _ in range(3):  # alternately, so that other load affects both
             paces["off"].append(pace(run(ranks, [*OFF], ready=False, **settings)))
             ready = run(ranks, **settings)
             paces["ready"].append(pace(ready))
             found = re.search(r"snapshots of the sharded state: .*", ready.text)
-            said = found[0] if found else ""
+            summary = found[0] if found else ""
         off, on = (statistics.median(paces[name]) for name in ("off", "ready"))
         print(
             f"{strategy}, {layers} layers: {1e3 * off:.1f} ms per step without, {1e3 * on:.1f} with: "
-            f"{100 * (on / off - 1):+.1f}%  {said}\n        "
+            f"{100 * (on / off - 1):+.1f}%  {summary}\n        "
             + "; ".join(f"{name} {' '.join(f'{1e3 * one:.1f}' for one in of)}" for name, of in paces.items()),
             flush=True,
         )

@@ -4,7 +4,7 @@
     python tests/gpu/verdicts.py --share-gpu          # 4 ranks on one GPU: options go to `phalanx run`
     python tests/gpu/verdicts.py --only shape,skips   # some of the cases
 
-Each case is a small script that hangs. The first verdict has to match; what was said is printed where it does not.
+Each case is a small script that hangs. The first verdict has to match; it is printed if it does not.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Case:
     script: str
     kind: str  # kind of the first verdict
     ranks: list[int]
-    said: list[str]  # patterns for its text
+    patterns: list[str]  # patterns for its text
     details: list[str] = field(default_factory=list)  # patterns, each for one of its details
     environ: dict[str, str] = field(default_factory=dict)
     alone: bool = False  # needs a separate GPU per rank, which reports its utilization
@@ -289,7 +289,7 @@ def judge(case: Case, folder: Path) -> list[str]:
     if first["ranks"] != case.ranks:
         wrong.append(f"ranks {first['ranks']} instead of {case.ranks}")
     script = BEGIN + case.script
-    for pattern in case.said:
+    for pattern in case.patterns:
         wanted = pattern.replace("THERE", line_of(script, "there")).replace("HERE", line_of(script, "here"))
         if not re.search(wanted, str(first["text"])):
             wrong.append(f"the text does not match {wanted!r}")

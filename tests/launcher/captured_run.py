@@ -48,7 +48,7 @@ class Run:
         return os.pread(self._out, 1 << 27, 0)
 
     @property
-    def said(self) -> str:
+    def messages(self) -> str:
         return os.pread(self._err, 1 << 20, 0).decode()
 
     async def close(self) -> None:

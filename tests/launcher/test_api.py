@@ -45,9 +45,10 @@ def test_a_plan_runs_in_this_process(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert hook.calls == [1, 2, "exit code 3"]
     (record,) = run_folder.all_runs(str(tmp_path / "home"))
     assert (record.code, record.pid) == (3, os.getpid())
-    said = capfd.readouterr()
-    assert f"{record.id} on default" in said.err
-    assert re.search(r"\[([01])\] rank \1", said.out)  # the first that exits ends the other, which may not have printed
+    captured = capfd.readouterr()
+    assert f"{record.id} on default" in captured.err
+    # The first that exits ends the other, which may not have printed.
+    assert re.search(r"\[([01])\] rank \1", captured.out)
 
 
 def test_a_port_that_is_taken_is_found_before_anything_starts(tmp_path: Path) -> None:

@@ -48,37 +48,37 @@ def test_when_there_is_a_page(viewers: ViewerOptions, around: dict[str, Any], wa
 
 
 def test_the_announcement_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(place: PageAddress, **around: Any) -> str:
+    def notice(place: PageAddress, **around: Any) -> str:
         bound = (place.host, 29580, 0, 0)[: 4 if ":" in place.host else 2]
         return dashboard(ViewerOptions(page=True), **around)._announcement(place, LINK, bound)
 
-    assert said(PageAddress()) == f"see {LINK}"
-    assert said(PageAddress(), gathering=SEVERAL) == f"see {LINK}"
-    far = said(PageAddress(), gathering=SEVERAL, ssh=True)
+    assert notice(PageAddress()) == f"see {LINK}"
+    assert notice(PageAddress(), gathering=SEVERAL) == f"see {LINK}"
+    far = notice(PageAddress(), gathering=SEVERAL, ssh=True)
     assert far.splitlines() == [
         f"see {LINK}",
         "  from your own computer, after: ssh -N -L 29580:127.0.0.1:29580 gpu7",
     ]
-    here = said(PageAddress(), gathering=SimpleNamespace(names=("localhost", "gpu8")), ssh=True)
+    here = notice(PageAddress(), gathering=SimpleNamespace(names=("localhost", "gpu8")), ssh=True)
     assert here.endswith(f"@{os.uname().nodename}")  # the local name would refer to another host there
-    assert "plain http" in said(PageAddress("0.0.0.0"), ssh=True)
-    assert " 29580:[::1]:29580 " in said(PageAddress("::1"), ssh=True)
+    assert "plain http" in notice(PageAddress("0.0.0.0"), ssh=True)
+    assert " 29580:[::1]:29580 " in notice(PageAddress("::1"), ssh=True)
 
     def nobody(_: int) -> None:
         raise KeyError("getpwuid(): uid not found: 4242")
 
     monkeypatch.setattr("pwd.getpwuid", nobody)  # a container without an entry for us
-    assert said(PageAddress(), ssh=True).endswith(f" {os.uname().nodename}")
+    assert notice(PageAddress(), ssh=True).endswith(f" {os.uname().nodename}")
 
 
 def test_a_full_disk() -> None:
     async def work() -> list[str]:
-        said: list[str] = []
+        messages: list[str] = []
         looks = dashboard(ViewerOptions(page=True))
-        looks._console = SimpleNamespace(say=said.append)  # type: ignore[assignment]
+        looks._console = SimpleNamespace(say=messages.append)  # type: ignore[assignment]
         looks.start(leads=True)  # /nowhere is not a folder
         assert looks._listener is None  # nothing would ever answer
-        return said
+        return messages
 
     (message,) = asyncio.run(work())
     assert "the page is not available" in message

@@ -72,13 +72,13 @@ class Node:
         self.size = size
         network.nodes[number] = self
         self.asked: list[str] = []
-        self.said: list[str] = []
+        self.notes: list[str] = []
         self.rpc = NodeRpc(self)
         worker = SimpleNamespace(seat=SimpleNamespace(rank=number), spare=False, code=None, probe=self)
         self.attempt: Any = SimpleNamespace(workers=Workers({"0": worker}), world_size=size, living=[("0", worker)])
         self.status = SimpleNamespace(looked=1.0)
         self.comes = True
-        console: Any = SimpleNamespace(say=self.said.append, terminal=lambda _: False)
+        console: Any = SimpleNamespace(say=self.notes.append, terminal=lambda _: False)
         folder: Any = SimpleNamespace(name="run")
         self.debugging = DebugSessions(
             self, self, self.rpc, console=console, folder=folder, trusted=trusted, attach_from=attach_from
@@ -204,7 +204,7 @@ def test_what_another_node_writes_may_be_anything() -> None:
             content = encoding.encode(message)
             lead.rpc.receive(1, RpcFrame(kind=debug_messages.KIND, number=0, content=content))
         assert lead.attempt.workers.debugged == {1}  # only ranks of this node
-        assert not lead.said
+        assert not lead.notes
         with pytest.raises(LimitExceededError):  # it is dropped
             await flood(lead)
         await asyncio.sleep(0)
@@ -368,16 +368,16 @@ def test_a_child_of_a_rank_is_not_debugged_at_the_terminal_of_its_parent() -> No
 
 
 def test_a_thread_that_was_stepped_through_to_its_end_is_through() -> None:
-    said: list[str] = []
+    notes: list[str] = []
     ours, theirs = socket.socketpair()
     try:
-        terminal.connect(lambda message, _: said.append(message["is"]))
+        terminal.connect(lambda message, _: notes.append(message["is"]))
         assert terminal.acquire_turn()
         thread = threading.Thread(target=lambda: terminal.begin(None, TerminalStream(ours), waits=True))
         thread.start()
         thread.join()
         terminal.end_stale_session()
-        assert said == ["released"]
+        assert notes == ["released"]
         assert terminal.acquire_turn(0)
     finally:
         terminal.connect(None)

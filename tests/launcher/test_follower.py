@@ -55,11 +55,11 @@ def test_a_rank_that_left_concerns_the_attempt_that_runs() -> None:
     ],
 )
 def test_only_a_node_without_a_place_is_called_a_spare(spare: bool, joins: bool, notes: list[str]) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     plan: Any = SimpleNamespace(seats=(), group=SimpleNamespace(world_size=3))
     parts: Any = {
         "context": SimpleNamespace(console=SimpleNamespace(settle=lambda *_: None)),
-        "agent": SimpleNamespace(note=said.append, waiting=lambda _: None, perform=lambda _: None),
+        "agent": SimpleNamespace(note=printed.append, waiting=lambda _: None, perform=lambda _: None),
         "state": FollowerState(),
         "assign": lambda _: plan,
         "leader_lost": None,
@@ -72,4 +72,4 @@ def test_only_a_node_without_a_place_is_called_a_spare(spare: bool, joins: bool,
         return await orders.next()
 
     assert asyncio.run(follow()) == StartAttempt(0, plan, None, 0)
-    assert said == notes
+    assert printed == notes

@@ -32,9 +32,9 @@ PLAN: Any = SimpleNamespace(
 class Server(ForkServerClient):
     """A simulated fork server: it reports once, and ends on request."""
 
-    def __init__(self, way: str, report: wire.Message) -> None:
+    def __init__(self, mode: str, report: wire.Message) -> None:
         ours, self.theirs = socket.socketpair()
-        super().__init__(ours, way)
+        super().__init__(ours, mode)
         wire.send(self.theirs, report, [])
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
@@ -65,8 +65,8 @@ class Run:
         monkeypatch.setattr(fork_servers, "fresh", lambda *_, **__: self.client("fresh"))
         monkeypatch.setattr(fork_servers, "make", lambda *_, **__: self.client("cold"))
 
-    def client(self, way: str) -> Server:
-        self.servers.append(Server(way, self.next))
+    def client(self, mode: str) -> Server:
+        self.servers.append(Server(mode, self.next))
         return self.servers[-1]
 
     def supervisor(self) -> ForkServerSupervisor:
@@ -121,8 +121,8 @@ def test_ranks_are_new_interpreters_where_forking_is_not_safe(run: Run, report: 
         supervisor = run.supervisor()
         run.next = READY
         assert await supervisor.wait_until_ready()
-        assert [server.way for server in run.servers] == ["cold", "fresh"]
-        assert supervisor.client.way == "fresh"
+        assert [server.mode for server in run.servers] == ["cold", "fresh"]
+        assert supervisor.client.mode == "fresh"
         assert supervisor.hints is None
         assert "every rank gets its own interpreter" in run.notes[0]
 
@@ -152,6 +152,6 @@ def test_a_killed_one_is_replaced_unless_the_run_ends(run: Run) -> None:
         run.ending = False
         assert await supervisor.replace(PLAN)
         assert supervisor.lost == ""
-        assert [server.way for server in run.servers] == ["cold", "cold"]
+        assert [server.mode for server in run.servers] == ["cold", "cold"]
 
     run_scene(scene)

@@ -71,11 +71,11 @@ def test_errors_of_a_gpu() -> None:
         NvLinkErrorCounter=lambda handle, link, kind: 5 if (link, kind) == (2, 0) else 0,
         CurrentClocksThrottleReasons=lambda _: 2,
     )
-    said = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
+    line = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
     reported = [
-        xids.XidLine(79, "0000:3b:00", 3.0, said),
-        xids.XidLine(48, "0000:3b:00", 1e6, said),  # of a run before
-        xids.XidLine(48, "0000:5e:00", 3.0, said),  # of another GPU
+        xids.XidLine(79, "0000:3b:00", 3.0, line),
+        xids.XidLine(48, "0000:3b:00", 1e6, line),  # of a run before
+        xids.XidLine(48, "0000:5e:00", 3.0, line),  # of another GPU
     ]
     (found,) = gpus.with_errors(nvml, [CARD], [PLAIN], reported)
     assert found == Gpu(

@@ -139,7 +139,7 @@ def test_both_streams_are_kept_and_what_is_not_shown_too(tmp_path: Path) -> None
         for rank in range(4):
             assert (run.log(rank), run.log(rank, "stderr")) == (b"out\n\0\xff", b"err\r\n")
         assert sorted(run.shown.splitlines()) == [b"[0] \0\xff", b"[0] out", b"[1] \0\xff", b"[1] out"]
-        assert sorted(run.said.splitlines()) == ["[0] err", "[2] err"]
+        assert sorted(run.messages.splitlines()) == ["[0] err", "[2] err"]
 
     running(tmp_path, 4, body)
 
@@ -211,8 +211,8 @@ def test_a_full_disk_stops_neither_the_worker_nor_what_is_shown(tmp_path: Path) 
         assert run.output.tail(0, "stderr", 5) == ["reason"]
         await run.close()
         assert run.shown == b"[0] line 0\n[0] line 1\n[0] line 2\n"
-        assert run.said.count("No space left on device") == 1
-        assert "28 bytes of output could not be written to logs" in run.said
+        assert run.messages.count("No space left on device") == 1
+        assert "28 bytes of output could not be written to logs" in run.messages
 
     running(tmp_path, 2, body)
 
@@ -237,8 +237,8 @@ def test_a_disk_that_becomes_full(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         await run.close()
         assert run.log(1) == written(1, limit)
-        assert run.said.count("cannot be written: File too large") == 1
-        assert "900000 bytes of output could not be written to logs" in run.said
+        assert run.messages.count("cannot be written: File too large") == 1
+        assert "900000 bytes of output could not be written to logs" in run.messages
 
     try:
         running(tmp_path, 2, body, out=writer)
@@ -261,8 +261,8 @@ def test_what_is_neither_kept_nor_shown_is_counted(tmp_path: Path) -> None:
         assert await run.output.drained(PATIENCE) == []
         watcher.start()
         await run.close()
-        assert f"{size} bytes of output could not be written to logs" in run.said
-        assert "were neither logged nor shown" in run.said
+        assert f"{size} bytes of output could not be written to logs" in run.messages
+        assert "were neither logged nor shown" in run.messages
 
     try:
         running(tmp_path, 2, body, out=writer)
@@ -280,8 +280,8 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         run.output.handed_over(0)
         assert await run.output.drained(PATIENCE) == []
         await run.close()
-        assert run.said.count("stdout.log cannot be written: No such file or directory. The run continues") == 1
-        assert run.said.count("cannot be written") == 1
+        assert run.messages.count("stdout.log cannot be written: No such file or directory. The run continues") == 1
+        assert run.messages.count("cannot be written") == 1
 
     running(tmp_path, 2, body)
 
@@ -363,7 +363,7 @@ def test_the_run_continues_after_the_reader_has_closed(tmp_path: Path) -> None:
         assert process.wait() == 0
         await run.close()
         assert run.log(1) == written(1, 3_000_000)
-        assert run.said == ""
+        assert run.messages == ""
 
     try:
         running(tmp_path, 2, body, out=writer)

@@ -34,7 +34,7 @@ class Clock:
 
 def failure(step: int | None, idle: float = 0.3) -> WorkerFailure:
     return WorkerFailure(
-        rank=1, reason="rank 1 failed: SIGKILL", place="", time=0.0, lived=10.0, step=step, generation=0, idle=idle
+        rank=1, reason="rank 1 failed: SIGKILL", place="", time=0.0, uptime=10.0, step=step, generation=0, idle=idle
     )
 
 
@@ -66,11 +66,11 @@ def test_without_a_step_there_is_no_goodput(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_steps_that_are_computed_again_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    line, summary, said = lived(monkeypatch, resumed_at=0)
+    line, summary, published = lived(monkeypatch, resumed_at=0)
     assert line.endswith("step 1 was committed 2.00 s later, 61 steps done again")
     # 2 s, and 61 steps of half a second.
     assert summary == "1 fault survived, 32.5 s of 55 s lost: goodput 40.9%"
-    assert [event.redone for event in said if isinstance(event, events.Recovered)] == [61]
+    assert [event.redone for event in published if isinstance(event, events.Recovered)] == [61]
 
 
 def test_without_a_lost_step_only_the_interruption_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_the_time_before_a_node_counts_as_lost_is_lost_too(monkeypatch: pytest.M
 
 
 def raised(rank: int, text: str, place: str) -> WorkerFailure:
-    return WorkerFailure(rank=rank, reason=f"rank {rank} failed: {text}", place=place, time=0.0, lived=9.0, step=5)
+    return WorkerFailure(rank=rank, reason=f"rank {rank} failed: {text}", place=place, time=0.0, uptime=9.0, step=5)
 
 
 def test_an_exception_of_all_ranks_is_named_once() -> None:

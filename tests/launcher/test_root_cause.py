@@ -205,8 +205,8 @@ def test_a_rank_that_exited_early_is_to_blame_and_not_the_one_that_lost_it() -> 
     assert text[0] == summary(blamed)
     assert "sys.exit() on some ranks only?" in text[1]
     advised = replace(blamed, error=error(LOST.replace("[gloo", "[/__w/third_party/gloo/gloo") + ADVICE, 9.9))
-    said = "  rank 0 lost the peer: RuntimeError: Connection closed by peer [127.0.0.1]:14529"
-    assert block(advised, tail=(), folder="x").splitlines()[2] == said  # the peer has not crashed
+    message = "  rank 0 lost the peer: RuntimeError: Connection closed by peer [127.0.0.1]:14529"
+    assert block(advised, tail=(), folder="x").splitlines()[2] == message  # the peer has not crashed
     assert text[2].startswith("  rank 0 lost the peer: ")
     assert left_alone(lost, []) == []
     assert left_alone(lost, [CleanExit(2, 10.0)]) == [], "it exited later"
@@ -248,11 +248,11 @@ def test_ranks_that_differ_are_reported_with_their_lines() -> None:
 
 
 def test_sizes_that_do_not_fit() -> None:
-    said = (
+    message = (
         "  what(): 24 vs 20. Received data size doesn't match expected size. Is there a distributed collective "
         "mismatch in your code?"
     )
-    assert "--check-collectives shows where" in block(ProcessFailure(3, -6, 9.9, stderr=[said]), tail=(), folder="x")
+    assert "--check-collectives shows where" in block(ProcessFailure(3, -6, 9.9, stderr=[message]), tail=(), folder="x")
 
 
 def test_no_rank_failed_by_itself() -> None:

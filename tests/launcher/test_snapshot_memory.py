@@ -156,5 +156,5 @@ def test_memory_that_can_shrink_is_not_used() -> None:
 def test_free_memory_within_the_cgroup(tmp_path: Path, cgroup: str, files: dict[str, str], free: int) -> None:
     proc, cgroups = tree(tmp_path, cgroup, files)
     Path(proc, "meminfo").write_text("MemTotal:  8 kB\nMemAvailable:       4 kB\n")
-    assert out_of_memory.room(proc, cgroups) == free
-    assert out_of_memory.room() > 1 << 20
+    assert out_of_memory.free_memory(proc, cgroups) == free
+    assert out_of_memory.free_memory() > 1 << 20

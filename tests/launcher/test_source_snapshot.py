@@ -80,10 +80,10 @@ def test_what_has_changed_is_reported_once(tmp_path: Path, monkeypatch: pytest.M
     changed = sources.changed()
     assert changed.keys() == {str(tmp_path / "train.py"), str(tmp_path / "pkg/leaf.py")}
     assert changed[str(tmp_path / "pkg/leaf.py")] == b"from . import deep"
-    said: list[str] = []
-    sources.tell(changed, said.append)
-    sources.tell(changed, said.append)
-    (line,) = said
+    messages: list[str] = []
+    sources.tell(changed, messages.append)
+    sources.tell(changed, messages.append)
+    (line,) = messages
     assert line.startswith(
         "train.py, pkg/leaf.py have changed on the disk since the run began; ranks that start now run"
     )

@@ -243,10 +243,10 @@ def test_output_comes_with_the_rank_before_it(capsys: pytest.CaptureFixture[str]
     spawn(talk, 2)
     shown = capsys.readouterr()
     for number in (0, 1):
-        said = [line for line in shown.out.splitlines() if line.startswith(f"[{number}] ")]
-        assert said[:2] == [f"[{number}] one", f"[{number}] two of {number}"]
-        assert "from below" in "".join(said)
-        assert "no newline" in "".join(said)
+        output = [line for line in shown.out.splitlines() if line.startswith(f"[{number}] ")]
+        assert output[:2] == [f"[{number}] one", f"[{number}] two of {number}"]
+        assert "from below" in "".join(output)
+        assert "no newline" in "".join(output)
     assert sorted(shown.err.splitlines()) == ["[0] aside", "[1] aside"]
 
 

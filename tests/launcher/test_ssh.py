@@ -59,7 +59,7 @@ def listen(*links: SshLink, patience: float = 20) -> Received:
     return asyncio.run(run())
 
 
-# -- what is said
+# -- messages
 
 
 def test_words_survive_the_way() -> None:

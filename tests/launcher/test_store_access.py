@@ -204,7 +204,7 @@ def test_a_connection_about_which_the_agent_says_nothing_is_closed(monkeypatch: 
 @pytest.mark.extended
 def test_another_user_reaches_torchs_store_by_none_of_its_ports() -> None:
     with store_host.hosted() as hosted:
-        hosted.wait_for("beat")
+        hosted.wait_for("heartbeat")
         client = hosted.client()
         client.set("secret", "value")
         ports = hosted.listens_on()

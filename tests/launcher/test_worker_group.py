@@ -233,7 +233,7 @@ def ordering(server: Any, folder: Path) -> Workers:
 
 def test_a_worker_that_is_ordered_from_a_fork_server_that_has_just_ended_is_not_forgotten(tmp_path: Path) -> None:
     """It is lost with the fork server. Otherwise nobody would start it again."""
-    server: Any = MagicMock(way="cold", closed=False)
+    server: Any = MagicMock(mode="cold", closed=False)
     server.send.side_effect = BrokenPipeError
     [(_, ordered)] = ordering(server, tmp_path).living
     assert (ordered.seat.rank, ordered.pid, server.send.call_count) == (1, 0, 1)

@@ -90,9 +90,9 @@ def test_a_rank_without_a_step_answers_too(monkeypatch: pytest.MonkeyPatch) -> N
             line.settimeout(10)
             line.send(encoding.encode(words.Wait()))
             line.send(encoding.encode(words.Halt()))
-            while not isinstance(said := words.from_worker.decode(line.recv(encoding.PACKET_LIMIT)), words.HaltAck):
+            while not isinstance(answer := words.from_worker.decode(line.recv(encoding.PACKET_LIMIT)), words.HaltAck):
                 pass
-            assert said == words.HaltAck(0, -1)
+            assert answer == words.HaltAck(0, -1)
             worker.join(10)
             made[0].close()
             for thread in threading.enumerate():

@@ -198,14 +198,14 @@ def copied(honest: Path, to: Path) -> Path:
 def test_a_hostile_checkpoint_is_refused_and_the_one_before_is_used(name: str, honest: Path, tmp_path: Path) -> None:
     folder = copied(honest, tmp_path)
     HOSTILE[name](folder / "step-000000000002")
-    said: list[str] = []
+    messages: list[str] = []
     model = network()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = Checkpoints(folder, say=said.append).load({"model": model})
+    found = Checkpoints(folder, say=messages.append).load({"model": model})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
     assert found is not None
     assert found.step == 1, name
-    assert "step-000000000002 is corrupted, and not used" in said[0]
+    assert "step-000000000002 is corrupted, and not used" in messages[0]
     fresh = network()
     Checkpoints(honest).load({"model": fresh}, Checkpoints(folder)._reader._folder.info("step-000000000001"))
     assert torch.equal(model.weight, fresh.weight)  # type: ignore[arg-type]

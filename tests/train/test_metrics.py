@@ -231,15 +231,15 @@ def test_closing_twice(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_metrics_and_not_the_training(tmp_path: Path) -> None:
-    said: list[str] = []
-    with Metrics(str(tmp_path), tensorboard=False, say=said.append) as file:
+    messages: list[str] = []
+    with Metrics(str(tmp_path), tensorboard=False, say=messages.append) as file:
         assert file._file is not None
         file._file.close()
         file._file = open("/dev/full", "ab")  # noqa: SIM115
         for step in (1, 2):
             file.write(step, 0, {"loss": 1.0})
             file.flush()
-    assert said == ["metrics are no longer written: [Errno 28] No space left on device"]
+    assert messages == ["metrics are no longer written: [Errno 28] No space left on device"]
 
 
 @pytest.mark.parametrize("resumed_at", [0, 5])
@@ -256,11 +256,11 @@ def test_only_a_regular_file_of_the_folder_is_written(kind: str, resumed_at: int
         outside.write_text("precious\n")
     elif kind == "link":
         outside.touch()  # one with contents is renamed: the link, not what it leads to
-    said: list[str] = []
-    with Metrics(str(folder), resumed_at=resumed_at, tensorboard=False, say=said.append) as file:
+    messages: list[str] = []
+    with Metrics(str(folder), resumed_at=resumed_at, tensorboard=False, say=messages.append) as file:
         file.write(6, 0, {"loss": 1.0})
         assert not file.has_logged(5, {"accuracy": 0.5})
-    (line,) = said
+    (line,) = messages
     named = "a FIFO" if kind == "fifo" else "a link"
     assert line.startswith("metrics are no longer written: ")
     assert f"checkpoints/metrics.jsonl: is {named}, not a regular file" in line
@@ -270,11 +270,11 @@ def test_only_a_regular_file_of_the_folder_is_written(kind: str, resumed_at: int
 
 def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    said: list[str] = []
-    with Metrics(str(tmp_path / "file" / "folder"), say=said.append) as file:
+    messages: list[str] = []
+    with Metrics(str(tmp_path / "file" / "folder"), say=messages.append) as file:
         file.write(1, 0, {"loss": 1.0})
-    assert len(said) == 1
-    assert "Not a directory" in said[0]
+    assert len(messages) == 1
+    assert "Not a directory" in messages[0]
 
 
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:

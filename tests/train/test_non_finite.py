@@ -62,12 +62,12 @@ def test_reported_once_with_the_last_good_step() -> None:
 
 
 def test_the_metrics_of_a_training_are_watched(tmp_path: Path) -> None:
-    said: list[str] = []
-    with Metrics(str(tmp_path), tensorboard=False, say=said.append) as metrics:
+    messages: list[str] = []
+    with Metrics(str(tmp_path), tensorboard=False, say=messages.append) as metrics:
         metrics.write(1, 0, {"loss": math.nan}, reported=True)
         for step, loss in enumerate((0.5, math.nan, math.nan), 2):
             metrics.write(step, 0, {"loss": loss})
-    (line,) = said
+    (line,) = messages
     assert line.startswith("loss is nan since step 3; it was 0.5 at step 2")
 
 

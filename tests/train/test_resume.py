@@ -54,10 +54,10 @@ class Stage:
         self.wholes: dict[str, dict[str, torch.Tensor]] = {}
 
     def run(self, folder: Path, ranks: int, name: str, *options: str, **settings: Any) -> Result:
-        said = json.dumps({**SETTINGS, **settings, "name": name})
-        print(f"{ranks} ranks: {said}")
+        arguments = json.dumps({**SETTINGS, **settings, "name": name})
+        print(f"{ranks} ranks: {arguments}")
         # A death ends the run: the next one is tested.
-        words = ("run", "-g", str(ranks), "--cpu", "--max-restarts", "0", *options, SCRIPT, str(folder), said)
+        words = ("run", "-g", str(ranks), "--cpu", "--max-restarts", "0", *options, SCRIPT, str(folder), arguments)
         return phalanx(*words, env=self.env, timeout=120)
 
     def whole(self, folder: Path, **settings: Any) -> dict[str, torch.Tensor]:

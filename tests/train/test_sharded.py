@@ -61,10 +61,10 @@ class Measuring:
         self.now, self.held = 0.0, 0.0
         self.costs: list[float] = []
         self.durations: list[float] = []
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.steps = 0
         self.group: Any = SimpleNamespace(is_main=True, gather=lambda mine, **_: [mine])
-        self.cadence = Cadence(self, self.said.append, clock=lambda: self.now, training=id(self))  # type: ignore[arg-type]
+        self.cadence = Cadence(self, self.messages.append, clock=lambda: self.now, training=id(self))  # type: ignore[arg-type]
 
     def saved(self, steps: int) -> list[int]:
         found = []
@@ -89,16 +89,16 @@ def test_every_step_at_first_then_steps_with_and_without_one_are_compared() -> N
     dear = Measuring(0.012)
     first, compared = [1, 2, 3, 4, 5, 6], [7, 9, 11, 13, 15, 17]
     assert dear.saved(30) == [*first, *compared, 19, 23, 27]  # 12 of 400 ms
-    assert len(dear.said) == 1
+    assert len(dear.messages) == 1
     dear.costs[:], dear.cost = [], 0.001  # reviewed later: it has become cheap
     assert dear.saved(70)[-3:] == [98, 99, 100]
-    assert len(dear.said) == 1
+    assert len(dear.messages) == 1
 
 
 def test_what_a_snapshot_takes_from_the_training_beside_it_counts() -> None:
     hidden = Measuring(0.001, beside=0.008)  # the training thread never waits, but its steps take 8% longer
     assert hidden.saved(30)[-3:] == [22, 25, 28]
-    assert "each costs 9.0 ms, a step takes 100.0 ms: 3.0% of the time" in hidden.said[0]
+    assert "each costs 9.0 ms, a step takes 100.0 ms: 3.0% of the time" in hidden.messages[0]
 
 
 def test_reviews_become_less_frequent() -> None:

@@ -35,10 +35,10 @@ def saved(folder: Path, *steps: int, key: bytes = KEY) -> nn.Linear:
 
 def loaded(folder: Path, key: bytes) -> tuple[int, float, list[str]]:
     """Return the loaded step, a weight, and the messages."""
-    said: list[str] = []
+    messages: list[str] = []
     model = nn.Linear(3, 2)
-    info = Checkpoints(folder, key=key, say=said.append).load({"model": model})
-    return info.step if info else -1, float(model.weight[0, 0].item()), said
+    info = Checkpoints(folder, key=key, say=messages.append).load({"model": model})
+    return info.step if info else -1, float(model.weight[0, 0].item()), messages
 
 
 def resealed(folder: Path, name: str, kind: type, key: bytes = b"", **changes: object) -> None:
@@ -134,10 +134,10 @@ def test_a_forged_checkpoint_is_refused_and_the_one_before_is_used(attack: str, 
     assert loaded(tmp_path, KEY) == (2, 2.0, [])
     change, why = ATTACKS[attack]
     change(tmp_path / "step-000000000002")
-    step, weight, said = loaded(tmp_path, KEY)
+    step, weight, messages = loaded(tmp_path, KEY)
     assert (step, weight) == (1, 1.0)
-    assert "step-000000000002 is refused, and not used" in said[0]
-    assert why in said[0]
+    assert "step-000000000002 is refused, and not used" in messages[0]
+    assert why in messages[0]
 
 
 def test_without_the_key_such_forgeries_are_loaded(tmp_path: Path) -> None:

@@ -156,11 +156,11 @@ class Two:
 
 def test_off_while_memory_is_being_made() -> None:
     """It is not taken from the thread that allocates it, and no byte is held at the end."""
-    memory, said = Memories(), list[str]()
-    snapshots = Snapshots(Two(), memory, say=said.append)  # type: ignore[arg-type]
+    memory, messages = Memories(), list[str]()
+    snapshots = Snapshots(Two(), memory, say=messages.append)  # type: ignore[arg-type]
     assert not snapshots.save(1, {"model": torch.nn.Linear(600, 600)}, {})
     assert snapshots.off
-    assert "without snapshots in memory: rank 1: no room" in said[0]
+    assert "without snapshots in memory: rank 1: no room" in messages[0]
     memory.open.set()
     snapshots.close()
     assert list(memory.held) == ["steps.0"]

@@ -99,14 +99,14 @@ def send(
     ending: Ending = "done",
     name: str = "loss",
 ) -> list[str]:
-    said: list[str] = []
+    messages: list[str] = []
     members = trackers.trackers(log_to)
-    file = Metrics(str(folder), resumed_at=resumed_at, tensorboard=False, trackers=members, say=said.append)
+    file = Metrics(str(folder), resumed_at=resumed_at, tensorboard=False, trackers=members, say=messages.append)
     for step in steps:
         file.write(step, 0, {name: 0.5})
     file.log(steps[0], 0, 1.0, {"heat": 71.0}, rank=3)
     file.close(ending)
-    return said
+    return messages
 
 
 @pytest.fixture
@@ -191,15 +191,15 @@ def test_trackers_of_a_process_that_is_about_to_be_killed(
     monkeypatch.setattr(trackers, "_ended", threading.Event())
     wandb, mlflow = fakes
     wandb.init(id="own")
-    said: list[str] = []
-    file = Metrics(str(tmp_path), trackers=trackers.trackers(["wandb", "mlflow"]), say=said.append)
+    messages: list[str] = []
+    file = Metrics(str(tmp_path), trackers=trackers.trackers(["wandb", "mlflow"]), say=messages.append)
     file.write(1, 0, {"loss": 0.5})
     trackers.end_all("stopped", 5.0)
     assert wandb.calls[-1] == ("finish", 255)
     assert mlflow.calls[-2:] == [[(1, "loss", 0.5)], ("terminated", "def456", "KILLED")]
     file.write(2, 0, {"loss": 0.5})
     file.close()
-    assert said == []
+    assert messages == []
 
 
 def test_a_run_that_is_left_is_ended_without_a_group(fakes: tuple[FakeWandb, FakeMlflow], tmp_path: Path) -> None:
@@ -229,9 +229,9 @@ def test_a_tracker_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
 
     assert send(tmp_path, broken, (1, 2, 3)) == ["metrics are not sent to broken: ConnectionError: no network"]
     assert seen == [1]
-    (said,) = send(tmp_path, "wandb", (1,))
-    assert said.startswith("metrics are not sent to wandb: ModuleNotFoundError")
-    assert said.endswith("pip install wandb")
+    (message,) = send(tmp_path, "wandb", (1,))
+    assert message.startswith("metrics are not sent to wandb: ModuleNotFoundError")
+    assert message.endswith("pip install wandb")
 
 
 def test_a_tracker_that_is_not_known(capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ class Made:
     def __init__(self, ranks: int = 4, run: str = "train-simulated") -> None:
         self.run = run
         self.ranks = ranks
-        self.said: dict[tuple[int, Stream], str] = {}
+        self.output: dict[tuple[int, Stream], str] = {}
         self.because = WhyAnswer(report="")
         self.asked: list[str] = []
         self._past: list[AnyEvent] = []
@@ -57,7 +57,7 @@ class Made:
 
     async def log(self, rank: int, stream: Stream, *, start: int | None = None, size: int = 1 << 16) -> LogPart:
         self.asked.append(f"log {rank} {stream} {start}")
-        data = self.said.get((rank, stream), "").encode()
+        data = self.output.get((rank, stream), "").encode()
         first = max(0, len(data) - size) if start is None else min(start, len(data))
         part = data[first : first + size]
         return LogPart(start=first, end=first + len(part), text=part.decode())
@@ -65,9 +65,9 @@ class Made:
     async def search(self, text: str, ranks: Sequence[int] | None = None, *, most: int = 200) -> list[SearchResult]:
         self.asked.append(f"search {text} {ranks}")
         return [
-            SearchResult(rank=rank, stream=stream, at=said.index(line), line=line)
-            for (rank, stream), said in self.said.items()
-            for line in said.splitlines()
+            SearchResult(rank=rank, stream=stream, at=output.index(line), line=line)
+            for (rank, stream), output in self.output.items()
+            for line in output.splitlines()
             if text in line and (ranks is None or rank in ranks)
         ][:most]
 

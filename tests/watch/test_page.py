@@ -173,7 +173,7 @@ def test_what_a_run_says_is_text(stage: Stage) -> None:
         started, *rest = simulation.begin(4, now=time.time())
         assert isinstance(started, events.RunStarted)
         await made.tell(msgspec.structs.replace(started, run=evil + turned, command=(evil,)), *rest)
-        made.said[0, "stdout"] = f"{evil}\n\x1b[31mred\x1b[0m\n10%\r20%\r30%\n"
+        made.output[0, "stdout"] = f"{evil}\n\x1b[31mred\x1b[0m\n10%\r20%\r30%\n"
         made.because = WhyAnswer(report=evil, stacks={0: evil})
         await made.seconds(1, 2)
         verdict = events.VerdictEvent(time=time.time(), kind="data", text=evil, ranks=(0,))

@@ -35,10 +35,10 @@ def test_by_keyboard(stage: Stage) -> None:
 
     async def act() -> None:
         made = await begun()
-        made.said[2, "stdout"] = "of rank two\n"
-        made.said[2, "stderr"] = "a warning\n"
-        made.said[3, "stdout"] = "hay\n" * 20_000 + "the needle\n" + "hay\n" * 200_000
-        made.said[-1, "stdout"] = "a warning that not all was searched\n"
+        made.output[2, "stdout"] = "of rank two\n"
+        made.output[2, "stderr"] = "a warning\n"
+        made.output[3, "stdout"] = "hay\n" * 20_000 + "the needle\n" + "hay\n" * 200_000
+        made.output[-1, "stdout"] = "a warning that not all was searched\n"
         await made.seconds(1, 2)
         async with looked_at(stage.chromium, made) as page:
             for key, wanted in (("j", 1), ("ArrowDown", 2), ("k", 1), ("G", 3), ("j", 3), ("g", 0), ("k", 0)):
@@ -56,8 +56,8 @@ def test_by_keyboard(stage: Stage) -> None:
             await page.keyboard.press("Enter")
             await is_(page, "document.querySelector('#found button')?.textContent", "rank 2 stderra warning")
             # Messages of the search itself belong to no rank.
-            said = "[...document.querySelectorAll('#found li:not(:has(button))')].map(one => one.textContent).join()"
-            await is_(page, said, "a warning that not all was searched")
+            output = "[...document.querySelectorAll('#found li:not(:has(button))')].map(one => one.textContent).join()"
+            await is_(page, output, "a warning that not all was searched")
             await page.click("#found button")
             await is_(page, "document.getElementById('log').textContent", "a warning\n")
             # In a long log, the line that was found is visible.

@@ -113,11 +113,11 @@ def test_it_says_what_ran_how_fast_what_failed_and_what_it_cost(tmp_path: Path) 
     pictures = [attrs.get("aria-label") for tag, attrs in outline.tags if tag == "svg"]
     curves = ["loss", "steps/s", "samples/s", "accuracy", *RESOURCES]
     assert pictures == [*curves, "timeline of the run", "phases of each rank"]
-    said = outline.text("code")
-    assert "rank 2 reads" in said
-    assert "fix: read faster" in said
-    assert "line 41 in <module>" in said
-    assert "step 1\nstep 3\nred" in said  # as shown in a terminal
+    shown = outline.text("code")
+    assert "rank 2 reads" in shown
+    assert "fix: read faster" in shown
+    assert "line 41 in <module>" in shown
+    assert "step 1\nstep 3\nred" in shown  # as shown in a terminal
     assert data(outline)["whole"]["head"]["state"] == "failed"
     assert data(outline)["logs"]["2"]["stderr"].startswith("step 1")
 

@@ -122,7 +122,7 @@ def test_a_client_with_the_cookie_sees_everything(page: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "said"),
+    ("path", "status", "message"),
     [
         ("/log?rank=x", 400, "a whole number was expected, not 'x'"),
         ("/log", 400, "a whole number was expected"),
@@ -133,9 +133,9 @@ def test_a_client_with_the_cookie_sees_everything(page: Served) -> None:
         ("/stop", 404, "not found"),
     ],
 )
-def test_invalid_requests_are_refused(page: Served, path: str, status: int, said: str) -> None:
+def test_invalid_requests_are_refused(page: Served, path: str, status: int, message: str) -> None:
     answer = page.ask(path, Cookie=page.cookie)
-    assert (answer.status, said in answer.text) == (status, True), answer.text
+    assert (answer.status, message in answer.text) == (status, True), answer.text
 
 
 def test_prometheus_has_no_cookie(page: Served) -> None:
@@ -234,12 +234,12 @@ def test_what_an_unauthenticated_client_may_send(page: Served) -> None:
         b"",
     ):
         with socket.create_connection(("127.0.0.1", page.port), timeout=20) as line:
-            said = b""
+            message = b""
             with contextlib.suppress(ConnectionError):
                 line.sendall(sent)
                 while part := line.recv(4096):  # until it is closed: an unauthenticated client has a second here
-                    said += part
-            assert not [secret for secret in SECRETS if secret.encode() in said], said
+                    message += part
+            assert not [secret for secret in SECRETS if secret.encode() in message], message
     assert page.ask("/why", Cookie=page.cookie).status == 200
 
 

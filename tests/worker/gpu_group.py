@@ -30,8 +30,10 @@ def run(count: int, *words: str, **options: object) -> list[subprocess.Completed
         )
         for rank in range(count)
     ]
-    said = [job.communicate(timeout=300) for job in jobs]
-    return [subprocess.CompletedProcess(command, job.returncode, *text) for job, text in zip(jobs, said, strict=True)]
+    outputs = [job.communicate(timeout=300) for job in jobs]
+    return [
+        subprocess.CompletedProcess(command, job.returncode, *text) for job, text in zip(jobs, outputs, strict=True)
+    ]
 
 
 def good(ranks: list[subprocess.CompletedProcess[str]], seen: str) -> None:
@@ -53,7 +55,7 @@ def main() -> None:
         assert "destroy_process_group" not in alone.stderr, alone.stderr
         print(f"right: exit code {code} after: {end}", flush=True)
         if alone.stderr and code != 1:
-            print(f"  but it said: {alone.stderr}", flush=True)
+            print(f"  but it outputs: {alone.stderr}", flush=True)
     too_many = torch.cuda.device_count() + 1
     for rank in run(too_many):
         assert "nccl wants one each" in rank.stderr, rank.stderr

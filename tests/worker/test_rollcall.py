@@ -71,11 +71,11 @@ def test_the_missing_are_named_by_all() -> None:
 
 
 def test_rank_0_is_missing_and_the_store_is_not() -> None:
-    said: list[str] = []
-    (error,) = attend([person(1, 2)], timeout=1.5, say=said.append)
+    messages: list[str] = []
+    (error,) = attend([person(1, 2)], timeout=1.5, say=messages.append)
     assert isinstance(error, JoinError)
     assert error.what == "1 of 2 ranks did not come in 1.5 s: rank 0"
-    assert said == ["rank 1 waits for rank 0 at node1 port 4000"]
+    assert messages == ["rank 1 waits for rank 0 at node1 port 4000"]
 
 
 def test_the_store_stays_until_all_ranks_have_read_why() -> None:
@@ -103,14 +103,14 @@ def test_a_call_that_not_all_ranks_make_is_reported(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(roll_call, "NOTICE", 0.05)
 
     store = SignedStore(HashStore(), "")
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(JoinError) as caught:
-        roll_call.together(store, person(2), 2, name="group.leader_group", say=said.append)
+        roll_call.together(store, person(2), 2, name="group.leader_group", say=messages.append)
     assert caught.value.what == "group.leader_group was asked for by rank 2, and in 2 s not by ranks 0-1, 3"
-    assert said == ["rank 2 waits for ranks 0-1, 3 in group.leader_group, which all ranks must call"]
+    assert messages == ["rank 2 waits for ranks 0-1, 3 in group.leader_group, which all ranks must call"]
     for rank in (0, 1):
         store.set(f"group.leader_group/{rank}", "")
-    roll_call.together(store, person(3), 20, name="group.leader_group", say=said.append)
+    roll_call.together(store, person(3), 20, name="group.leader_group", say=messages.append)
 
 
 def test_a_rank_that_is_there_already() -> None:
@@ -151,8 +151,8 @@ def test_topology(people: list[Participant], spelled: str, nodes: tuple[tuple[in
 
 
 def test_local_ranks() -> None:
-    for said, mine in (((None, None), 1), ((0, 1), 1), ((1, 0), 0), ((0, 0), 1)):
-        people = [person(rank, 2, local_rank=one) for rank, one in enumerate(said)]
+    for messages, mine in (((None, None), 1), ((0, 1), 1), ((1, 0), 0), ((0, 0), 1)):
+        people = [person(rank, 2, local_rank=one) for rank, one in enumerate(messages)]
         assert roll_call.placement(people, roll_call.topology(people, 1)).local_rank == mine
 
 

@@ -23,7 +23,7 @@ CALLER = Identity("hand-set variables", PartialPlacement(rank=1, world_size=2), 
 
 
 def place(host: str, port: int = 29500) -> MeetingPoint:
-    return MeetingPoint("tcp", host, port, said_by=f"MASTER_ADDR={host}")
+    return MeetingPoint("tcp", host, port, setting=f"MASTER_ADDR={host}")
 
 
 def refusal(where: MeetingPoint, identity: Identity, timeout: float = 60) -> tuple[PhalanxError, float]:
@@ -89,9 +89,9 @@ def test_missing_ranks_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert error.what == f"rank 0 is missing: no process listened on 127.0.0.1 port {port} within 3.3 s"
     assert f"this is rank 1 of 2 on {socket.gethostname()}" in str(error)
     assert 3.3 <= seconds < 20
-    said = capfd.readouterr().err
-    assert f"phalanx: rank 1 waits for rank 0 at 127.0.0.1 port {port}" in said
-    assert "that is this host: is rank 0 on another one?" in said
+    stderr = capfd.readouterr().err
+    assert f"phalanx: rank 1 waits for rank 0 at 127.0.0.1 port {port}" in stderr
+    assert "that is this host: is rank 0 on another one?" in stderr
 
 
 @pytest.mark.extended

@@ -75,7 +75,7 @@ def expected_nodes(options: RunOptions, context: LaunchContext, here: int, host:
 def _of_task(options: RunOptions, task: SchedulerTask, here: int) -> ExpectedNodes:
     if task.one_a_node is False:
         source = f"{task.source}, one task per rank"
-        text = task.said.get("SLURM_STEP_TASKS_PER_NODE") or task.said.get("SLURM_TASKS_PER_NODE")
+        text = task.variables.get("SLURM_STEP_TASKS_PER_NODE") or task.variables.get("SLURM_TASKS_PER_NODE")
         if text and task.hosts:
             return ExpectedNodes(source, _nodes(task.hosts, counts(text)))
         rest = task.placement.world_size - task.local_tasks

@@ -107,7 +107,7 @@ def _from_task(options: RunOptions, environ: Mapping[str, str], home: str, task:
     if not task.job and address is None:
         raise UsageError(
             f"{task.source} does not name its job, so its tasks cannot find each other",
-            details=[_said(task)],
+            details=[_seen(task)],
             fix="mpiexec … phalanx run --master HOST …, with the host of rank 0",
         )
     placement = task.placement
@@ -137,7 +137,7 @@ def _agree(options: RunOptions, task: SchedulerTask) -> None:
     if options.nodes.hosts is not None:
         raise OptionError(
             f"--hosts and {task.source} both say where the ranks run",
-            details=[_said(task)],
+            details=[_seen(task)],
             fix=f"leave --hosts out: this is task {task.placement.rank} of {task.placement.world_size} already",
         )
     nodes = task.placement.node_count if task.one_a_node is not False else None
@@ -145,27 +145,27 @@ def _agree(options: RunOptions, task: SchedulerTask) -> None:
     if options.nodes.count_given and nodes is not None and count != nodes:
         raise OptionError(
             f"--nnodes {count} and {task.source}, which has {nodes} nodes, contradict each other",
-            details=[_said(task)],
+            details=[_seen(task)],
             fix=f"leave --nnodes out, or --nnodes {nodes}; --standalone runs on this node alone",
         )
     node_rank = task.placement.node_rank
     if rank is not None and node_rank is not None and rank != node_rank:
         raise OptionError(
             f"--node-rank {rank} and {task.source}, where this is node {node_rank}, contradict each other",
-            details=[_said(task)],
+            details=[_seen(task)],
             fix="leave --node-rank out",
         )
     if task.one_a_node is False and workers not in (None, 1):
         raise OptionError(
             f"{workers} workers were requested, but {task.source} has started one task per rank "
             f"({task.local_tasks} on this node)",
-            details=[_said(task)],
+            details=[_seen(task)],
             fix="leave -g out, or start one task per node: srun --ntasks-per-node 1 phalanx run -g N …",
         )
 
 
-def _said(task: SchedulerTask | Allocation) -> str:
-    return f"{task.source} says: {' '.join(f'{name}={value}' for name, value in task.said.items())}"
+def _seen(task: SchedulerTask | Allocation) -> str:
+    return f"{task.source} says: {' '.join(f'{name}={value}' for name, value in task.variables.items())}"
 
 
 # -- common

@@ -67,9 +67,9 @@ def _refuse_others(config: Any) -> None:
     if set(asked.values()) - {"shm"}:
         from phalanx.collectives.errors import CallRefused
 
-        said = ",".join(f"{device}:{name}" for device, name in asked.items())
+        backends = ",".join(f"{device}:{name}" for device, name in asked.items())
         raise CallRefused(
-            f'"{said}": shm cannot be combined with other backends',
+            f'"{backends}": shm cannot be combined with other backends',
             'init_process_group("shm") for CPU tensors, or "cpu:gloo,cuda:nccl"',
         )
 

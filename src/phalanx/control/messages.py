@@ -251,10 +251,10 @@ class NodeWorkerFailed(Message, frozen=True, kw_only=True, tag="worker-failed"):
     reason: Text
     time: float  # by the member's clock
     place: Text = ""
-    lived: float = 0.0
+    uptime: float = 0.0
     step: Annotated[int, Meta(ge=0)] | None = None
     generation: Annotated[int, Meta(ge=-1)] = -1  # of the group that it was in
-    hope: Literal["over", "stopped", "none", "little", "some"] = "some"  # likelihood that a retry succeeds
+    retry_chance: Literal["over", "stopped", "none", "little", "some"] = "some"  # likelihood that a retry succeeds
     idle: Annotated[float, Meta(ge=0)] = 0.0  # seconds without a newer step
 
 

@@ -171,6 +171,6 @@ def faults(
                 cell is None or cell.value == value for value, cell in zip(seen, row, strict=True)
             )
             if not same:
-                said = [None if cell is None else cell.value for cell in row]
-                found.append((rank, f"holds {list(seen)} {when} the call, not {said}"))
+                wanted = [None if cell is None else cell.value for cell in row]
+                found.append((rank, f"holds {list(seen)} {when} the call, not {wanted}"))
     return found

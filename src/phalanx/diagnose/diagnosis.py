@@ -12,7 +12,7 @@ from phalanx.diagnose.rules.collectives.divergence import divergences
 from phalanx.diagnose.verdict import Verdict
 from phalanx.diagnose.waits import WaitGraph, survey
 
-_BETWEEN = ("network", "join", "stands")  # in these kinds ranks wait for each other, and no rank is to blame
+_BETWEEN = ("network", "join", "no progress")  # in these kinds ranks wait for each other, and no rank is to blame
 _OUT_OF_STEP = ("uneven data", "skipped collective")
 
 

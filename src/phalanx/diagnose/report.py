@@ -64,11 +64,11 @@ def text(evidence: Evidence, verdicts: Sequence[Verdict], more: str = MORE) -> s
         lines += [f"  {detail}" for detail in verdict.details]
         if verdict.fix:
             lines.append(f"  fix: {verdict.fix}")
-    said = remarks(evidence)
+    notes = remarks(evidence)
     if not verdicts:
-        lines.append(said[0] if said else "nothing wrong was found")
-        said = said[1:]
-    lines += said
+        lines.append(notes[0] if notes else "nothing wrong was found")
+        notes = notes[1:]
+    lines += notes
     if not evidence.ranks:
         return "no rank is running: ranks have not started yet, or have ended"
     still = f", {words.duration(evidence.waited)} without progress" if evidence.waited >= 1 else ""

@@ -1,4 +1,4 @@
-"""Runs the cheap checks before every launch. Prints nothing if all is well."""
+"""Runs the cheap checks before every launch. Prints nothing if it finds no problem."""
 
 from __future__ import annotations
 

@@ -145,5 +145,5 @@ def summary(findings: Sequence[Finding]) -> str:
     """Return the number of findings per level."""
     counts = {level: sum(finding.level == level for finding in findings) for level in reversed(LEVELS)}
     if not counts["red"] and not counts["yellow"]:
-        return "all is well"
+        return "no problems found"
     return ", ".join(f"{count} {level}" for level, count in counts.items() if count)

@@ -328,19 +328,19 @@ def _missing(called: Sequence[str], present: Mapping[int, SurveyHello]) -> list[
 
 def _troubles(called: Sequence[str], backend: str, measured: Sequence[MeasuredPair | None]) -> list[Finding]:
     """Return one finding per backend that failed."""
-    said = {
+    failures = {
         called[rank]: "no answer" if one is None else one.trouble
         for rank, one in enumerate(measured)
         if one is None or (one.trouble and not one.waited)
     }
-    if not said:
+    if not failures:
         return []
     return [
         Finding(
             "all_reduce",
             "red",
             f"the ranks cannot work together over {backend}: "
-            + "; ".join(f"{node}: {trouble}" for node, trouble in said.items()),
+            + "; ".join(f"{node}: {trouble}" for node, trouble in failures.items()),
             ""
             if backend == "nccl"
             else "gloo uses the address that the host name resolves to, unless GLOO_SOCKET_IFNAME is set",

@@ -44,7 +44,7 @@ class Job:
         self._call = folder  # folder of the function and its results, until they are read
         self._results: list[Any] | None = None
         self._record: RunRecord | None = None
-        self._said: list[bytes] = []
+        self._last_output: list[bytes] = []
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "phalanx", "run", *arguments],
             env=dict(env),
@@ -72,7 +72,7 @@ class Job:
         assert self._process.stderr is not None  # noqa: S101
         with self._process.stderr as stream:
             while part := os.read(stream.fileno(), 1 << 16):
-                self._said = [*self._said[-100:], part]
+                self._last_output = [*self._last_output[-100:], part]
                 if show:
                     with contextlib.suppress(OSError, ValueError):
                         sys.stderr.write(part.decode(errors="replace"))
@@ -114,7 +114,7 @@ class Job:
         return run_folder.read(self._record.folder) or self._record
 
     def _last_lines(self) -> list[str]:
-        return b"".join(self._said).decode(errors="replace").splitlines()[-20:]
+        return b"".join(self._last_output).decode(errors="replace").splitlines()[-20:]
 
     # -- actions
 

@@ -20,7 +20,7 @@ AT_ONCE = 30.0  # seconds after a start without progress, if the script does not
 # How likely another try is to succeed. "over": the training is complete, and only its last checkpoint could not be
 # written. "stopped": the training has stopped itself (`--on-nan`). "none": an error in the script or its arguments.
 # "little": the script raised an exception by itself.
-Hope = Literal["over", "stopped", "none", "little", "some"]
+RetryChance = Literal["over", "stopped", "none", "little", "some"]
 
 
 class RecoveryAction(Enum):
@@ -37,10 +37,10 @@ class Fault:
 
     place: str  # what crashed, and where: equal for the same crash. Empty: killed from outside
     time: float  # monotonic clock
-    lived: float  # seconds since the rank was started
+    uptime: float  # seconds since the rank was started
     step: int | None = None  # the newest committed step, if known
     together: bool = False  # part of the same failure as the previous fault
-    hope: Hope = "some"  # how likely another try is to succeed
+    retry_chance: RetryChance = "some"  # how likely another try is to succeed
     rank: int = -1  # the first rank that failed
 
     @property
@@ -65,7 +65,7 @@ class RestartPolicy:
 class RecoveryDecision:
     """The decision about a fault."""
 
-    way: RecoveryAction
+    action: RecoveryAction
     used: int = 0  # recoveries used, including this one
     why: str = ""  # why the run stops
 
@@ -76,13 +76,13 @@ def decide(past: Sequence[Fault], fault: Fault, budget: RestartPolicy, *, able: 
     used = len(recent)
     if budget.most == 0 or (budget.most is None and not able):
         return RecoveryDecision(RecoveryAction.STOP)
-    if fault.hope == "over":
+    if fault.retry_chance == "over":
         return RecoveryDecision(RecoveryAction.STOP, used, "not retrying: the training is complete")
-    if fault.hope == "stopped":
+    if fault.retry_chance == "stopped":
         return RecoveryDecision(RecoveryAction.STOP, used, "not retrying: --on-nan has stopped the training")
-    if fault.hope == "none" and fault.before_first_step and fault.lived < SOON:
+    if fault.retry_chance == "none" and fault.before_first_step and fault.uptime < SOON:
         return RecoveryDecision(RecoveryAction.STOP, used, "not retrying: an error in the script or its arguments")
-    if fault.hope == "none" and any(_same(each, fault) for each in past):
+    if fault.retry_chance == "none" and any(_same(each, fault) for each in past):
         why = "not retrying: the same error in the script or its arguments twice, with no progress"
         return RecoveryDecision(RecoveryAction.STOP, used, why)
     if able and (before := fails_again(past, fault)) is not None:
@@ -113,7 +113,7 @@ def fails_again(past: Sequence[Fault], fault: Fault) -> Fault | None:
 
     If all ranks are new, their fault has no step, although the run may have committed steps before they started.
     """
-    if fault.hope == "some" or not all(each.before_first_step for each in (*past, fault)):
+    if fault.retry_chance == "some" or not all(each.before_first_step for each in (*past, fault)):
         return None
     return next((each for each in past if each.place == fault.place), None)
 
@@ -126,7 +126,7 @@ def raises_each_time(faults: Sequence[Fault]) -> bool:
     last = faults[-TRIES:]
     if len(last) < TRIES or last[-1].time - last[0].time > TRIES_WINDOW:
         return False
-    return last[0].hope != "some" and len({(fault.rank, fault.place) for fault in last}) == 1
+    return last[0].retry_chance != "some" and len({(fault.rank, fault.place) for fault in last}) == 1
 
 
 def store_delay(failed_starts: int) -> float:
@@ -165,7 +165,7 @@ def kills(faults: Sequence[Fault]) -> int:
             count, first = 0, None
         elif first is None or last is None or not _same(last, fault):
             count, first = 1, fault
-        elif fault.lived <= fault.time - first.time:
+        elif fault.uptime <= fault.time - first.time:
             count, first = count + 1, fault
         last = fault
     return count
@@ -176,4 +176,4 @@ def _same(before: Fault, after: Fault) -> bool:
         return False
     if before.step is not None and after.step is not None:
         return after.step <= before.step
-    return after.lived <= AT_ONCE
+    return after.uptime <= AT_ONCE

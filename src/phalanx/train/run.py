@@ -93,11 +93,7 @@ class Run(DataRun):
         self._stepper = Stepper(self.world_size)
         self._kept = KeptObjects(self._stepper)
         self._reader = BatchReader(
-            group,
-            kept=self._kept,
-            counter=self._counter,
-            stepper=self._stepper,
-            warnings=warnings,
+            group, kept=self._kept, counter=self._counter, stepper=self._stepper, warnings=warnings
         )
         self._reporter = RunReporter(
             self._counter,

@@ -161,11 +161,11 @@ static void blames(const struct rank *own, int culprit) {
 static void differing(const struct rank *own) {
     int last = own->ranks - 1, odd = own->number == last;
     want(own, "other kinds", run(own, odd ? PHX_BARRIER : PHX_ALL_REDUCE, 100, 0, PATIENCE), PHX_MISMATCH);
-    struct phx_signature said;
-    phx_signature(own->group, 0, &said);
-    if (said.kind != PHX_ALL_REDUCE || said.bytes != 100) FAIL("rank 0 called %d of %d bytes", said.kind, (int)said.bytes);
-    phx_signature(own->group, last, &said);
-    if (said.kind != PHX_BARRIER) FAIL("the last rank called %d", said.kind);
+    struct phx_signature signature;
+    phx_signature(own->group, 0, &signature);
+    if (signature.kind != PHX_ALL_REDUCE || signature.bytes != 100) FAIL("rank 0 called %d of %d bytes", signature.kind, (int)signature.bytes);
+    phx_signature(own->group, last, &signature);
+    if (signature.kind != PHX_BARRIER) FAIL("the last rank called %d", signature.kind);
     want(own, "after that", run(own, PHX_BARRIER, 0, 0, PATIENCE), PHX_MISMATCH);
 }
 

@@ -88,9 +88,9 @@ def test_different_sizes_on_two_ranks_are_named_on_all_ranks() -> None:
         call = EngineCall(CallKind.ALL_GATHER, [torch.ones(4 if rank == 0 else 5)], outs, timeout=LIMIT)
         return raised(lambda: engine.run(call))
 
-    said = ranks(3, body)
-    assert said == [said[0]] * 3
-    assert said[0][0] == CollectiveMismatch.__name__
+    results = ranks(3, body)
+    assert results == [results[0]] * 3
+    assert results[0][0] == CollectiveMismatch.__name__
 
 
 def test_different_reductions_are_named() -> None:

@@ -10,7 +10,7 @@ class Model:
 
 
 def say(*words):
-    with open(f"said-{os.environ['RANK']}.txt", "a") as file:
+    with open(f"calls-{os.environ['RANK']}.txt", "a") as file:
         print(*words, file=file)
     print(*words)
 
@@ -18,7 +18,7 @@ def say(*words):
 kept, dropped, silent = Model("kept"), Model("dropped"), Model("silent")
 weakref.finalize(kept, say, "finalize kept")
 weakref.finalize(dropped, say, "finalize dropped")
-weakref.finalize(silent, say, "never said").atexit = False
+weakref.finalize(silent, say, "never called").atexit = False
 reference = weakref.ref(dropped, lambda ref: say("callback", ref() is None))
 cache = weakref.WeakValueDictionary(kept=kept, dropped=dropped)
 del dropped

@@ -28,14 +28,14 @@ def replies(content: bytes | None) -> RequestHandler:
 def test_invalid_replies_of_one_node_do_not_hide_the_others(tmp_path: Path, monkeypatch: Any) -> None:
     async def work() -> None:
         async with nodes(tmp_path, 4) as (leader, one, _, broken):
-            for said in (
+            for content in (
                 b"[1]",
                 b'{"reply": "search", "found": 5}',
                 b'{"reply": "search", "found": [{"rank": "0"}]}',
                 b'{"reply": "why"}',
                 b"[" * 9999,
             ):
-                broken.rpc.serve("query", replies(said))
+                broken.rpc.serve("query", replies(content))
                 for node in (leader, one):
                     source = views.of(node.record)
                     found = await source.search("speaks")

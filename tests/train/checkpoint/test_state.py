@@ -144,7 +144,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "extra", "said"),
+    ("kept", "extra", "message"),
     [
         ({"opt": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, {}, "for a model that is not kept"),
         ({"thing": 3}, {}, '"thing" is a int, which has no state_dict'),
@@ -163,9 +163,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_objects_are_refused(
-    tmp_path: Path, kept: dict[str, object], extra: dict[str, object], said: str
+    tmp_path: Path, kept: dict[str, object], extra: dict[str, object], message: str
 ) -> None:
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match=said):
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match=message):
         checkpoints.save(1, kept, extra)
     assert steps(tmp_path) == []
 

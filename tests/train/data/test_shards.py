@@ -56,9 +56,9 @@ def test_two_ranks_with_uneven_shards_end_together(tmp_path: Path) -> None:
     script = str(Path(__file__).parents[1] / "scripts" / "shards.py")
     result = phalanx("run", "-g", "2", "--cpu", script, str(tmp_path))
     assert result.code == 0, result.err
-    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    steps = [[case["steps"] for case in rank] for rank in said]
-    counted = [sorted(both["counted"] + other["counted"]) for both, other in zip(*said, strict=True)]
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    steps = [[case["steps"] for case in rank] for rank in results]
+    counted = [sorted(both["counted"] + other["counted"]) for both, other in zip(*results, strict=True)]
     assert steps[0] == steps[1] == [3, 3, 1, 2, 5, 4, 2]
     uneven = [0, 1, 2, 3, 4, 1000, 1001]
     assert counted[:3] == [uneven, uneven, [0, 1, 1000, 1001]]
@@ -66,8 +66,8 @@ def test_two_ranks_with_uneven_shards_end_together(tmp_path: Path) -> None:
     assert counted[4] == [0, 1, 2, 3, 4, 1000, 1001, 1002, 1003, 3000, 3001, 3002]
     assert counted[5] == [*range(7), *range(1000, 1005)]  # resumed
     assert counted[6] == list(range(7))  # a plain stream
-    assert said[0][0]["scales"] == [1.0, 2.0, 2.0]
-    assert said[1][0]["scales"] == [1.0, 0.0, 0.0]
+    assert results[0][0]["scales"] == [1.0, 2.0, 2.0]
+    assert results[1][0]["scales"] == [1.0, 0.0, 0.0]
 
 
 @settings(max_examples=40, deadline=None)

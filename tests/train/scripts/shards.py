@@ -44,7 +44,7 @@ class Plain(IterableDataset):
 
 dist.init_process_group("gloo")
 here = Here(dist.get_rank(), dist.get_world_size())
-said = []
+results = []
 
 
 def go(dataset, tail: str, workers: int, resume_after: int | None = None) -> None:
@@ -68,7 +68,7 @@ def go(dataset, tail: str, workers: int, resume_after: int | None = None) -> Non
             state = json.loads(json.dumps(loader.state_dict()))
             loader = Loader(dataset, here, batch_size=2, num_workers=workers, **options)
             loader.load_state_dict(state)
-    said.append({"steps": steps, "counted": counted, "scales": scales})
+    results.append({"steps": steps, "counted": counted, "scales": scales})
 
 
 go(Parts([5, 2]), "uneven", 0)
@@ -80,5 +80,5 @@ go(Parts([7, 5]), "uneven", 0, resume_after=2)
 go(Plain(7), "uneven", 0)
 
 with open(f"{sys.argv[1]}/{here.rank}.json", "w") as file:
-    json.dump(said, file)
+    json.dump(results, file)
 dist.destroy_process_group()

@@ -63,10 +63,10 @@ class Rank:
         membership, topology = self.run.group.membership, Topology(nodes, self.run.rank)
         placement = roll_call.placement(membership.participants, topology)
         self.run.group.membership = dataclasses.replace(membership, topology=topology, placement=placement)
-        self.said: list[str] = []
+        self.messages: list[str] = []
         each = len(names) > len(nodes)  # a memory per rank, not per node
         self.memory = SnapshotMemoryClient(names[self.run.rank if each else self.run.group.node_rank])
-        self.snapshots = Snapshots(self.run.group, self.memory, say=self.said.append)
+        self.snapshots = Snapshots(self.run.group, self.memory, say=self.messages.append)
         if each:
             self.snapshots.held_in(names)
         torch.manual_seed(1)
@@ -141,7 +141,7 @@ def main() -> None:
             byte = os.pread(fd, 1, 200)
             os.pwrite(fd, bytes([byte[0] ^ 1]), 200)
             os.close(fd)
-            return *rank.restored(), rank.said
+            return *rank.restored(), rank.messages
 
         (found,) = run_ranks(((0,),), left[:1], "fsdp", spoil)
         assert found[:3] == (2, 2, before[0][1]), found
@@ -164,7 +164,7 @@ def main() -> None:
     def crowded(rank: Rank) -> Any:
         kept = {**rank.kept, "more": nn.Linear(100, 100)}
         saved = [rank.snapshots.save(number, kept, {}) for number in (1, 2, 3)]
-        return saved, rank.snapshots.off, rank.said, rank.snapshots.newest()
+        return saved, rank.snapshots.off, rank.messages, rank.snapshots.newest()
 
     with memories(9200) as names:
         found = run_ranks(((0, 1),), names, "ddp", crowded)

@@ -130,7 +130,7 @@ class _Ambiguous(argparse.Action):
     def __call__(self, *_: Any, **__: Any) -> None:
         names = dict.fromkeys(name if "_" in self.typed else name.replace("_", "-") for name in self.candidates)
         raise OptionError(
-            f"{self.typed} can stand for more than one option: {', '.join(names)}",
+            f"{self.typed} is ambiguous: it could be {', '.join(names)}",
             fix=f"phalanx {self.verb} {next(iter(names))} …",
         )
 

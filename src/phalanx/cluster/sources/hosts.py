@@ -40,7 +40,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
             name, given = _split(entry)
             entries.append((name, [] if given is None else [given]))
         elif not entries or not entries[-1][1]:
-            raise ValueError(f"{entry} stands where a host is expected (devices follow a colon: HOST:1,3)")
+            raise ValueError(f"{entry} is not a host (devices follow a colon: HOST:1,3)")
         else:
             entries[-1][1].append(entry)
     hosts = tuple(_host(name, given) for name, given in entries)
@@ -68,7 +68,7 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
             if host.slots is None:
                 lines[host.name] = lines.get(host.name, 0) + 1
             if (host.slots is None) != (before.slots is None):
-                raise ValueError(f"{host.name} stands here and before, with slots and without")
+                raise ValueError(f"{host.name} is listed both with slots and without")
         except ValueError as why:
             raise ValueError(f"line {number}: {why}") from None
         if before is not host and host.slots is not None and before.slots is not None:
@@ -85,7 +85,7 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
 def _line(content: str) -> Host:
     first, *words = re.sub(r"\s*=\s*", "=", content).split()
     if "=" in first:
-        raise ValueError(f"“{first}” stands where a host is expected")
+        raise ValueError(f"“{first}” is not a host")
     name, given = _split(first)
     slots = None if given is None else _slots(name, given)
     options: dict[str, int] = {}
@@ -93,10 +93,10 @@ def _line(content: str) -> Host:
         key, equals, value = word.partition("=")
         key = key.replace("-", "_")
         if not equals or key not in ("slots", "max_slots"):
-            raise ValueError(f"“{word}” is not known here (slots=N is, and max_slots=N)")
+            raise ValueError(f"“{word}” is unknown; expected slots=N or max_slots=N")
         if key in options or (key == "slots" and slots is not None):
             raise ValueError(
-                f"“{word}” gives the slots of {name} twice" if key == "slots" else f"“{word}” stands twice"
+                f"“{word}” gives the slots of {name} twice" if key == "slots" else f"“{word}” is given twice"
             )
         options[key] = _slots(name, value)
     slots = options.get("slots", slots)

@@ -19,14 +19,14 @@ def task(environ: Mapping[str, str]) -> SchedulerTask | None:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> SchedulerTask:
-    said = _variables("Open MPI", environ)
-    size = said.size("OMPI_COMM_WORLD_SIZE")
-    rank = said.index("OMPI_COMM_WORLD_RANK", below=size)
-    local_rank, local_size = _local(said, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    variables = _variables("Open MPI", environ)
+    size = variables.size("OMPI_COMM_WORLD_SIZE")
+    rank = variables.index("OMPI_COMM_WORLD_RANK", below=size)
+    local_rank, local_size = _local(variables, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", size)
     nodes = None
-    if said.text("OMPI_MCA_orte_num_nodes") is not None:  # Open MPI 4 only
-        nodes = said.size("OMPI_MCA_orte_num_nodes", below=size + 1)
-    name = said.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or ""
+    if variables.text("OMPI_MCA_orte_num_nodes") is not None:  # Open MPI 4 only
+        nodes = variables.size("OMPI_MCA_orte_num_nodes", below=size + 1)
+    name = variables.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or ""
     if name and (key := environ.get("OMPI_MCA_orte_precondition_transports")):
         # Version 4 names a job by 16 bits of host and pid; this key is random. It is a key, so only its digest is used.
         name += "-" + hashlib.sha256(key.encode()).hexdigest()[:12]
@@ -36,51 +36,51 @@ def _open_mpi(environ: Mapping[str, str]) -> SchedulerTask:
         placement=PartialPlacement(
             rank=rank, world_size=size, local_rank=local_rank, local_world_size=local_size, node_count=nodes
         ),
-        said=said.said,
+        variables=variables.found,
     )
 
 
 def _hydra(environ: Mapping[str, str]) -> SchedulerTask:
     # Other I_MPI_* variables do not identify Intel MPI: modules and users set I_MPI_ROOT and the like everywhere.
     intel = any(name == "I_MPI_HYDRA_UUID" or name.startswith("I_MPI_INFO_") for name in environ)
-    said = _variables("Intel MPI" if intel else "MPICH", environ)
+    variables = _variables("Intel MPI" if intel else "MPICH", environ)
     if "PMI_RANK" not in environ and "PMI_SIZE" not in environ:
-        said.text("PMI_ID"), said.text("PMI_PORT")
-        raise said.refuse(
+        variables.text("PMI_ID"), variables.text("PMI_PORT")
+        raise variables.refuse(
             "not of how many (PMI_RANK and PMI_SIZE are not set)", fix=f"mpiexec without -pmi-port, or {BY_HAND}"
         )
-    size = said.size("PMI_SIZE")
-    rank = said.index("PMI_RANK", below=size)
-    local_rank, local_size = _local(said, "MPI_LOCALRANKID", "MPI_LOCALNRANKS", size)
+    size = variables.size("PMI_SIZE")
+    rank = variables.index("PMI_RANK", below=size)
+    local_rank, local_size = _local(variables, "MPI_LOCALRANKID", "MPI_LOCALNRANKS", size)
     return SchedulerTask(
-        source=said.source,
-        job=_hydra_job(said),
+        source=variables.source,
+        job=_hydra_job(variables),
         placement=PartialPlacement(rank=rank, world_size=size, local_rank=local_rank, local_world_size=local_size),
-        said=said.said,
+        variables=variables.found,
     )
 
 
-def _hydra_job(said: Variables) -> str:
-    if name := said.text("I_MPI_HYDRA_UUID"):
+def _hydra_job(variables: Variables) -> str:
+    if name := variables.text("I_MPI_HYDRA_UUID"):
         return file_name("intelmpi", name)
     # MPICH gives no name. If it has started its proxies by srun, they have their own job step.
     if (
-        said.text("SLURM_EXTERNAL_LAUNCHER")
-        and (job := said.text("SLURM_JOB_ID"))
-        and (step := said.text("SLURM_STEP_ID"))
+        variables.text("SLURM_EXTERNAL_LAUNCHER")
+        and (job := variables.text("SLURM_JOB_ID"))
+        and (step := variables.text("SLURM_STEP_ID"))
     ):
-        restarts = said.text("SLURM_RESTART_COUNT")
-        cluster = said.text("SLURM_CLUSTER_NAME") or ""
+        restarts = variables.text("SLURM_RESTART_COUNT")
+        cluster = variables.text("SLURM_CLUSTER_NAME") or ""
         return file_name("mpich", cluster, f"{job}.{step}", f"r{restarts}" if restarts else "")
     return ""
 
 
-def _local(said: Variables, rank: str, count: str, size: int) -> tuple[int, int]:
+def _local(variables: Variables, rank: str, count: str, size: int) -> tuple[int, int]:
     """Return the rank among the tasks on this node, and their number. Default: 0 of 1."""
-    if said.text(rank) is None and said.text(count) is None:
+    if variables.text(rank) is None and variables.text(count) is None:
         return 0, 1
-    local_size = said.size(count, below=size + 1)
-    return said.index(rank, below=local_size), local_size
+    local_size = variables.size(count, below=size + 1)
+    return variables.index(rank, below=local_size), local_size
 
 
 def _variables(source: str, environ: Mapping[str, str]) -> Variables:

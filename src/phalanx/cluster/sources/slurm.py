@@ -19,23 +19,23 @@ def task(environ: Mapping[str, str]) -> SchedulerTask | None:
     """Return the task of this process. None: srun did not start it."""
     if not in_step(environ):
         return None
-    said = _variables(environ)
-    _refuse_heterogeneous(said)
+    variables = _variables(environ)
+    _refuse_heterogeneous(variables)
     # The step's name comes first: `srun --preserve-env` and MPI launchers keep the other variables of the batch script.
-    size = said.size("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    rank = said.index("SLURM_PROCID", below=size)
-    nodes = said.size("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-    node = said.index("SLURM_NODEID", below=nodes)
-    tasks = _parsed(said, counts, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    size = variables.size("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    rank = variables.index("SLURM_PROCID", below=size)
+    nodes = variables.size("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    node = variables.index("SLURM_NODEID", below=nodes)
+    tasks = _parsed(variables, counts, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if len(tasks) != nodes or sum(tasks) != size or 0 in tasks:
-        raise said.refuse(f"its numbers do not add up to {size} tasks on {nodes} nodes")
-    local_rank = said.index("SLURM_LOCALID", below=tasks[node])
-    hosts = _parsed(said, expand, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+        raise variables.refuse(f"its numbers do not add up to {size} tasks on {nodes} nodes")
+    local_rank = variables.index("SLURM_LOCALID", below=tasks[node])
+    hosts = _parsed(variables, expand, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if len(hosts) != nodes:
-        raise said.refuse(f"its node list names {len(hosts)} nodes, not {nodes}")
+        raise variables.refuse(f"its node list names {len(hosts)} nodes, not {nodes}")
     return SchedulerTask(
         source="Slurm",
-        job=_job(said, step=True),
+        job=_job(variables, step=True),
         placement=PartialPlacement(
             rank=rank,
             world_size=size,
@@ -45,70 +45,76 @@ def task(environ: Mapping[str, str]) -> SchedulerTask | None:
             node_count=nodes,
         ),
         hosts=hosts,
-        said=said.said,
+        variables=variables.found,
     )
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Return the nodes of a batch script or of the shell of salloc. None: there are none, or this is a task on them."""
-    said = _variables(environ)
-    job, nodelist = said.text("SLURM_JOB_ID", "SLURM_JOBID"), said.text("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    variables = _variables(environ)
+    job, nodelist = (
+        variables.text("SLURM_JOB_ID", "SLURM_JOBID"),
+        variables.text("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    )
     if job is None or nodelist is None or in_step(environ):
         return None
-    _refuse_heterogeneous(said)
-    hosts = _parsed(said, expand, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    _refuse_heterogeneous(variables)
+    hosts = _parsed(variables, expand, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     tasks: tuple[int, ...] = ()
     # If the user gives no number of tasks, Slurm sets it to the number of CPUs.
-    if said.text("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE") is not None and said.text("SLURM_TASKS_PER_NODE") is not None:
-        tasks = _parsed(said, counts, "SLURM_TASKS_PER_NODE")
+    if (
+        variables.text("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE") is not None
+        and variables.text("SLURM_TASKS_PER_NODE") is not None
+    ):
+        tasks = _parsed(variables, counts, "SLURM_TASKS_PER_NODE")
         if len(tasks) != len(hosts):
-            raise said.refuse(f"SLURM_TASKS_PER_NODE counts {len(tasks)} nodes and the node list {len(hosts)}")
-    here = said.text("SLURMD_NODENAME")
+            raise variables.refuse(f"SLURM_TASKS_PER_NODE counts {len(tasks)} nodes and the node list {len(hosts)}")
+    here = variables.text("SLURMD_NODENAME")
     return Allocation(
         source="Slurm",
-        job=_job(said, step=False),
+        job=_job(variables, step=False),
         hosts=hosts,
         tasks=tasks,
         here=here if here in hosts else None,
-        said=said.said,
+        variables=variables.found,
     )
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process for the user. A batch script has a SLURM_PROCID too."""
-    said = _variables(environ)
-    if said.text("SLURM_STEP_ID", "SLURM_STEPID") is None:
+    variables = _variables(environ)
+    if variables.text("SLURM_STEP_ID", "SLURM_STEPID") is None:
         return False
-    return said.number("SLURM_STEP_ID", "SLURM_STEPID") < FIRST_SPECIAL_STEP
+    return variables.number("SLURM_STEP_ID", "SLURM_STEPID") < FIRST_SPECIAL_STEP
 
 
 def _variables(environ: Mapping[str, str]) -> Variables:
     return Variables("Slurm", environ, fix=f"srun phalanx run … in a fresh job, or without Slurm's help, {BY_HAND}")
 
 
-def _job(said: Variables, *, step: bool) -> str:
-    name = str(said.number("SLURM_JOB_ID", "SLURM_JOBID", least=1))
+def _job(variables: Variables, *, step: bool) -> str:
+    name = str(variables.number("SLURM_JOB_ID", "SLURM_JOBID", least=1))
     if step:
-        name += f".{said.number('SLURM_STEP_ID', 'SLURM_STEPID')}"
+        name += f".{variables.number('SLURM_STEP_ID', 'SLURM_STEPID')}"
     # A requeued job keeps its number, and step numbers start again.
-    restarts = "" if said.text("SLURM_RESTART_COUNT") is None else f"r{said.number('SLURM_RESTART_COUNT')}"
-    return file_name("slurm", said.text("SLURM_CLUSTER_NAME") or "", name, restarts)
+    restarts = "" if variables.text("SLURM_RESTART_COUNT") is None else f"r{variables.number('SLURM_RESTART_COUNT')}"
+    return file_name("slurm", variables.text("SLURM_CLUSTER_NAME") or "", name, restarts)
 
 
-def _parsed(said: Variables, parse: Callable[[str], T], *names: str) -> T:
-    value = said.needed(*names)
+def _parsed(variables: Variables, parse: Callable[[str], T], *names: str) -> T:
+    value = variables.needed(*names)
     try:
         return parse(value)
     except ValueError as why:
-        name = next(name for name in names if name in said.said)
-        raise said.refuse(f"{name} cannot be read: {why}") from None
+        name = next(name for name in names if name in variables.found)
+        raise variables.refuse(f"{name} cannot be read: {why}") from None
 
 
-def _refuse_heterogeneous(said: Variables) -> None:
+def _refuse_heterogeneous(variables: Variables) -> None:
     """Raise for a heterogeneous job: its variables describe one component or all, depending on srun's options."""
-    size = said.text("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
+    size = variables.text("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
     if size is not None and size not in ("0", "1"):
-        raise said.refuse(
+        raise variables.refuse(
             f"this job is heterogeneous, with {size} components that cannot be distinguished here",
             fix=f"{BY_HAND}   (or a job of one component)",
         )

@@ -22,7 +22,7 @@ class SchedulerTask:
     job: str  # the same in all tasks of the job (and step) and in no other; safe as a file name; "": no name
     placement: PartialPlacement
     hosts: tuple[str, ...] = ()  # by node rank, if known
-    said: Mapping[str, str] = field(default_factory=dict)  # the variables that were read, for messages
+    variables: Mapping[str, str] = field(default_factory=dict)  # the variables that were read, for messages
 
     @property
     def one_a_node(self) -> bool | None:
@@ -50,7 +50,7 @@ class Allocation:
     hosts: tuple[str, ...]
     tasks: tuple[int, ...] = ()  # requested per node; empty: unknown
     here: str | None = None  # the node of this process, if it is one of them
-    said: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Variables:
@@ -60,13 +60,13 @@ class Variables:
         self.source = source
         self.environ = environ
         self.fix = fix
-        self.said: dict[str, str] = {}
+        self.found: dict[str, str] = {}
 
     def text(self, *names: str) -> str | None:
         """Return the first of these variables that is not empty."""
         for name in names:
             if value := self.environ.get(name, "").strip():
-                self.said[name] = value
+                self.found[name] = value
                 return value
         return None
 
@@ -80,7 +80,7 @@ class Variables:
     def number(self, *names: str, least: int = 0, below: int | None = None) -> int:
         """Return the first of these variables as a number, at least `least` and less than `below`."""
         value = self.needed(*names)
-        name = next(name for name in names if name in self.said)
+        name = next(name for name in names if name in self.found)
         # int() would accept "+1", "1_0" and digits of other scripts.
         if not re.fullmatch(r"\d+", value, re.ASCII):
             raise self.refuse(f"{name}={value!r} is not a number", f"expected a whole number from {least} on")
@@ -100,7 +100,7 @@ class Variables:
 
     def refuse(self, what: str, *details: str, fix: str = "") -> UsageError:
         """Return an error about contradictory variables."""
-        seen = " ".join(f"{name}={value}" for name, value in self.said.items())
+        seen = " ".join(f"{name}={value}" for name, value in self.found.items())
         return UsageError(
             f"{self.source} says where this process runs, but {what}.",
             details=[*details, *([f"seen: {seen}"] if seen else [])],

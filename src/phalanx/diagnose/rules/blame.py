@@ -156,7 +156,7 @@ def _kept(graph: WaitGraph, kept: Sequence[RankState]) -> Verdict:
     if act.what in MEETINGS:
         name = "init_process_group" if act.what == "join" else "new_group"
         return _verdict(graph, kept, "join", f"{are} still in {name}")
-    return _verdict(graph, kept, "stands", f"{have} made no progress for {time}")
+    return _verdict(graph, kept, "no progress", f"{have} made no progress for {time}")
 
 
 def all_ranks(graph: WaitGraph) -> Iterator[Verdict]:
@@ -176,7 +176,7 @@ def all_ranks(graph: WaitGraph) -> Iterator[Verdict]:
         yield from (data.verdict(graph, kept) or _kept(graph, kept) for kept in alike.values())
         return
     yield Verdict(
-        kind="stands",
+        kind="no progress",
         ranks=(),
         text=f"no progress for {words.duration(graph.evidence.waited)}, and the cause is unknown: "
         f"rank {alive[0].number} is {being(alive[0])}",

@@ -130,23 +130,23 @@ class NameLookup:
     names: Names
 
 
-def compare(sights: Sequence[NameLookup], addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
+def compare(lookups: Sequence[NameLookup], addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Return findings about name lookups between nodes. `addresses`: the addresses of each node."""
-    found = [finding for sight in sights for finding in _judge_sight(sight, addresses)]
-    if sights and not found:
+    found = [finding for lookup in lookups for finding in _judge_lookup(lookup, addresses)]
+    if lookups and not found:
         found.append(Finding(CHECK, "green", "every node finds every other by its name"))
     return found
 
 
-def _judge_sight(sight: NameLookup, addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
-    names, peer = sight.names, sight.peer
+def _judge_lookup(lookup: NameLookup, addresses: Mapping[str, Sequence[str]]) -> list[Finding]:
+    names, peer = lookup.names, lookup.peer
     theirs = set(addresses.get(peer, ()))
-    mine = set(addresses.get(sight.node, ()))
+    mine = set(addresses.get(lookup.node, ()))
     cause = "phalanx uses addresses, but a script that uses this name connects to the wrong machine"
-    fix = f"name {peer} with {next(iter(addresses.get(peer, ())), 'its address')} in /etc/hosts of {sight.node}"
+    fix = f"name {peer} with {next(iter(addresses.get(peer, ())), 'its address')} in /etc/hosts of {lookup.node}"
 
     def yellow(fact: str) -> list[Finding]:
-        return [Finding(CHECK, "yellow", fact, cause, fix, sight.node)]
+        return [Finding(CHECK, "yellow", fact, cause, fix, lookup.node)]
 
     if not names.answered:
         return yellow(f"the name {names.name} was not resolved within {names.seconds:.0f} s")
@@ -162,5 +162,5 @@ def _judge_sight(sight: NameLookup, addresses: Mapping[str, Sequence[str]]) -> l
         ]
     where = ", ".join(names.addresses)
     if all(map(loopback, names.addresses)) or mine & set(names.addresses):
-        return yellow(f"the name {names.name} of {peer} resolves to {where}, which is {sight.node} itself")
+        return yellow(f"the name {names.name} of {peer} resolves to {where}, which is {lookup.node} itself")
     return yellow(f"the name {names.name} of {peer} resolves to {where}, but {peer} has {', '.join(sorted(theirs))}")

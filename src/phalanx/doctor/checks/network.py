@@ -196,12 +196,12 @@ def compare(networks: Mapping[str, Network]) -> list[Finding]:
     found = []
     for neighbourhood, by_size in sizes.items():
         if len(by_size) > 1:
-            said = "; ".join(f"{mtu}: {', '.join(sorted(who))}" for mtu, who in sorted(by_size.items()))
+            listed = "; ".join(f"{mtu}: {', '.join(sorted(who))}" for mtu, who in sorted(by_size.items()))
             found.append(
                 Finding(
                     CHECK,
                     "yellow",
-                    f"nodes of the network {neighbourhood} send packets of different sizes ({said})",
+                    f"nodes of the network {neighbourhood} send packets of different sizes ({listed})",
                     "large packets may be lost in silence: small messages pass and large ones hang",
                     f"ip link set NAME mtu {min(by_size)}   (on all of them)",
                 )

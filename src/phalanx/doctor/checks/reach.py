@@ -130,13 +130,13 @@ def _judge(tries: Sequence[Reach]) -> Iterator[Finding]:
         routes.setdefault((one.node, one.peer), []).append(one)
     for (node, peer), route in routes.items():
         failed = [one for one in route if one.trouble]
-        said = "; ".join(f"{one.address}: {one.trouble}" for one in failed)
+        failures = "; ".join(f"{one.address}: {one.trouble}" for one in failed)
         if len(failed) == len(route):
             silent = all(one.trouble == "no answer" for one in failed)
             yield Finding(
                 CHECK,
                 "red",
-                f"{node} cannot reach {peer} ({said})",
+                f"{node} cannot reach {peer} ({failures})",
                 "a firewall drops the packets, or there is no route" if silent else "",
                 f"on {peer}: nft list ruleset; on {node}: ip route get {route[0].address}   "
                 "(all ports between the nodes must be open)",
@@ -147,7 +147,7 @@ def _judge(tries: Sequence[Reach]) -> Iterator[Finding]:
             yield Finding(
                 CHECK,
                 "yellow",
-                f"{node} reaches {peer} at {good}, but not at every address ({said})",
+                f"{node} reaches {peer} at {good}, but not at every address ({failures})",
                 "networks that not all nodes share; gloo and NCCL may choose the wrong one",
                 "GLOO_SOCKET_IFNAME=NAME NCCL_SOCKET_IFNAME=NAME phalanx run …   (the interface of the good one)",
                 node,

@@ -134,12 +134,12 @@ def compare(by_node: Mapping[str, Versions]) -> list[Finding]:
         for node, versions in by_node.items():
             seen.setdefault(part(versions) or "none", []).append(node)
         if len(seen) > 1:
-            said = "; ".join(f"{version}: {', '.join(nodes)}" for version, nodes in sorted(seen.items()))
+            listed = "; ".join(f"{version}: {', '.join(nodes)}" for version, nodes in sorted(seen.items()))
             found.append(
                 Finding(
                     CHECK,
                     "yellow" if name == "Python" else "red",
-                    f"the nodes have different versions of {name} ({said})",
+                    f"the nodes have different versions of {name} ({listed})",
                     "ranks that talk to each other must be of one version",
                     "install the same on all nodes, or use one environment on a shared disk",
                 )

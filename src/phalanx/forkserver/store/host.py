@@ -54,7 +54,7 @@ def host(fd: int, agent: int | None, order: StoreOrder) -> None:
     while True:
         store.check(["phalanx/heartbeat"])  # through the gate
         try:
-            link.send(**{"is": "beat"})
+            link.send(**{"is": "heartbeat"})
         except OSError:  # the agent is gone
             return
         if os.getppid() != parent:  # the agent has adopted this process

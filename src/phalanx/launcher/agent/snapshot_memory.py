@@ -23,7 +23,7 @@ class SnapshotMemory:
     """Lends memory to the workers of this node, within the limit."""
 
     def __init__(
-        self, is_worker: Callable[[int], bool], *, requested: bool, room: Callable[[], int] = out_of_memory.room
+        self, is_worker: Callable[[int], bool], *, requested: bool, room: Callable[[], int] = out_of_memory.free_memory
     ) -> None:
         self._room = room
         self._share = _REQUESTED_SHARE if requested else _DEFAULT_SHARE

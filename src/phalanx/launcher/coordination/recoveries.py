@@ -34,7 +34,7 @@ class Recoveries:
     @property
     def latest_action(self) -> RecoveryAction:
         """Return the action for the latest fault."""
-        return self._latest.way
+        return self._latest.action
 
     def decide(self, failure: WorkerFailure, *, can_regroup: bool) -> RecoveryAction:
         """Decide about a failure and record it."""
@@ -46,39 +46,41 @@ class Recoveries:
                 time=failure.time,
                 rank=failure.rank,
                 reason=failure.reason,
-                recovery=self._latest.way.value,
+                recovery=self._latest.action.value,
                 idle=lost_before(failure.idle),
             )
         )
         self._note(failure)
-        return self._latest.way
+        return self._latest.action
 
     def would_stop(self, failure: WorkerFailure, *, can_regroup: bool) -> bool:
         """Return whether the decision about a failure would end the run. Nothing is recorded."""
-        return decide(self._faults, self._fault(failure), self._budget, able=can_regroup).way is RecoveryAction.STOP
+        return decide(self._faults, self._fault(failure), self._budget, able=can_regroup).action is RecoveryAction.STOP
 
     def _fault(self, failure: WorkerFailure) -> Fault:
         together = bool(self._outage.failures) and 0 <= failure.generation < self.generation
-        return Fault(failure.place, time.monotonic(), failure.lived, failure.step, together, failure.hope, failure.rank)
+        return Fault(
+            failure.place, time.monotonic(), failure.uptime, failure.step, together, failure.retry_chance, failure.rank
+        )
 
     def _note(self, failure: WorkerFailure) -> None:
-        if self._latest.way is RecoveryAction.REGROUP:
+        if self._latest.action is RecoveryAction.REGROUP:
             self.generation += 1
             self._outage.begin_regroup(failure, time.monotonic())
-        elif self._latest.way is RecoveryAction.RESTART:
+        elif self._latest.action is RecoveryAction.RESTART:
             self._outage.begin_restart(failure, time.monotonic())
 
     def nodes_changed(
-        self, failure: WorkerFailure, way: RecoveryAction, *, kind: events.FaultKind = "node-lost"
+        self, failure: WorkerFailure, action: RecoveryAction, *, kind: events.FaultKind = "node-lost"
     ) -> None:
         """Record that a node joined or left. It does not count as a restart."""
-        self._latest = RecoveryDecision(way)
+        self._latest = RecoveryDecision(action)
         self._folder.event(
             events.FaultEvent(
                 time=failure.time,
                 rank=failure.rank,
                 reason=failure.reason,
-                recovery=way.value,
+                recovery=action.value,
                 kind=kind,
                 idle=lost_before(failure.idle),
             )

@@ -26,10 +26,10 @@ _SEND_TIMEOUT = 10.0  # seconds; a stopped fork server must not block the agent,
 
 @dataclass
 class ForkServerClient:
-    """A connection to a fork server. `way`: cold (imports, then forks), warm (has imported), fresh (executes)."""
+    """A connection to a fork server. `mode`: cold (imports, then forks), warm (has imported), fresh (executes)."""
 
     sock: socket.socket
-    way: str
+    mode: str
     process: subprocess.Popen[bytes] | None = None  # None: a warm one, which is not our child
     ready: wire.Message | None = None  # its first message, if it is warm
 
@@ -48,7 +48,7 @@ class ForkServerClient:
     @property
     def forks(self) -> bool:
         """Return whether it forks workers rather than executing them."""
-        return self.way != "fresh"
+        return self.mode != "fresh"
 
     @property
     def closed(self) -> bool:
@@ -160,7 +160,7 @@ def worker_order(
     order["args"] = command.arguments(seat.local_rank)
     if command.kind == "path":
         order["args"].insert(0, command.target)
-    if fork_server.way == "warm":
+    if fork_server.mode == "warm":
         order |= {"cwd": os.getcwd(), "umask": _umask(), "main": [command.kind, command.target]}
     return order
 

@@ -157,7 +157,7 @@ class ForkServerSupervisor:
             events.ForkServerReady(
                 time=time.time(),
                 pid=report["pid"],
-                mode=self.client.way,
+                mode=self.client.mode,
                 seconds=round(sum(report["seconds"].values()), 3),
                 imports={name: took for name, took in report["seconds"].items() if took >= 0.01},
             )

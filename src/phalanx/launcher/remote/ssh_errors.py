@@ -17,10 +17,10 @@ NO_FOLDER, NO_PYTHON, SSH_FAILED = 93, 94, 255  # exit codes of the child proces
 
 def explain(link: SshLink, code: int) -> NodeRefused:
     """Return why a child process ended before its host answered."""
-    host, said = link.host, quoted(link.stderr)
+    host, details = link.host, quoted(link.stderr)
     text = "\n".join(link.stderr)
     if code == SSH_FAILED and not link.near:
-        return NodeRefused(what="ssh cannot connect", details=said, fix=_remedy(host, text))
+        return NodeRefused(what="ssh cannot connect", details=details, fix=_remedy(host, text))
     if code == NO_FOLDER:
         return NodeRefused(
             what="the current folder does not exist there",
@@ -35,11 +35,11 @@ def explain(link: SshLink, code: int) -> NodeRefused:
         )
     if re.search(r"No module named '?phalanx\b", text):
         install = f"{link.python} -m pip install phalanx"
-        return NodeRefused(what="phalanx is not installed there", details=said, fix=f"ssh {host} {install}")
+        return NodeRefused(what="phalanx is not installed there", details=details, fix=f"ssh {host} {install}")
     return NodeRefused(
         what=f"phalanx node ended before it could answer: {in_words(code)}",
-        details=said,
-        fix=f"ssh {host} true shows whether its shell works" if not said else "",
+        details=details,
+        fix=f"ssh {host} true shows whether its shell works" if not details else "",
     )
 
 

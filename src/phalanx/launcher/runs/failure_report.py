@@ -87,8 +87,8 @@ def block(
         lines.append(f"  {_victim(death)}")
     if report.exception and not brief and not (death.blame and reports_lost_peer(report)):
         lines += _more(death, report)
-    said = report.kind == "SystemExit" or (report.in_words and death.code == report.code)
-    if report.exception and not said and death.code != 1:
+    explained = report.kind == "SystemExit" or (report.in_words and death.code == report.code)
+    if report.exception and not explained and death.code != 1:
         lines.append(f"  ended with {in_words(death.code)}")
     usage = report.exception.startswith(f"{USAGE}: ")  # the message of argparse is enough, if it is shown
     if not brief or not death.error or (report.kind == "SystemExit" and not usage):  # no traceback says where

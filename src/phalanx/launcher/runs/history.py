@@ -23,7 +23,7 @@ _STACKS = 1 << 18  # bytes per stall
 _END = 1 << 18  # bytes read by default by `end`
 
 
-def leading(record: RunRecord) -> RunRecord:
+def leader_record(record: RunRecord) -> RunRecord:
     """Return the record of the leader's part, which has all ranks, if it is on this disk; else `record`."""
     inside = os.path.basename(record.folder).startswith("node_")
     return (run_folder.read(os.path.dirname(record.folder)) if inside else None) or record

@@ -32,7 +32,7 @@ class RunSummary:
 
 def of(record: RunRecord) -> RunSummary:
     """Return the summary of a run."""
-    record = history.leading(record)
+    record = history.leader_record(record)
     happened = list(_end_of(os.path.join(record.folder, "events.jsonl")))
     faults = (event for event in happened if isinstance(event, events.FaultEvent) and event.kind != "node-joined")
     survived = sum(event.recovery != "stop" for event in faults)

@@ -129,22 +129,22 @@ class MemoryKillWatch:
         return {True: PROCESS, False: "", None: MACHINE}[self._in_log(pid)]
 
 
-def room(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
+def free_memory(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
     """Return how many bytes are still available: on the machine, and in each cgroup of this process."""
-    rooms = [_field(f"{proc}/meminfo", "MemAvailable:") * 1024]
+    free = [_field(f"{proc}/meminfo", "MemAvailable:") * 1024]
     with contextlib.suppress(OSError), open(f"{proc}/self/cgroup") as file:
         for line in file.read().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
                 for base in (cgroups, os.path.join(cgroups, "unified")):
-                    rooms += _rooms(base, path, "memory.max", "memory.current", "inactive_file")
+                    free += _free_in_cgroups(base, path, "memory.max", "memory.current", "inactive_file")
             elif "memory" in controllers.split(","):
                 names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                rooms += _rooms(os.path.join(cgroups, "memory"), path, *names)
-    return max(0, min(rooms))
+                free += _free_in_cgroups(os.path.join(cgroups, "memory"), path, *names)
+    return max(0, min(free))
 
 
-def _rooms(root: str, path: str, limit: str, usage: str, cache: str) -> list[int]:
+def _free_in_cgroups(root: str, path: str, limit: str, usage: str, cache: str) -> list[int]:
     """Return the free bytes of a cgroup and all above it. In a container the path may not be visible."""
     found = []
     while True:

@@ -63,7 +63,7 @@ class LocalRunList:
 
     def compared(self, key: str) -> ComparedRun:
         """Return a run in the form used for comparison."""
-        record = history.leading(self._find(key))
+        record = history.leader_record(self._find(key))
         signature = _signature(record.folder)
         with self._lock:
             known = self._compared.get(record.folder)
@@ -100,7 +100,7 @@ class LocalRunList:
 
     def _inside(self, record: RunRecord) -> bool:
         """Return whether the folder itself is in the list of runs. With --log-dir it is a link to another place."""
-        whole = history.leading(record).folder
+        whole = history.leader_record(record).folder
         runs = os.path.realpath(os.path.join(self._base, "runs"))
         path = os.path.join(runs, os.path.basename(whole))
         return os.path.dirname(whole) == runs and os.path.isdir(path) and not os.path.islink(path)
@@ -129,7 +129,7 @@ class LocalRunList:
         )
 
     def _facts(self, record: RunRecord) -> _Read:
-        folder = history.leading(record).folder
+        folder = history.leader_record(record).folder
         signature = _signature(folder)
         known = self._read.get(record.folder)
         if known is None or known.signature != signature:

@@ -11,7 +11,7 @@ from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.runs import failure_report, root_cause
 from phalanx.launcher.workers.worker import Worker, WorkerFailure
 from phalanx.launcher.workers.workers import Workers
-from phalanx.recover.decision import Hope
+from phalanx.recover.decision import RetryChance
 
 _TAIL = 60  # lines of stderr that are searched for the cause of a failure
 _DUMP = 400  # the same after a crash: faulthandler writes the stacks of all threads
@@ -80,7 +80,7 @@ class Failures:
             [worker],
             root_cause.place(death),
             worker.generations.entered,
-            hope="over" if worker.exit.unsaved else _hope(death),
+            retry_chance="over" if worker.exit.unsaved else _retry_chance(death),
             frames=() if self._output.shown(worker.seat.rank) == "whole" else failure_report.frames(death),
         )
 
@@ -96,7 +96,7 @@ class Failures:
         generation: int = -1,
         *,
         all_workers: bool = False,
-        hope: Hope = "some",
+        retry_chance: RetryChance = "some",
         frames: tuple[str, ...] = (),
     ) -> WorkerFailure:
         steps = [other.progress.step for other in self._workers.values() if other.progress.step is not None]
@@ -105,11 +105,11 @@ class Failures:
             reason=reason,
             place=place,
             time=time.time(),
-            lived=time.monotonic() - min((worker.started_at for worker in workers), default=time.monotonic()),
+            uptime=time.monotonic() - min((worker.started_at for worker in workers), default=time.monotonic()),
             step=max(steps, default=None),
             all_workers=all_workers,
             generation=generation,
-            hope=hope,
+            retry_chance=retry_chance,
             frames=frames,
             idle=self._workers.idle,
         )
@@ -121,7 +121,7 @@ def _mismatch(workers: Collection[Worker]) -> Sequence[str]:
     return mismatch.words({one.seat.rank: one.exit.mismatch for one in workers if one.exit.mismatch is not None})
 
 
-def _hope(death: root_cause.ProcessFailure) -> Hope:
+def _retry_chance(death: root_cause.ProcessFailure) -> RetryChance:
     if root_cause.stopped_itself(death):
         return "stopped"
     if root_cause.permanent(death):

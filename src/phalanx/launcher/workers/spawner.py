@@ -63,7 +63,7 @@ class Spawner:
         order = fork_servers.worker_order(fork_server, name, plan.command, seat, environ)
         if self._hints is not None:
             order["assumed"] = list(self._hints.variables)
-            if seat.rank == 0 and fork_server.way == "cold":
+            if seat.rank == 0 and fork_server.mode == "cold":
                 order["hints"] = self._hints.path
         if (device := cuda_device(self._hellos.get(seat.local_rank), environ)) is not None:
             order["cuda"] = device

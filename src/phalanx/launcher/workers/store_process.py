@@ -134,7 +134,7 @@ class StoreProcess:
             self._close_link()
             return
         match message := json.loads(data):
-            case {"is": "beat"}:
+            case {"is": "heartbeat"}:
                 self._liveness.record_answer()
                 self._failed_starts = 0
             case {"is": "refused"}:

@@ -13,7 +13,7 @@ from phalanx.contract.messages import worker_messages
 from phalanx.contract.variables import for_cuda
 from phalanx.forkserver import wire
 from phalanx.launcher.workers.probes import ProbeClient
-from phalanx.recover.decision import Hope
+from phalanx.recover.decision import RetryChance
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +150,11 @@ class WorkerFailure:
     reason: str
     place: str  # what crashed, and where; empty: it was killed from outside
     time: float
-    lived: float
+    uptime: float
     step: int | None  # newest committed step of any worker here
     all_workers: bool = False  # no remaining worker has the state
     generation: int = -1  # of the worker; -1: it had not joined any
-    hope: Hope = "some"  # likelihood that a retry succeeds
+    retry_chance: RetryChance = "some"  # likelihood that a retry succeeds
     frames: tuple[str, ...] = ()  # lines about where the script failed
     idle: float = 0.0  # seconds since a worker here last reported a newer step
 

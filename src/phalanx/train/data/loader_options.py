@@ -23,9 +23,9 @@ def global_batch_of(batch_size: int | None, global_batch: int | None, world_size
     given = {"batch_size": batch_size, "global_batch": global_batch}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) != 1 or not all(type(value) is int and value > 0 for value in given.values()):
-        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise UsageError(
-            f"the batch size is missing or wrong: {said or 'neither batch_size nor global_batch'} was given",
+            f"the batch size is missing or wrong: {listed or 'neither batch_size nor global_batch'} was given",
             fix="batch_size=… (samples of one rank) or global_batch=… (of all ranks together)",
         )
     return global_batch or (batch_size or 0) * world_size
@@ -45,10 +45,10 @@ def choose_tail(train: bool | None, shuffle: bool, drop_last: bool | None, pad_l
             )
     asked = {"shuffle": shuffle, "drop_last": drop_last, "pad_last": pad_last}
     if train is False and any(asked.values()):
-        said = ", ".join(f"{name}=True" for name, value in asked.items() if value)
+        listed = ", ".join(f"{name}=True" for name, value in asked.items() if value)
         raise UsageError(
-            f"train=False with {said}: an evaluation reads every sample exactly once, in order",
-            fix=f"leave out {said}, or train=False",
+            f"train=False with {listed}: an evaluation reads every sample exactly once, in order",
+            fix=f"leave out {listed}, or train=False",
         )
     if drop_last and pad_last:
         raise UsageError(

@@ -93,9 +93,9 @@ def _events(model: RunModel, canvas: Canvas) -> list[Line]:
         return []
     last = list(model.timeline.latest)[-height:]
     verdict = model.problems.verdicts[-1] if model.problems.verdicts else None
-    stands = model.problems.cause if model.run.ended is not None else verdict
-    if stands is not None and stands not in last:
-        last = [stands, *last[-height + 1 :]] if height > 1 else [stands]
+    shown = model.problems.cause if model.run.ended is not None else verdict
+    if shown is not None and shown not in last:
+        last = [shown, *last[-height + 1 :]] if height > 1 else [shown]
     if not last:
         return [[(" no events yet", "dim")]][:height]
     return [_event_line(one, canvas.width, canvas.signs) for one in last]

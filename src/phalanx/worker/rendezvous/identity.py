@@ -101,21 +101,21 @@ def _elastic(environ: Mapping[str, str]) -> Identity | None:
     launcher = ACCELERATE if _accelerate(environ) else TORCHRUN
     if RUN in environ or run_id.startswith("spawn-"):
         launcher = PHALANX if RUN in environ else SPAWN
-    said = Variables(launcher, environ, fix=f"start the script again with {launcher}, or by hand: {_by_hand()}")
-    size = said.size("WORLD_SIZE")
-    rank = said.index("RANK", below=size)
+    variables = Variables(launcher, environ, fix=f"start the script again with {launcher}, or by hand: {_by_hand()}")
+    size = variables.size("WORLD_SIZE")
+    rank = variables.index("RANK", below=size)
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Identity(
         launcher,
         PartialPlacement(
             rank=rank,
             world_size=size,
-            local_rank=said.index("LOCAL_RANK"),
-            local_world_size=said.size("LOCAL_WORLD_SIZE", below=size + 1),
-            node_rank=said.index("GROUP_RANK") if said.text("GROUP_RANK") else None,
+            local_rank=variables.index("LOCAL_RANK"),
+            local_world_size=variables.size("LOCAL_WORLD_SIZE", below=size + 1),
+            node_rank=variables.index("GROUP_RANK") if variables.text("GROUP_RANK") else None,
         ),
-        address=said.needed("MASTER_ADDR"),
-        port=said.number("MASTER_PORT", least=1, below=1 << 16),
+        address=variables.needed("MASTER_ADDR"),
+        port=variables.number("MASTER_PORT", least=1, below=1 << 16),
         hosted=hosted,
         hosts_store=rank == 0 and not hosted,
         # torchrun keeps its store when it restarts the ranks, with the keys of the dead ones. A phalanx run has a name
@@ -138,14 +138,14 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
         if environ.get(name) and environ[name] != str(value):
             raise UsageError(
                 f"{name}={environ[name]} and {task.source}, where it is {value}, contradict each other",
-                details=[f"{task.source} says: {_listed(task.said)}"],
+                details=[f"{task.source} says: {_listed(task.variables)}"],
                 fix=f"unset {name}, or set both RANK and WORLD_SIZE",
             )
-    said = Variables(task.source, environ, fix="unset MASTER_ADDR and MASTER_PORT, or set both")
-    address, port = said.text("MASTER_ADDR"), None
+    variables = Variables(task.source, environ, fix="unset MASTER_ADDR and MASTER_PORT, or set both")
+    address, port = variables.text("MASTER_ADDR"), None
     assumed, hosts_store = False, placement.rank == 0
-    if said.text("MASTER_PORT"):
-        port = said.number("MASTER_PORT", least=1, below=1 << 16)
+    if variables.text("MASTER_PORT"):
+        port = variables.number("MASTER_PORT", least=1, below=1 << 16)
     elif task.job:
         port = _PORTS[zlib.crc32(task.job.encode()) % len(_PORTS)]
     if address is None and task.hosts:
@@ -169,35 +169,37 @@ def _scheduler(environ: Mapping[str, str]) -> Identity | None:
 
 
 def _hand_set(environ: Mapping[str, str]) -> Identity | None:
-    said = Variables("The environment", environ, fix=_by_hand() + OR_RUN)
-    present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if said.text(name) is not None]
+    variables = Variables("The environment", environ, fix=_by_hand() + OR_RUN)
+    present = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if variables.text(name) is not None]
     if not present:
         return None
-    if said.text("WORLD_SIZE") is not None and said.size("WORLD_SIZE") == 1 and "RANK" not in present:
+    if variables.text("WORLD_SIZE") is not None and variables.size("WORLD_SIZE") == 1 and "RANK" not in present:
         return Identity(HAND, address=None)
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in present]
     if missing:
-        others = [name for name in ("MASTER_ADDR", "MASTER_PORT") if said.text(name) is None]
+        others = [name for name in ("MASTER_ADDR", "MASTER_PORT") if variables.text(name) is None]
         raise UsageError(
             f"{' and '.join(present)} {'is' if len(present) == 1 else 'are'} set, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not: the other ranks are not known",
-            details=[f"set: {_listed(said.said)}", f"missing: {', '.join([*missing, *others])}"],
+            details=[f"set: {_listed(variables.found)}", f"missing: {', '.join([*missing, *others])}"],
             fix=_by_hand(environ.get("RANK"), environ.get("WORLD_SIZE")) + OR_RUN,
         )
-    size = said.size("WORLD_SIZE")
-    rank = said.index("RANK", below=size)
-    local_size = said.size("LOCAL_WORLD_SIZE", below=size + 1) if said.text("LOCAL_WORLD_SIZE") else None
+    size = variables.size("WORLD_SIZE")
+    rank = variables.index("RANK", below=size)
+    local_size = variables.size("LOCAL_WORLD_SIZE", below=size + 1) if variables.text("LOCAL_WORLD_SIZE") else None
     return Identity(
         ACCELERATE if _accelerate(environ) else HAND,
         PartialPlacement(
             rank=rank,
             world_size=size,
-            local_rank=said.index("LOCAL_RANK") if "LOCAL_RANK" in present else None,
+            local_rank=variables.index("LOCAL_RANK") if "LOCAL_RANK" in present else None,
             local_world_size=local_size,
-            node_rank=next((said.index(name) for name in ("GROUP_RANK", "NODE_RANK") if said.text(name)), None),
+            node_rank=next(
+                (variables.index(name) for name in ("GROUP_RANK", "NODE_RANK") if variables.text(name)), None
+            ),
         ),
         hosts_store=rank == 0,
-        **_master(said),
+        **_master(variables),
     )
 
 
@@ -226,9 +228,9 @@ def _with_arguments(found: Identity, environ: Mapping[str, str], rank: int | Non
                 fix=f"phalanx.init(rank={rank or 0}, world_size={world_size or 2}), or phalanx run …",
             )
         _check(rank, world_size)
-        said = Variables("The environment", environ, fix=_by_hand(rank, world_size))
+        variables = Variables("The environment", environ, fix=_by_hand(rank, world_size))
         placement = PartialPlacement(rank=rank, world_size=world_size)
-        return Identity(ARGUMENTS, placement, hosts_store=rank == 0, **_master(said))
+        return Identity(ARGUMENTS, placement, hosts_store=rank == 0, **_master(variables))
     rank = found.rank if rank is None else rank
     world_size = found.world_size if world_size is None else world_size
     _check(rank, world_size)
@@ -272,10 +274,10 @@ class Master(TypedDict):
     assumed: bool
 
 
-def _master(said: Variables) -> Master:
+def _master(variables: Variables) -> Master:
     """Return MASTER_ADDR and MASTER_PORT as set by hand; without them all ranks are on this host."""
-    address = said.text("MASTER_ADDR")
-    port = said.number("MASTER_PORT", least=1, below=1 << 16) if said.text("MASTER_PORT") else None
+    address = variables.text("MASTER_ADDR")
+    port = variables.number("MASTER_PORT", least=1, below=1 << 16) if variables.text("MASTER_PORT") else None
     if address is None:
         return {"address": LOOPBACK, "port": port or DEFAULT_PORT, "assumed": True}
     return {"address": address, "port": port, "assumed": False}
@@ -289,5 +291,5 @@ def _by_hand(rank: str | int | None = None, size: str | int | None = None) -> st
     return BY_HAND.format(rank="0" if rank is None else rank, size="2" if size is None else size)
 
 
-def _listed(said: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in said.items())
+def _listed(variables: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in variables.items())

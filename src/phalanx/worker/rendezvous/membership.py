@@ -356,7 +356,7 @@ def _adopt(asked: str | torch.device | None, timeout: float) -> Membership:
     from torch.distributed.distributed_c10d import _get_default_store
 
     identity = identify(os.environ, rank=dist.get_rank(), world_size=dist.get_world_size())
-    place = MeetingPoint("given", said_by="the store of the process group")
+    place = MeetingPoint("given", setting="the store of the process group")
     store, participants = _meet(_get_default_store(), identity, place, os.environ, timeout)
     where = roll_call.topology(participants, identity.rank, identity.topology)
     placement = roll_call.placement(participants, where)

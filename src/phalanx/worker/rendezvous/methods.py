@@ -24,13 +24,13 @@ class MeetingPoint:
     host: str = ""
     port: int = 0
     path: str = ""
-    said_by: str = ""  # the setting that defines it, for messages: "MASTER_ADDR=node1"
+    setting: str = ""  # the setting that defines it, for messages: "MASTER_ADDR=node1"
     by_method: bool = False
 
     def __str__(self) -> str:
         if self.kind == "tcp":
-            return f"{self.host} port {self.port}" + (f" ({self.said_by})" if self.said_by else "")
-        return f"the file {self.path}" if self.kind == "file" else self.said_by or "the store that was given"
+            return f"{self.host} port {self.port}" + (f" ({self.setting})" if self.setting else "")
+        return f"the file {self.path}" if self.kind == "file" else self.setting or "the store that was given"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def parse(text: str | None) -> RendezvousMethod:
                 details=["expected tcp://HOST:PORT, with the host of rank 0 and a free port of it"],
                 fix='phalanx.init(method="tcp://HOST:29500", …)',
             )
-        return RendezvousMethod(MeetingPoint("tcp", host, port, said_by=f"method={text}", by_method=True), rank, size)
+        return RendezvousMethod(MeetingPoint("tcp", host, port, setting=f"method={text}", by_method=True), rank, size)
     if url.scheme == "file":
         path = unquote(url.path)
         meant = os.path.abspath(f"/{url.netloc}{path}").rstrip("/") or "/path"
@@ -97,12 +97,12 @@ def choose(
         return MeetingPoint("alone")
     if identity.address is not None and identity.port is not None:
         if identity.assumed:
-            said = "MASTER_ADDR is not set"
+            setting = "MASTER_ADDR is not set"
         elif environ.get("MASTER_ADDR") == identity.address:
-            said = f"MASTER_ADDR={identity.address}"
+            setting = f"MASTER_ADDR={identity.address}"
         else:
-            said = f"the first node of {identity.launcher}"
-        return MeetingPoint("tcp", identity.address, identity.port, said_by=said)
+            setting = f"the first node of {identity.launcher}"
+        return MeetingPoint("tcp", identity.address, identity.port, setting=setting)
     if identity.address is not None:
         raise UsageError(
             "MASTER_ADDR is set, but MASTER_PORT is not",

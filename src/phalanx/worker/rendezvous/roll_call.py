@@ -289,9 +289,9 @@ def placement(participants: Sequence[Participant], where: Topology) -> RankPlace
 
     With --virtual-local-rank it is not unique.
     """
-    said = [participants[rank].placement.local_rank for rank in where.local_ranks]
+    local_ranks = [participants[rank].placement.local_rank for rank in where.local_ranks]
     mine = participants[where.rank].placement.local_rank
-    unique = sorted(map(str, said)) == sorted(map(str, range(len(said))))
+    unique = sorted(map(str, local_ranks)) == sorted(map(str, range(len(local_ranks))))
     return RankPlacement(
         rank=where.rank,
         world_size=len(participants),

@@ -163,15 +163,15 @@ class Captured:
     def __init__(self, world: int, **options: object) -> None:
         self._out, self._err = os.memfd_create("out"), os.memfd_create("err")
         self.console = Console(world, out=self._out, err=self._err, **options)  # type: ignore[arg-type]
-        self._said = 0
+        self._marks = 0
 
     def caught_up(self) -> None:
         """Wait until everything written so far has been shown: a message afterwards is on stderr, which is flushed
         last.
         """
-        self._said += 1
-        self.console.say(f"mark {self._said}.")
-        until(lambda: f"mark {self._said}.".encode() in self.err)
+        self._marks += 1
+        self.console.say(f"mark {self._marks}.")
+        until(lambda: f"mark {self._marks}.".encode() in self.err)
 
     @property
     def out(self) -> bytes:

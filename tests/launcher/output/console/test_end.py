@@ -22,10 +22,10 @@ def test_what_we_say_is_never_in_a_line_of_a_worker(terminal: Terminal) -> None:
         live = Worker(console, 0, live=True)
         live.write("no newline")
         terminal.until("no newline")
-        console.say("said")
-        terminal.until("no newline", "phalanx: said")
+        console.say("a line")
+        terminal.until("no newline", "phalanx: a line")
         live.write("next\n")
-        terminal.until("no newline", "phalanx: said", "next")
+        terminal.until("no newline", "phalanx: a line", "next")
         live.end()
 
 

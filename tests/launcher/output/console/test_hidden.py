@@ -40,9 +40,9 @@ def test_the_last_message_is_shown_if_the_console_stays_hidden() -> None:
             shown.console.say(f"word {number}")
         once(shown.console, 1, "unseen\n")
         shown.console.close()
-        said = shown.err.decode().splitlines()
-        assert said[-1] == "phalanx: word 599"
-        assert len(said) == 500
+        lines = shown.err.decode().splitlines()
+        assert lines[-1] == "phalanx: word 599"
+        assert len(lines) == 500
         assert shown.out == b""
 
 

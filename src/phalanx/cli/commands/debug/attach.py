@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
             return 0
         if options.command:
             return _type(stream, options.command)
-        said = _WORDS[answer.how].format(rank=options.rank, place=answer.place)
-        sys.stderr.write(f"phalanx: {visible(said)}\n")
+        text = _WORDS[answer.how].format(rank=options.rank, place=answer.place)
+        sys.stderr.write(f"phalanx: {visible(text)}\n")
         return _talk(caller, stream, leaves=answer.how == "breakpoint")
 
 

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     if options.json:
         for run in runs:
             facts = asdict(summary.of(run))
-            found = metadata.read(history.leading(run).folder)
+            found = metadata.read(history.leader_record(run).folder)
             facts["metadata"] = msgspec.to_builtins(metadata.without_diff(found)) if found is not None else None
             if facts["loss"] is not None and not math.isfinite(facts["loss"]):
                 facts["loss"] = str(facts["loss"])  # not a JSON number

@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run `phalanx compare`. Return the exit code."""
     options = make_parser().parse_args(argv)
-    records = [history.leading(run_lookup.find(name, verb="compare")) for name in options.runs]
+    records = [history.leader_record(run_lookup.find(name, verb="compare")) for name in options.runs]
     names = _names(records)
     compared = []
     for name, record in zip(names, records, strict=True):

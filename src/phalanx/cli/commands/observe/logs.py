@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         raise OptionError(f"--tail is {options.tail}, expected 0 or more lines", fix="phalanx logs --tail 20")
     wanted = None if options.rank is None else _ranks(options.rank)
     record = run_lookup.find(options.run, verb="logs") if options.run is not None else run_lookup.find_newest()
-    record = history.leading(record)
+    record = history.leader_record(record)
     if options.run is None:
         sys.stderr.write(f"phalanx: {visible_line(f'{record.id} ({record.state})')}\n")
     streams = run_logs.STREAMS if options.stream is None else (options.stream,)

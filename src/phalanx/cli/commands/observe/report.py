@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run `phalanx report`. Return the exit code."""
     options = make_parser().parse_args(argv)
-    record = history.leading(run_lookup.find(options.run, verb="report"))
+    record = history.leader_record(run_lookup.find(options.run, verb="report"))
     text = render(record, with_logs=not options.no_logs)
     if options.output == "-":
         sys.stdout.write(text)

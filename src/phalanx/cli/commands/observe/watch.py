@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
+import time
+from collections.abc import Sequence
 
 from phalanx.cli import run_lookup
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.variables import PAGE_KEY
 from phalanx.forkserver import linux
+from phalanx.launcher.runs.run_folder import RunRecord
 from phalanx.launcher.viewers import dashboard, views
 from phalanx.watch.page import keys
+
+_PAUSE = 0.3  # seconds between two signals: the kernel merges two pending signals of the same number
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,7 +58,34 @@ def main(argv: list[str]) -> int:
         from phalanx.watch.screen import lines
 
         return lines.show(source)
-    from phalanx.cli.run_actions import LocalRunActions
     from phalanx.watch.screen import screen
 
     return screen.show(source, actions=LocalRunActions(run), environ=environ, owned_by_run=options.held is not None)
+
+
+class LocalRunActions:
+    """Actions that the terminal view offers for a run on this machine: the same as commands from another terminal."""
+
+    def __init__(self, run: RunRecord) -> None:
+        self._run = run
+
+    def debugger(self, rank: int) -> Sequence[str]:
+        """Return the command that attaches a debugger to a rank."""
+        return sys.executable, "-P", "-m", "phalanx", "attach", str(rank), self._run.id
+
+    def stop(self) -> None:
+        """Ask the run to stop, as `phalanx stop` does."""
+        with run_lookup.agent_handle(self._run) as process:
+            signal.pidfd_send_signal(process, signal.SIGTERM)
+
+    def interrupt(self) -> None:
+        """Ask the run to stop, as Ctrl-C in its terminal does."""
+        with run_lookup.agent_handle(self._run) as process:
+            signal.pidfd_send_signal(process, signal.SIGINT)
+
+    def end_now(self) -> None:
+        """End the run at once, as pressing Ctrl-C twice does."""
+        with run_lookup.agent_handle(self._run) as process:
+            signal.pidfd_send_signal(process, signal.SIGINT)
+            time.sleep(_PAUSE)
+            signal.pidfd_send_signal(process, signal.SIGINT)

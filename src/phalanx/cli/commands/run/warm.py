@@ -61,8 +61,8 @@ def _start(place: warm_pool.WarmPool, python: str, environ: dict[str, str], modu
     answer = warm_pool.status(place.socket)
     if answer is None:
         with open(place.log, errors="replace") as file:
-            said = file.read().strip().splitlines()
-        raise LaunchError("nothing could be kept warm", details=said[-3:] or [f"see {place.log}"])
+            lines = file.read().strip().splitlines()
+        raise LaunchError("nothing could be kept warm", details=lines[-3:] or [f"see {place.log}"])
     took = time.monotonic() - start
     sys.stdout.write(f"warm after {took:.1f} s (pid {answer['pid']}), until unused for {idle / 60:.0f} min\n")
     return 0

@@ -55,17 +55,17 @@ def read(text: str) -> Timeout | None:
     found = next((match for pattern in _PATTERNS if (match := re.search(pattern, text))), None)
     if found is None:
         return None
-    said = found.groupdict()
-    seconds = float(said["ms"]) / 1000 if said.get("ms") else float(said.get("s") or 0)
-    guid = re.search(_GUID, text) if said.get("op") else None
-    op = said.get("op") or ""
+    fields = found.groupdict()
+    seconds = float(fields["ms"]) / 1000 if fields.get("ms") else float(fields.get("s") or 0)
+    guid = re.search(_GUID, text) if fields.get("op") else None
+    op = fields.get("op") or ""
     return Timeout(
         seconds=seconds,
-        ranks=tuple(map(int, re.findall(r"\d+", said.get("ranks") or ""))),
-        key=(said.get("key") or "").rpartition("//")[2] or (said.get("key") or ""),
-        address=f"{said['host']}:{said['port']}" if said.get("port") else "",
+        ranks=tuple(map(int, re.findall(r"\d+", fields.get("ranks") or ""))),
+        key=(fields.get("key") or "").rpartition("//")[2] or (fields.get("key") or ""),
+        address=f"{fields['host']}:{fields['port']}" if fields.get("port") else "",
         op=_NCCL.get(op, op.lower()),
-        seq=int(said.get("seq") or 0),
+        seq=int(fields.get("seq") or 0),
         group=guid["group"] if guid else _DEFAULT if op else "",
     )
 

@@ -120,9 +120,9 @@ class FollowerCoordinator:
                 reason=failure.reason,
                 time=failure.time,
                 place=failure.place[:1000],
-                hope=failure.hope,
+                retry_chance=failure.retry_chance,
                 idle=failure.idle,
-                lived=failure.lived,
+                uptime=failure.uptime,
                 step=failure.step,
                 generation=failure.generation,
             )

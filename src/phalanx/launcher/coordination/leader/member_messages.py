@@ -101,10 +101,10 @@ class MemberMessages:
             f"{message.reason} on {self._members.name(member)}",
             message.place,
             message.time - self._members.skew(member),
-            message.lived,
+            message.uptime,
             message.step,
             generation=message.generation,
-            hope=message.hope,
+            retry_chance=message.retry_chance,
             idle=message.idle,
         )
         if not self._changes.trials.worker_failed(member, failure):

@@ -223,8 +223,8 @@ class NodeChanges:
             if note:
                 self._agent.note(text)
             return
-        lived = time.monotonic() - attempt.began
-        action = self._group.nodes_lost(WorkerFailure(ranks.ranks[0], text, "", time.time(), lived, None))
+        uptime = time.monotonic() - attempt.began
+        action = self._group.nodes_lost(WorkerFailure(ranks.ranks[0], text, "", time.time(), uptime, None))
         if not isinstance(action, RegroupPlan):  # a regroup also sends it
             self._commands.send_peer_list()
         if not readiness.connected:

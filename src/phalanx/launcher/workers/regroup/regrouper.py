@@ -15,7 +15,7 @@ from phalanx.launcher.actions import RegroupPlan
 from phalanx.launcher.output.capture import OutputCapture
 from phalanx.launcher.workers.context import RegroupObserver, WorkerGroupContext
 from phalanx.launcher.workers.formation import Formation
-from phalanx.launcher.workers.regroup import leftovers
+from phalanx.launcher.workers.regroup import orphan_cleanup
 from phalanx.launcher.workers.regroup.readiness import Readiness
 from phalanx.launcher.workers.regroup.spares import SparePool
 from phalanx.launcher.workers.regroup.unresponsive import UnresponsiveWatch
@@ -116,7 +116,7 @@ class Regrouper:
         """End the leftover processes of a dead worker, before another worker needs their resources."""
         living = [worker.pid for _, worker in self._workers.living]
         reapers = (os.getpid(), self._workers.fork_server.pid)
-        leftovers.kill(dead.pid, dead.seat.local_rank, run=self._folder.name, living=living, reapers=reapers)
+        orphan_cleanup.kill(dead.pid, dead.seat.local_rank, run=self._folder.name, living=living, reapers=reapers)
 
     def _assign(self, worker: Worker, seat: Seat, *, spare: bool) -> dict[int, int]:
         """Give a worker a rank. Returns {old rank: new rank}."""

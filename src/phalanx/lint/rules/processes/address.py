@@ -25,7 +25,7 @@ def check(model: Model) -> Iterator[LintFinding]:
         node.lineno,
         NAME,
         "warning",
-        f"{names} {'stands' if len(found) == 1 else 'stand'} in the script: {_why(what)}",
+        f"{names} {'is' if len(found) == 1 else 'are'} fixed in the script: {_why(what)}",
         "leave it to the launcher, which sets them for each rank: init_process_group() with no address, rank or size",
         max(getattr(one, "end_lineno", 0) or 0 for one, _ in found[:1]),
     )
@@ -33,7 +33,7 @@ def check(model: Model) -> Iterator[LintFinding]:
 
 def _why(name: str) -> str:
     if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "rank", "world_size"):
-        return "what the launcher says is lost, and ranks do not find each other"
+        return "it overrides the value of the launcher, so the ranks cannot find each other"
     return "it works on one machine at most, and only once at a time"
 
 

@@ -1,4 +1,4 @@
-// A canvas at the resolution of the screen, and the ticks of axes.
+// A canvas at the resolution of the screen, a hatch pattern, and the ticks of axes.
 
 export function fit(canvas, width, height) {
   const scale = devicePixelRatio || 1;
@@ -13,6 +13,23 @@ export function fit(canvas, width, height) {
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
   return pen;
+}
+
+// A pattern of diagonal lines, to fill areas with.
+export function hatched(pen, ground, line) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const small = tile.getContext("2d");
+  small.fillStyle = ground;
+  small.fillRect(0, 0, 6, 6);
+  small.strokeStyle = line;
+  small.beginPath();
+  for (const shift of [-6, 0, 6]) {
+    small.moveTo(shift, 6);
+    small.lineTo(shift + 6, 0);
+  }
+  small.stroke();
+  return pen.createPattern(tile, "repeat");
 }
 
 export const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif";

@@ -7,7 +7,7 @@ import { explained } from "../live.js";
 export class Stacks {
   #model;
   #source;
-  #said = ""; // verdicts for which stacks were requested already
+  #texts = ""; // verdicts for which stacks were requested already
   #wanted = false; // requested by the user, not answer of a verdict
 
   constructor(model, source) {
@@ -20,10 +20,10 @@ export class Stacks {
 
   update(changes) {
     if (!changes.verdicts) return;
-    const said = this.#model.verdicts.map((one) => one.text).join("\n");
-    if (said && said !== this.#said) this.#ask();
-    if (!said && !this.#wanted) this.close();
-    this.#said = said;
+    const texts = this.#model.verdicts.map((one) => one.text).join("\n");
+    if (texts && texts !== this.#texts) this.#ask();
+    if (!texts && !this.#wanted) this.close();
+    this.#texts = texts;
   }
 
   close() {

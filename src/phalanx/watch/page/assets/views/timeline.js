@@ -1,6 +1,6 @@
 // The phases of every rank on one time axis: who waits, and for whom. Only the visible part is drawn.
 
-import { FONT, fit, timeStep } from "../common/canvas.js";
+import { FONT, fit, hatched, timeStep } from "../common/canvas.js";
 import { $, el, press, say, observeVisible } from "../common/dom.js";
 import { TICK } from "../model.js";
 import { PHASES, SLEEPING, UNSEEN, WAITING } from "../phases.js";
@@ -178,8 +178,8 @@ export class Timeline {
     }
     pen.clearRect(0, 0, width, TOP + STRAGGLERS); // what has been scrolled under the axis
     this.#axis(pen, { x, start, end, width, height, gutter });
-    this.#cacheLane(pen, { x, start, end, scale, gutter });
-    this.#happenings(pen, { x, start, end, height });
+    this.#stragglersLane(pen, { x, start, end, scale, gutter });
+    this.#events(pen, { x, start, end, height });
     this.#pointed(pen, { x, height, lane, top });
     press($("now"), this.#end === null);
     this.#describe();
@@ -219,7 +219,7 @@ export class Timeline {
         const to = x(time(Math.min(next, last)));
         if (letter === WAITING) {
           // Waiting is drawn lower and hatched.
-          pen.fillStyle = this.#hatched(pen);
+          pen.fillStyle = this.#hatch ??= hatched(pen, colour("phase-collective"), colour("hatch"));
           pen.fillRect(from, y + height * 0.2, to - from, height * 0.6);
         } else if (letter === SLEEPING) {
           // Nothing is done: only a thin line.
@@ -240,24 +240,6 @@ export class Timeline {
     }
   }
 
-  #hatched(pen) {
-    if (this.#hatch) return this.#hatch;
-    const tile = document.createElement("canvas");
-    tile.width = tile.height = 6;
-    const small = tile.getContext("2d");
-    small.fillStyle = colour("phase-collective");
-    small.fillRect(0, 0, 6, 6);
-    small.strokeStyle = colour("hatch");
-    small.beginPath();
-    for (const shift of [-6, 0, 6]) {
-      small.moveTo(shift, 6);
-      small.lineTo(shift + 6, 0);
-    }
-    small.stroke();
-    this.#hatch = pen.createPattern(tile, "repeat");
-    return this.#hatch;
-  }
-
   #axis(pen, { x, start, end, width, height, gutter }) {
     const since = this.#model.head.started;
     const step = timeStep(end - start, width - gutter);
@@ -275,7 +257,7 @@ export class Timeline {
     }
   }
 
-  #cacheLane(pen, { x, start, end, scale, gutter }) {
+  #stragglersLane(pen, { x, start, end, scale, gutter }) {
     const every = Math.max(1, Math.floor(2 / (scale * TICK)));
     const first = Math.ceil(Math.max(start, this.#model.oldest) / TICK / every) * every;
     const last = Math.floor(Math.min(end, this.#model.newest) / TICK);
@@ -296,7 +278,7 @@ export class Timeline {
     }
   }
 
-  #happenings(pen, { x, start, end, height }) {
+  #events(pen, { x, start, end, height }) {
     pen.textAlign = "center";
     let room = 0; // x of the next symbol: a recovery often follows its fault closely
     for (const one of this.#model.events) {

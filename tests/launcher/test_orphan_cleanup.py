@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.forkserver import linux
-from phalanx.launcher.workers.regroup.leftovers import ProcessRow, environ_of, is_of, leftovers, processes
+from phalanx.launcher.workers.regroup.orphan_cleanup import ProcessRow, environ_of, is_of, orphans_of, processes
 from tests.kit.cli import alive, free_port, phalanx, start, until
 
 AGENT, FORK_SERVER, DEAD, LIVING = 10, 11, 20, 30
@@ -38,7 +38,7 @@ TABLE = [
 def test_processes_that_a_dead_rank_started(own: set[int], found: list[int]) -> None:
     table = {row.pid: row for row in TABLE}
     reapers = {AGENT, FORK_SERVER}
-    assert leftovers(table, DEAD, living={LIVING}, reapers=reapers, is_own=own.__contains__) == found
+    assert orphans_of(table, DEAD, living={LIVING}, reapers=reapers, is_own=own.__contains__) == found
 
 
 def test_a_worker_that_never_started_has_left_nothing() -> None:
@@ -46,13 +46,13 @@ def test_a_worker_that_never_started_has_left_nothing() -> None:
     init = ProcessRow(1, 0, 0)
     table = {row.pid: row for row in (init, *TABLE)}
     reapers = {AGENT, FORK_SERVER}
-    assert leftovers(table, 0, living={LIVING}, reapers=reapers, is_own=lambda _: True) == []
+    assert orphans_of(table, 0, living={LIVING}, reapers=reapers, is_own=lambda _: True) == []
 
 
 def test_a_worker_that_is_being_started_spares_nothing() -> None:
     """Two ranks have died: the replacement of the first has no pid yet when the second is replaced."""
     table = {row.pid: row for row in (ProcessRow(1, 0, 0), *TABLE)}
-    found = leftovers(table, DEAD, living={LIVING, 0}, reapers={AGENT, FORK_SERVER}, is_own={22}.__contains__)
+    found = orphans_of(table, DEAD, living={LIVING, 0}, reapers={AGENT, FORK_SERVER}, is_own={22}.__contains__)
     assert found == [21, 22, 23, 24]
 
 

@@ -31,7 +31,7 @@ def kill(worker: int, local_rank: int, *, run: str, living: Collection[int], rea
     living   pids of the other workers: their processes are not touched. 0, here too: it has not started yet
     reapers  pids of the agent and of its fork server, which become the parents of orphans
     """
-    found = leftovers(
+    found = orphans_of(
         processes(),
         worker,
         living={*living},
@@ -46,7 +46,7 @@ def kill(worker: int, local_rank: int, *, run: str, living: Collection[int], rea
     return found
 
 
-def leftovers(
+def orphans_of(
     table: Mapping[int, ProcessRow],
     worker: int,
     *,
