@@ -28,9 +28,9 @@ GENERATED = "<!-- Written by `python -m tools.reference`. -->"
 OPTIONS_TEXT = """\
 `phalanx run [options] script [arguments]`. `phalanx plan` and `phalanx chaos` accept the same options.
 
-phalanx accepts every torchrun option, with the same meaning. Put options before the script; everything after it is
-passed to the script. Underscores may replace dashes (`--log_dir`), and unique prefixes are accepted (`--log-d`). A
-variable sets the default of an option; for a flag it is 1 or 0."""
+phalanx accepts every torchrun option, with the same meaning except for those of the last table. Put options before
+the script; everything after it is passed to the script. Underscores may replace dashes (`--log_dir`), and unique
+prefixes are accepted (`--log-d`). A variable sets the default of an option; for a flag it is 1 or 0."""
 
 EVENTS_TEXT = """\
 A run writes one JSON object per line: `sample` and `metrics` to `samples.jsonl`, all others to `events.jsonl`. The

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.cli.main import VERBS, main
 from phalanx.cli.options import HelpRequested, parse_chaos, parse_plan
 from phalanx.cli.options.misplaced import misplaced
 from phalanx.cli.options.run_options import GROUPS
@@ -164,6 +165,14 @@ def test_a_file_for_a_store_is_not_an_address() -> None:
 
 
 # texts
+
+
+def test_help_of_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) >= 80] == []
+    assert len(lines) <= 24  # fits a terminal of 80 columns and 24 rows
+    assert {verb for line in lines for verb in line.split()[:2]} >= set(VERBS)
 
 
 @pytest.mark.parametrize("line", ["-h", "--help", "--he", "-g 4 -h", "--unknown --help", "-h -g x"])

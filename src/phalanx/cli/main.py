@@ -34,8 +34,8 @@ GROUPS = {
     },
     "Observe": {
         "watch": "show a run, live or ended, in this terminal or in a browser",
-        "logs": "print what the ranks of a run have written, and follow a live run",
-        "ui": "show all runs of this machine in a browser: filter, compare, delete",
+        "logs": "print what the ranks of a run have written; -f follows it",
+        "ui": "show all runs in a browser: filter, compare, delete",
         "report": "write an HTML report of a run",
         "compare": "compare loss and throughput of runs",
     },
@@ -199,10 +199,19 @@ def _unknown(verb: str, rest: list[str]) -> UsageError:
 
 
 def _help() -> str:
-    width = max(map(len, VERBS)) + 2
-    groups = "\n".join(
-        f"{title}:\n" + "".join(f"  {verb:<{width}}{what}\n" for verb, what in verbs.items())
+    """Return the help of `phalanx`, which fits a terminal of 80 columns and 24 rows."""
+    columns = [max(map(len, names)) + 2 for names in (GROUPS, VERBS)]
+    lines = [
+        f"{title if not number else '':<{columns[0]}}{verb:<{columns[1]}}{what}\n"
         for title, verbs in GROUPS.items()
+        for number, (verb, what) in enumerate(verbs.items())
+    ]
+    return (
+        "phalanx: distributed PyTorch training that starts, survives and explains itself\n"
+        "  phalanx run -g 4 train.py         4 ranks; without -g: one per GPU\n"
+        "  phalanx run --hosts a:8,b:2 …     over ssh; in Slurm: srun phalanx run …\n\n"
+        f"{''.join(lines)}\n"
+        "`phalanx help VERB` shows its options. `phalanx run` takes those of torchrun.\n"
     )
     return (
         "phalanx: distributed PyTorch training that starts, survives and explains itself\n\n"

@@ -45,10 +45,10 @@ def help_text(verb: str, *, everything: bool = False) -> str:
 
 _HELP = tuple(option for option in OPTIONS if option.name in ("--help", "--help-all"))
 _RULES = (
-    "Accepts every torchrun option, with the same meaning. Put options before the script; everything",
-    "after it is passed to the script. Underscores may replace dashes (--log_dir), and unique prefixes",
-    "are accepted (--log-d). torchrun options take their defaults from PET_ variables: PET_NNODES,",
-    "PET_MAX_RESTARTS.",
+    "Accepts every torchrun option, with the same meaning except for those of the last group. Put",
+    "options before the script; everything after it is passed to the script. Underscores may replace",
+    "dashes (--log_dir), and unique prefixes are accepted (--log-d). torchrun options take their",
+    "defaults from PET_ variables: PET_NNODES, PET_MAX_RESTARTS.",
 )
 
 
