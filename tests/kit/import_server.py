@@ -130,9 +130,11 @@ def _modules(what: str) -> list[str]:
     import phalanx
 
     if what == "torch":
+        from phalanx.forkserver import paths
+
         return [
             *("torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint"),
-            "torch.distributed.fsdp",
+            *("torch.distributed.fsdp", *paths.TRAINING),
         ]
     found = ["aiohttp"]
     for package in ("cli", "launcher", "control", "cluster", "recover", "diagnose"):

@@ -133,27 +133,29 @@ def test_code_before_the_script_finds_hidden_modules_and_waits_for_their_import(
     assert (result.out, result.err) == ("outer\ninner is imported: True\n", "")
 
 
-def test_the_fork_server_imports_every_module_of_phalanx_that_a_training_uses(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        textwrap.dedent("""
-        import sys
-        import torch
-        import phalanx
+TRAINING = """\
+import sys
+import torch
+import phalanx
 
-        def main(run):
-            model = torch.nn.Linear(4, 4)
-            opt = torch.optim.SGD(model.parameters())
-            data = run.loader(torch.utils.data.TensorDataset(torch.randn(8, 4)), batch_size=2)
-            run.keep(model, opt, data)
-            wrapped = run.wrap(model)
-            for (x,) in run.batches(data):
-                run.backward(wrapped(x).sum())
-                run.step(opt)
-            preloaded = sys.modules["_phalanx_forkserver.imports.preload"].modules
-            print([name for name in sys.modules if name.startswith("phalanx.") and not preloaded.loaded(name)])
+def main(run):
+    model = torch.nn.Linear(4, 4)
+    opt = torch.optim.SGD(model.parameters())
+    data = run.loader(torch.utils.data.TensorDataset(torch.randn(8, 4)), batch_size=2)
+    run.keep(model, opt, data)
+    wrapped = run.wrap(model)
+    for (x,) in run.batches(data):
+        run.backward(wrapped(x).sum())
+        run.step(opt)
+    preloaded = sys.modules["_phalanx_forkserver.imports.preload"].modules
+    print([name for name in sys.modules if name.startswith("phalanx.") and not preloaded.loaded(name)])
 
-        phalanx.main(main)
-        """)
-    )
+phalanx.main(main)
+"""
+
+
+@pytest.mark.parametrize("server", ["cold", pytest.param("warm", marks=pytest.mark.warmed)])
+def test_a_fork_server_imports_every_module_of_phalanx_that_a_training_uses(server: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
     result = phalanx("run", "-g", "2", "--cpu", str(tmp_path / "train.py"))
-    assert sorted(line for line in result.out.splitlines() if line.endswith("]")) == ["[0] []", "[1] []"], result.out
+    assert sorted(line for line in result.out.splitlines() if line.endswith("]")) == ["[0] []", "[1] []"], server

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from . import hidden_modules, linux, wire
+from . import hidden_modules, linux, paths, wire
 from .child import teardown
 from .imports import preload
 from .orphans import Orphans
@@ -46,7 +46,7 @@ class WarmForkServer:
         """Serve until there was no request for `idle` seconds. Returns the spec in a worker only."""
         self._listener.listen(_QUEUE)  # callers see this process as their peer, not the one that started it
         probe.prepare()
-        report = preload.preload([*modules, _STORE], [], None)
+        report = preload.preload([*modules, _STORE], [*paths.TRAINING], None)
         teardown.keep_operators()
         linux.adopt_orphans()
         self._files = _module_files()

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
-from .. import log
+from .. import hidden_modules, log
 from . import terminal
 from .terminal import Session, TerminalStream
 
 
 def install() -> None:
     """Patch pdb, now or when it is imported."""
-    if "pdb" in sys.modules:
-        _redirect(sys.modules["pdb"])
+    if (pdb := hidden_modules.find("pdb")) is not None:
+        _redirect(pdb)
     else:
         _when_imported("pdb", _redirect)
 
