@@ -79,6 +79,25 @@ def test_a_training_script_is_known_by_its_text(text: str, trains: bool) -> None
     assert bool(preload_hints.guess(text)) == trains
 
 
+@pytest.mark.parametrize(
+    ("line", "uses"),
+    [
+        ("import phalanx", True),
+        ("  from phalanx import Run", True),
+        ("import os, sys, phalanx", True),
+        ("import os,phalanx", True),
+        ("import torch.nn as nn, phalanx as px, sys", True),
+        ("import os, sys  # as phalanx does", False),
+        ("import phalanx_tools, not_phalanx, tools.phalanx", False),
+        ("# import phalanx", False),
+        ("print('import phalanx')", False),
+        ("import os\nphalanx = 1", False),
+    ],
+)
+def test_a_script_that_uses_phalanx_is_known_by_its_imports(line: str, uses: bool) -> None:
+    assert ("phalanx.train" in " ".join(preload_hints.guess(f"import torch\n{line}\n"))) == uses
+
+
 def test_hints_contain_only_what_is_safe(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("import torch.optim")
     command = Command("script", str(tmp_path / "t.py"), (), "py")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.collectives import errors
 from phalanx.launcher.output.tracebacks import read_traceback
 from phalanx.launcher.runs.failure_report import (
     afterwards,
@@ -170,6 +171,8 @@ def test_a_cuda_call_of_a_torch_without_cuda_is_explained() -> None:
     text = "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'"
     shown = block(ProcessFailure(0, 1, 9.9, error=error(text, 9.9)), tail=(), folder="")
     assert "this torch is built without CUDA: " in shown
+    quoted = text.replace("AttributeError", "ValueError: caught AttributeError")
+    assert "built without CUDA" not in block(ProcessFailure(0, 1, 9.9, error=error(quoted, 9.9)), tail=(), folder="")
 
 
 def test_a_message_of_many_lines_is_cut_before_what_cpp_adds() -> None:
@@ -387,6 +390,27 @@ def test_a_mismatch_in_a_callback_of_ddp_is_named_as_on_the_other_ranks() -> Non
     other = ProcessFailure(0, 1, 3.1, error=traced(words, "/w/b.py", "/w/c.py", when=3.0))
     assert summary(cause) == f"rank 1 failed: {words}"
     assert afterwards(cause, failed_ranks([cause, other])) == ["afterwards: rank 0 failed in the same way"]
+
+
+def test_an_error_of_a_hook_of_ddp_keeps_its_class() -> None:
+    wrapped = "RuntimeError: Got the following error when running the callback: ValueError: my hook: fails"
+    cause = ProcessFailure(1, 1, 3.0, error=traced(wrapped, "/w/a.py"))
+    assert summary(cause) == "rank 1 failed: ValueError: my hook: fails"
+
+
+def test_ddps_words_are_left_out_for_all_errors_of_collectives() -> None:
+    found = [name for name, kind in vars(errors).items() if isinstance(kind, type)]
+    assert len(found) == 6
+    for name in {*found} - {"CallRefused"}:  # raised by the call itself
+        wrapped = f"RuntimeError: Got the following error when running the callback: {name}: it is over"
+        cause = ProcessFailure(1, 1, 3.0, error=traced(wrapped, "/w/a.py"))
+        assert summary(cause) == "rank 1 failed: it is over"
+
+
+def test_different_errors_without_a_message_are_not_the_same() -> None:
+    cause = ProcessFailure(0, 1, 3.0, error=traced("AssertionError", "/w/a.py"))
+    other = ProcessFailure(1, 1, 3.1, error=traced("AssertionError", "/w/b.py", "/w/c.py", when=3.0))
+    assert afterwards(cause, failed_ranks([cause, other])) == ["afterwards: rank 1 failed: AssertionError"]
 
 
 def test_failures_that_are_all_different_are_counted() -> None:

@@ -185,7 +185,8 @@ def reasons(failures: Sequence[WorkerFailure]) -> str:
     """Return the reasons of failures at one time: an exception that several ranks have raised is named once."""
     kinds: list[list[WorkerFailure]] = []
     for failure in failures:
-        same = next((kind for kind in kinds if _alike(kind[0], failure)), None)
+        # Without a place it was killed from outside.
+        same = next((kind for kind in kinds if _alike(kind[0], failure)), None) if failure.place else None
         if same is None:
             kinds.append([failure])
         elif len(failure.reason) < len(same[0].reason):  # the others quote its message
@@ -202,7 +203,11 @@ def reasons(failures: Sequence[WorkerFailure]) -> str:
 
 def _alike(one: WorkerFailure, other: WorkerFailure) -> bool:
     """Return whether two ranks have raised the same exception, or one of them quotes the other's."""
-    first, second = (failure.reason.partition(" failed: ")[2] for failure in (one, other))
-    if not (one.place and other.place and first and second):
-        return False  # killed from outside
-    return one.place == other.place or first in second or second in first
+    short, long = sorted((failure.reason.partition(" failed: ")[2] for failure in (one, other)), key=len)
+    if one.place == other.place:
+        return bool(short) and _class(short) == _class(long)
+    return ": " in short and short in long  # a class without a message is no quotation
+
+
+def _class(exception: str) -> str:
+    return exception.partition(" ")[0].removesuffix(":")

@@ -19,7 +19,7 @@ _TRAINING = re.compile(
     r"\boptim\b|\bcompile\b|DistributedDataParallel|fully_shard|FSDP|Trainer\b|[Ll]ightning|[Aa]ccelerat"
 )
 _DYNAMO = "torch._dynamo"
-_WITH_US = re.compile(r"^\s*(import|from) phalanx\b", re.MULTILINE)
+_WITH_US = re.compile(r"^[ \t]*(?:from[ \t]+|import\b[^#\n]*(?<![\w.]))phalanx\b", re.MULTILINE)
 _OURS = (*paths.TRAINING, "psutil", "encodings.idna")  # includes what joining needs
 
 # Known to start no thread, process or device on import, and to read nothing that differs between ranks.

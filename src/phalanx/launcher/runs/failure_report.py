@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from phalanx.control.messages import FailedRanks
 from phalanx.diagnose import words
 from phalanx.diagnose.rules.collectives import timeouts
+from phalanx.forkserver import paths
 from phalanx.launcher.output import tracebacks
 from phalanx.launcher.output.tracebacks import Line, TracebackReport
 from phalanx.launcher.runs.root_cause import (
@@ -34,8 +35,10 @@ _IN_USE = re.compile(r"failed to listen on any local network address.*?port: (\d
 _NO_CUDA = re.compile(r"AttributeError: module 'torch\._C' has no attribute '_cuda_\w+'")
 _GLOO = re.compile(r"\[\S+/gloo/\S+:\d+\] |\. This is typically caused by a remote worker crashing\..*")
 _CAUGHT = re.compile(r"\S+: Caught \S+ in (.+)\.$")  # torch: DataLoader worker process 0, replica 0 on device 0
-_IN_CALLBACK = re.compile(  # DDP's words around an error of one of phalanx's groups
-    r"RuntimeError: Got the following error when running the callback: \w+: (?:\w+: this group has failed before: )?"
+_IN_CALLBACK = re.compile(  # torch's words around an error of a group or of a hook of DDP
+    r"RuntimeError: Got the following error when running the callback: "
+    rf"(?:(?:{'|'.join((*paths.LOST_PEER, paths.MISMATCH, 'LeftEarly'))}): "
+    r"(?:\w+: this group has failed before: )?)?"
 )
 _MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo, if sizes differ
 _NO_MESSAGE = re.compile(r"Exception raised from |^frame #\d+|^(Original )?Traceback |^C\+\+ CapturedTraceback")
@@ -141,7 +144,7 @@ def afterwards(cause: ProcessFailure, failed: Iterable[FailedRanks]) -> list[str
     different: dict[str, list[int]] = {}
     for kind in failed:
         ranks = [rank for rank in kind.ranks if rank != cause.rank]
-        if where and (kind.place == where or (kind.place and text and kind.text == text)):
+        if where and (kind.place == where or (": " in text and kind.text == text)):
             same += ranks
         elif kind.lost_peer:
             lost += ranks
