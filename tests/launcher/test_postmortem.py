@@ -9,7 +9,7 @@ import msgspec
 
 from phalanx.contract import events
 from phalanx.diagnose.verdict import Verdict
-from phalanx.launcher.runs import postmortem
+from phalanx.launcher.runs import postmortem, summary
 from phalanx.launcher.runs.run_folder import RunRecord
 
 
@@ -91,3 +91,18 @@ def test_a_stall_that_was_reported_again_counts_once(tmp_path: Path) -> None:
     remains = postmortem.read(record(tmp_path, *started(0, 1.0), node=1))
     assert [verdict.text for verdict in remains.verdicts] == ["rank 1 has slept for 10 min"]
     assert "this is the part of node 1" in postmortem.report(remains)
+
+
+def test_faults_that_ended_the_run_were_not_survived(tmp_path: Path) -> None:
+    def fault(rank: int, time: float, recovery: str) -> events.FaultEvent:
+        return events.FaultEvent(time=time, rank=rank, reason=f"rank {rank} failed: KeyError", recovery=recovery)
+
+    joined = events.FaultEvent(time=1.5, rank=0, reason="node 1 joined", recovery="regroup", kind="node-joined")
+    recovered = events.Recovered(time=3.0, generation=1, seconds=1.0, step=5)
+    last = [fault(0, 4.0, "regroup"), fault(1, 4.0, "stop")]
+    found = record(tmp_path, *started(0, 1.0), joined, fault(1, 2.0, "regroup"), recovered, *last)
+    text = postmortem.report(postmortem.read(found))
+    (clock,) = (line.split()[0] for line in text.splitlines() if line.endswith("rank 1 failed: KeyError"))
+    assert f"it survived 1 fault:\n  {clock} rank 1 failed: KeyError\n" in text
+    assert "rank 0" not in text
+    assert summary.of(found).faults == 1

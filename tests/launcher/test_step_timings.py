@@ -59,6 +59,20 @@ def test_a_script_without_steps_counts_from_when_it_works_and_again_once_it_has_
     assert (total.steps, total.samples) == (5, {"forward": 10})
 
 
+def test_a_stall_is_no_usual_step() -> None:
+    """A rank that has slept once is not slow. One that becomes slow for good is."""
+    timing = RankTiming()
+    for now in (reading(2, 20, forward=20), reading(22, 40, forward=40), reading(23, 290, forward=40, idle=250)):
+        timing.update(now)
+    total = timing.total(WORKER)
+    assert total is not None
+    assert (total.steps, total.samples, total.seconds) == (20, {"forward": 20}, pytest.approx(2.0))
+    timing.update(reading(24, 540, forward=40, idle=500))
+    total = timing.total(WORKER)
+    assert total is not None
+    assert (total.steps, total.samples, total.seconds) == (21, {"forward": 20, "idle": 250}, pytest.approx(27.0))
+
+
 def test_a_gpu_that_is_slowed_down_now_and_then_is_not_the_reason() -> None:
     timing = RankTiming(reading(2, 0), reading(20, 100, forward=100), gpu_readings=20)
     timing.slowdowns["thermal"] = 2

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -298,6 +299,49 @@ def test_other_type_errors_are_those_of_the_script(run: phalanx.Run) -> None:
 
         with pytest.raises(TypeError):
             wrong_calls.call(train, run)
+
+
+def test_a_class_of_another_module_may_have_the_name_of_one_of_phalanx() -> None:
+    module: dict[str, Any] = {}
+    exec("class Loader:\n    def set_epoch(self): ...", module)
+
+    def train(loader: Any) -> None:
+        loader.set_epoch(5)
+
+    with pytest.raises(TypeError, match=r"Loader.set_epoch\(\) takes 1 positional argument but 2 were given"):
+        wrong_calls.call(train, module["Loader"]())
+
+
+def test_decorators_may_change_the_arguments() -> None:
+    def train(run: phalanx.Run, config: str) -> None: ...
+
+    @functools.wraps(train)
+    def with_config(run: phalanx.Run) -> None:
+        train(run, "config")
+
+    @functools.wraps(train)
+    def without_run() -> None: ...
+
+    wrong_calls.check_train(with_config)
+    wrong_calls.check_train(functools.partial(train, config=""))
+    with pytest.raises(UsageError, match="takes no argument"):
+        wrong_calls.check_train(without_run)
+
+
+def test_functions_that_would_not_run_are_refused() -> None:
+    async def awaited(run: phalanx.Run) -> None: ...
+
+    def generator(run: phalanx.Run) -> Iterator[int]:
+        yield 1
+
+    async def both(run: phalanx.Run) -> AsyncIterator[int]:
+        yield 1
+
+    with pytest.raises(UsageError, match=r"awaited is an async function, and main\(\) does not await it"):
+        wrong_calls.check_train(functools.partial(awaited))
+    for function in (generator, both):
+        with pytest.raises(UsageError, match=f"{function.__name__} contains yield"):
+            wrong_calls.check_train(function)
 
 
 def test_main_takes_a_function_of_a_run() -> None:

@@ -61,16 +61,17 @@ def test_steps_and_reasons_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_only_the_end_of_long_files_is_read() -> None:
     record = left("long", [])
     fault = events.FaultEvent(time=START, rank=1, reason="killed", recovery="regroup")
+    back = events.Recovered(time=START, generation=1, seconds=1.0, step=7)
     sample = events.ClusterSample(
         time=START, seconds=1.0, ranks=tuple(events.RankSample(rank=rank) for rank in range(512))
     )
     loss = events.MetricsMeasured(time=START, step=7, values={"train/loss": None, "accuracy": 0.5})
-    (Path(record.folder) / "events.jsonl").write_bytes(events.encode(fault) * 100_000)
+    (Path(record.folder) / "events.jsonl").write_bytes((events.encode(fault) + events.encode(back)) * 50_000)
     (Path(record.folder) / "samples.jsonl").write_bytes(events.encode(sample) * 500 + events.encode(loss))
     before = io_read()
     summary_ = summary.of(record)
     assert io_read() - before < 2_000_000
-    assert summary_.faults > 1000
+    assert 500 < summary_.faults < 50_000
     assert (summary_.step, str(summary_.loss)) == (7, "nan")
 
 

@@ -157,7 +157,9 @@ class StatefulRun:
     def save(self, **metrics: Any) -> bool:
         """`run.save()` or `run.checkpoint()`: save a checkpoint now, in the background. All ranks must call it.
 
-            run.save(accuracy=accuracy)     # compared with others by `run.checkpoints(keep_best=1, metric="accuracy")`
+            run.checkpoints("FOLDER", keep_best=1, metric="accuracy", mode="max")
+            ...
+            run.save(accuracy=accuracy)     # kept if it is the best
 
         Returns False if it was skipped because earlier ones are still being written. Within a window of micro-batches,
         the state after the last update is saved; a run that resumes from it repeats the window.

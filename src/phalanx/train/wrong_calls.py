@@ -9,7 +9,6 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any, TypeVar
 
 from phalanx.errors import UsageError
@@ -58,14 +57,21 @@ def call(train: Callable[[Given], Result], run: Given) -> Result:
 
 def check_train(train: Callable[..., object]) -> None:
     """Raise unless `train` can be called with a run."""
+    name = getattr(getattr(train, "func", train), "__name__", "train")  # a functools.partial has no name
+    if inspect.iscoroutinefunction(train):
+        raise UsageError(
+            f"{name} is an async function, and main() does not await it",
+            fix=f"phalanx.main(lambda run: asyncio.run({name}(run)))",
+        )
+    if inspect.isgeneratorfunction(train) or inspect.isasyncgenfunction(train):
+        raise UsageError(f"{name} contains yield, so calling it runs nothing", fix=f"def {name}(run): … without yield")
     try:
-        signature = inspect.signature(train)
+        signature = inspect.signature(train, follow_wrapped=False)  # a decorator may add or remove arguments
     except (TypeError, ValueError):  # a function of an extension module has none
         return
     try:
         signature.bind(None)
     except TypeError:
-        name = getattr(train, "__name__", "train")
         raise UsageError(
             f"main() calls {name}(run), which takes {', '.join(signature.parameters) or 'no argument'}",
             details=["run.rank and run.world_size are the rank and the number of ranks"],
@@ -98,17 +104,28 @@ def wrong_call(error: TypeError) -> UsageError | None:
         trace = trace.tb_next
     if found is None or trace is None or not error_file.is_script(trace.tb_frame.f_code.co_filename):
         return None
-    method = _method(found["owner"], found["name"], trace.tb_frame)
+    method = _method(found["owner"], found["name"])
     return _explained(found["name"], method, found["problem"]) if method is not None else None
 
 
-def _method(owner: str, name: str, frame: FrameType) -> Callable[..., Any] | None:
-    """Return the method of phalanx that Python's message names, unless a class of the script has that name."""
+def _method(owner: str, name: str) -> Callable[..., Any] | None:
+    """Return the method of phalanx that Python's message names, unless another class may be meant."""
     for cls in (*Run.__mro__[:-1], WorkerProcessGroup, Wrapped, Loader):
-        if cls.__name__ == owner and frame.f_globals.get(owner, cls) is cls:
+        if cls.__name__ == owner:
             method = vars(cls).get(name)
-            return method if callable(method) else None
+            return method if callable(method) and not _is_elsewhere(cls, name) else None
     return None
+
+
+def _is_elsewhere(ours: type, name: str) -> bool:
+    """Return whether another loaded class has this name and such a method, like one of the script."""
+    level, seen = {object}, {object}
+    while level:
+        level = {cls for base in level for cls in type.__subclasses__(base)} - seen
+        seen |= level
+        if any(cls.__qualname__ == ours.__qualname__ and name in vars(cls) for cls in level - {ours}):
+            return True
+    return False
 
 
 def _explained(name: str, method: Callable[..., Any], problem: str) -> UsageError | None:

@@ -161,6 +161,26 @@ def test_a_tensor_data_set_gives_the_batches_of_torch(workers: int) -> None:
             assert torch.equal(tensor, expected)
 
 
+class Doubled(TensorDataset):  # type: ignore[misc]
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * tensor[index] for tensor in self.tensors)
+
+
+class DoubledBatches(TensorDataset):  # type: ignore[misc]
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, ...]]:
+        assert type(indices) is list
+        return [tuple(2 * tensor[index] for tensor in self.tensors) for index in indices]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_other_tensor_data_sets_are_read_by_sample() -> None:
+    for kind in (Doubled, DoubledBatches):
+        (ours,) = loaders_of(kind(torch.arange(4)), 1, batch_size=2)
+        assert [batch.tolist() for (batch,) in ours] == [[0, 2], [4, 6]]
+    (ours,) = loaders_of(TensorDataset(torch.nested.nested_tensor([torch.ones(2)] * 4)), 1, batch_size=2)
+    assert [batch.shape for (batch,) in ours] == [(2, 2)] * 2  # it cannot be indexed with a tensor
+
+
 def test_two_iterations_at_the_same_time_are_refused() -> None:
     (loader,) = loaders_of(Numbers(8), 1, batch_size=2)
     with pytest.raises(UsageError, match="at the same time"):

@@ -6,6 +6,7 @@ import contextlib
 import glob
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -206,10 +207,24 @@ def _unfinished(data: PostmortemData) -> list[str]:
     return lines
 
 
+def survived_faults(happened: Iterable[events.AnyEvent]) -> list[events.FaultEvent]:
+    """Return the faults after which training continued: a step was committed, or all ranks were started again."""
+    found: list[events.FaultEvent] = []
+    latest: list[events.FaultEvent] = []  # since the last recovery
+    for event in happened:
+        match event:
+            case events.FaultEvent() if event.kind != "node-joined" and event.recovery != "stop":
+                latest.append(event)
+            case events.Recovered() | events.Restarted():
+                found += latest
+                latest = []
+    return found
+
+
 def _survived(data: PostmortemData) -> list[str]:
-    faults = [event for event in data.history if isinstance(event, events.FaultEvent) and event.recovery != "stop"]
+    faults = survived_faults(data.history)
     if not faults:
         return []
     lines = [f"it survived {len(faults)} fault{'s' if len(faults) > 1 else ''}:"]
-    shown = [f"  {_clock(fault.time)} rank {fault.rank}: {fault.reason}" for fault in faults]
+    shown = [f"  {_clock(fault.time)} {fault.reason}" for fault in faults]
     return [*lines, *(shown if len(shown) <= 8 else [*shown[:4], f"  … {len(shown) - 8} more", *shown[-4:]])]

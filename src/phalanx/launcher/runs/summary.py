@@ -13,7 +13,7 @@ import msgspec
 
 from phalanx.contract import events
 from phalanx.contract.exit_codes import stopped_by
-from phalanx.launcher.runs import history, recorded_metrics
+from phalanx.launcher.runs import history, postmortem, recorded_metrics
 from phalanx.launcher.runs.run_folder import RunRecord
 
 _END = 1 << 18  # bytes of a file
@@ -34,8 +34,7 @@ def of(record: RunRecord) -> RunSummary:
     """Return the summary of a run."""
     record = history.leader_record(record)
     happened = list(_end_of(os.path.join(record.folder, "events.jsonl")))
-    faults = (event for event in happened if isinstance(event, events.FaultEvent) and event.kind != "node-joined")
-    survived = sum(event.recovery != "stop" for event in faults)
+    survived = len(postmortem.survived_faults(happened))
     survived += sum(isinstance(event, events.BatchSkipped) for event in happened)
     step, loss = _measured(record.folder)
     if step is None:

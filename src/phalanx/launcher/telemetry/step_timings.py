@@ -1,6 +1,6 @@
 """Measures how long each rank spends per step on data, compute and waiting, and names the stragglers.
 
-Only whole, usual steps count: not the time before a rank's first steps or after its last.
+Only whole, usual steps count: not the time before a rank's first steps or after its last, and no stall.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _SEND_INTERVAL = 4.9  # seconds between two reports to the leader
 _WARMUP_STEPS = 2  # they take longer than the others
 _MIN_STEPS = 8  # steps of a rank that must be seen before it is reported as a straggler
+_STALL, _STALL_FACTOR = 5.0, 10.0  # seconds, and times the usual duration, from which on a step does not count
 _SURE = 4.0  # standard deviations of what was counted: equal ranks differ by less
 _OFTEN = 0.25  # share of GPU readings with a slowdown, from which on it is given as the reason
 _REPLY_TIMEOUT = 2.0  # seconds for node 0
@@ -47,6 +48,7 @@ class RankTiming:
     gpu_readings: int = 0
     slowdowns: Counter[str] = field(default_factory=Counter)  # reasons for which its GPU was slowed down
     _gpu: Gpu | None = None
+    _stalled: bool = False  # the latest step was a stall
 
     def update(self, now: StatusReading, gpu: Gpu | None = None) -> None:
         """Add a reading. A script whose steps are not visible counts from when it joined the others."""
@@ -65,7 +67,24 @@ class RankTiming:
         elif not self.first.step and now.step:  # training starts only now
             self.first = self.last = None
         elif self.last is not None and (now.step > self.last.step or not now.step):
+            self._leave_out_stall(self.first, self.last, now)
             self.last = now
+
+    def _leave_out_stall(self, first: StatusReading, last: StatusReading, now: StatusReading) -> None:
+        """Move the first reading forward by the latest step if that has taken far longer than the others, as with a
+        stall or an evaluation. Only once in a row: a rank may become slow for good.
+        """
+        steps, made = last.step - first.step, now.step - last.step
+        usual = (last.looked - first.looked) / max(steps, 1) * made
+        long = steps >= _MIN_STEPS and now.looked - last.looked > max(_STALL, _STALL_FACTOR * usual)
+        if long and not self._stalled:
+            self.first = first._replace(
+                step=first.step + made,
+                looked=first.looked + now.looked - last.looked,
+                looks=first.looks + now.looks - last.looks,
+                phases={name: count + now.phases[name] - last.phases[name] for name, count in first.phases.items()},
+            )
+        self._stalled = long
 
     def total(self, worker: Worker) -> Total | None:
         """Return how often the worker was seen in each phase, or None if there is nothing to compare yet."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import TensorDataset
 
 from phalanx.errors import UsageError
 from phalanx.train.data import rng
@@ -38,7 +37,7 @@ class DatasetReader:
     def _by_index(self, part: BatchAssignment) -> IndexedData:
         dataset, options = self.dataset, dict(self.options)
         _refuse_nothing(len(dataset), part)
-        if type(dataset) is TensorDataset and options["collate_fn"] is None:
+        if options["collate_fn"] is None and TensorBatches.can_read(dataset):
             dataset, options = TensorBatches(dataset), {**options, "collate_fn": as_it_is}
         # Do not interfere with a script that seeds its workers itself.
         seeded = options["num_workers"] > 0 and self.own_generator is not None and options.get("worker_init_fn") is None

@@ -92,6 +92,16 @@ class TensorBatches:
     def __init__(self, dataset: TensorDataset) -> None:
         self._tensors = dataset.tensors
 
+    @staticmethod
+    def can_read(dataset: Any) -> bool:
+        """Return whether a data set can be read so: not subclasses, which may transform samples, nor tensors that
+        cannot be indexed with a tensor.
+        """
+        return type(dataset) is TensorDataset and all(
+            tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+            for tensor in dataset.tensors
+        )
+
     def __getitems__(self, indices: list[int] | torch.Tensor) -> list[Any]:
         places = torch.as_tensor(indices)
         return [tensor[places] for tensor in self._tensors]
