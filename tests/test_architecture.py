@@ -8,6 +8,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +96,30 @@ def test_the_layers_of_the_page_are_those_that_are_enforced() -> None:
         (layers,) = [contract["layers"] for contract in contracts if contract["name"] == name]
         shown = "\n".join(layers).replace("phalanx.", "")
         assert f"```\n{shown}\n```" in page
+
+
+def level(function: str) -> tuple[int, int]:
+    """Return the layer of "launcher/agent/agent.NodeAgent.run", and that within the launcher. 0 is the highest."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = {contract["name"]: contract.get("layers", ()) for contract in contracts}
+
+    def index(name: str, contract: str) -> int:
+        return next(at for at, layer in enumerate(layers[contract]) if name in re.findall(r"\w+", layer))
+
+    top, _, rest = function.partition("/")
+    inside = index(re.match(r"\w+", rest)[0], "packages of the launcher are layers") if top == "launcher" else 0  # type: ignore[index]
+    return index(top, "imports point down"), inside
+
+
+def test_the_walks_of_the_page_go_up_only_where_it_says() -> None:
+    text = PAGE.read_text().partition("## Three walks through the code\n")[2].partition("\n## ")[0]
+    up = set()
+    for walk in text.split("\n\nFrom ")[1:]:
+        chains = [re.search(r"`\w+/[\w/.]+`(?: → `[\w/.]+`)*", step) for step in re.findall(r"^\d\. .*", walk, re.M)]
+        called = [name for chain in chains if chain for name in re.findall(r"`([^`]+)`", chain[0])]
+        assert len(called) > 10
+        up |= {(one, other) for one, other in pairwise(called) if level(other) < level(one)}
+    assert up == set(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", text, re.M))
 
 
 def test_phalanx_starts_itself_without_the_current_folder() -> None:

@@ -13,10 +13,11 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 FOLDER, NAMES = os.environ["TRACES"], frozenset(os.environ["TRACED"].split())
-LAST = "launcher/hangs/hang_action.choose"
+ALARM, LAST = "launcher/hangs/detector.HangDetector._alarm", "launcher/hangs/hang_action.choose"
 
 
 def trace() -> None:
@@ -34,15 +35,23 @@ def trace() -> None:
     sys.setprofile(called)
 
 
-def mark(what: str) -> None:
-    """Write when something else happens."""
+def mark(what: str) -> float:
+    """Write when something else happens, and return the time."""
+    now = time.monotonic()
     with open(f"{FOLDER}/{what}", "w") as file:
-        file.write(f"{time.monotonic()} {what}\n")
+        file.write(f"{now} {what}\n")
+    return now
 
 
-def answered() -> bool:
-    """Return whether the stall was reported."""
-    return any(LAST in open(entry.path).read() for entry in os.scandir(FOLDER))
+def answered(since: float) -> bool:
+    """Return whether this stall was reported. On a busy machine the recovery before it may be reported as one, too."""
+    for name in (ALARM, LAST):
+        lines = (line.split() for entry in os.scandir(FOLDER) for line in Path(entry).read_text().splitlines())
+        times = [float(words[0]) for words in lines if words[1:] == [name] and float(words[0]) >= since]
+        if not times:
+            return False
+        since = min(times)
+    return True
 
 
 def main() -> None:
@@ -66,8 +75,8 @@ def main() -> None:
                 mark("kill")
                 os.kill(os.getpid(), signal.SIGKILL)
             if run.rank == 1 and run.steps == 9:
-                mark("stall")
-                while not answered():
+                since = mark("stall")
+                while not answered(since):
                     time.sleep(0.1)
 
     phalanx.main(train)
