@@ -68,7 +68,7 @@ CODES = {"phalanx doctor": {0, 1}, "diff": {0, 1}}
 # Commands about an existing run: with this name, or any run.
 NAMED, ABOUT_RUNS = "resnet", re.compile(r"\bphalanx (why|logs|ps|report|compare)\b")
 STARTS = re.compile(r"\bphalanx run\b")
-INJECTS = re.compile(r"\bphalanx chaos\b.* --times\b")  # it depends on the script whether a fault happens before its end
+INJECTS = re.compile(r"\bphalanx chaos\b.* --times\b")  # whether a fault happens depends on the script
 done: set[str] = set()  # commands that have run, for any page of this process
 
 

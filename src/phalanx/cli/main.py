@@ -213,11 +213,3 @@ def _help() -> str:
         f"{''.join(lines)}\n"
         "`phalanx help VERB` shows its options. `phalanx run` takes those of torchrun.\n"
     )
-    return (
-        "phalanx: distributed PyTorch training that starts, survives and explains itself\n\n"
-        "  phalanx run train.py --lr 0.1     one rank per GPU of this machine, or one CPU rank\n"
-        "  phalanx run -g 4 train.py         4 ranks\n"
-        "  phalanx run --hosts a:8,b:2 …     two machines, over ssh; in Slurm or MPI: srun phalanx run …\n\n"
-        f"{groups}\n"
-        "`phalanx help VERB` shows its options. Any script that runs under torchrun runs under `phalanx run`.\n"
-    )
