@@ -115,8 +115,8 @@ def test_the_reference_has_every_call_of_a_run(site: Path) -> None:
 
 def messages() -> dict[str, str]:
     """Return messages as users paste them, with characters that are special in lunr queries, and the expected title."""
-    signs = (r"\w+: Expected to have", r".*: --local-rank", r"Exit code -9")
-    lines = [line.strip("`") for line in PAGE.splitlines()]
+    signs = (r"\w+: Expected to have", r".*: --local-rank", r"Exit code -9", r"\w+.OutOfMemoryError", r".* any network")
+    lines = [line.removeprefix("- ").strip("`") for line in PAGE.splitlines()]
     found = {}
     for sign in signs:
         place = next(at for at, line in enumerate(lines) if re.match(rf"(### )?{sign}", line))

@@ -30,6 +30,7 @@ MESSAGES = {
     "lib/libtorch_cpu.so": (
         "The server socket has failed to listen on any local network address. port: ",
         "The client socket has timed out after ",
+        "The client socket has failed to connect to any network address of (",
         " seconds waiting for clients. ",
         "Gloo connectFullMesh failed with ",
         "Expected to have finished reduction in the prior iteration before starting a new one.",

@@ -143,7 +143,7 @@ def test_a_node_that_cannot_take_part_is_dismissed_with_the_reason(lab: Lab, tmp
 
 
 def test_a_node_that_ends_before_its_first_step_is_dismissed(lab: Lab, tmp_path: Path) -> None:
-    """Code 0 is no failure, so the others would wait for it in vain. Another script, or other arguments."""
+    """Code 0 is no failure, so the others would wait for a rank that never comes. Another script or other arguments."""
     jobs = [node(lab, 0, tmp_path)]
     entered(jobs[0], 1)
     until((tmp_path / f"{STEPS + 1}.0").exists, 60, "an epoch")

@@ -128,9 +128,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="does not fit the model") as caught:
             checkpoints.load({"model": other})
         assert caught.value.details == (
-            "the model has model.3.weight, the checkpoint has not",
-            "the model has model.3.bias, the checkpoint has not",
-            "the checkpoint has model.1.bias, the model has not",
+            "the model has model.3.weight, the checkpoint does not",
+            "the model has model.3.bias, the checkpoint does not",
+            "the checkpoint has model.1.bias, the model does not",
             "model.1.weight is (5, 3) in the model, (4, 3) in the checkpoint",
         )
         assert same(before, [*other.parameters()])
@@ -185,7 +185,7 @@ def test_missing_extra_state_is_named(tmp_path: Path) -> None:
         checkpoints.save(1, {"model": nn.ReLU()})
         with pytest.raises(CheckpointError, match="does not fit the model") as caught:
             checkpoints.load({"model": OnlyExtraState()})
-    assert caught.value.details == ("the model has model._extra_state, the checkpoint has not",)
+    assert caught.value.details == ("the model has model._extra_state, the checkpoint does not",)
 
 
 PLAIN = [

@@ -155,8 +155,8 @@ def _in_place(own: Any, value: Any) -> Any:
 
 def _model_targets(name: str, model: nn.Module, plain: Mapping[str, Any], saved: Mapping[str, Shape]) -> Tensors:
     have = {plain_name(key): value for key, value in unwrapped(model).state_dict().items()}
-    details = [f"the model has {name}.{key}, the checkpoint has not" for key in have if key not in plain]
-    details += [f"the checkpoint has {name}.{key}, the model has not" for key in sorted(set(plain) - set(have))]
+    details = [f"the model has {name}.{key}, the checkpoint does not" for key in have if key not in plain]
+    details += [f"the checkpoint has {name}.{key}, the model does not" for key in sorted(set(plain) - set(have))]
     found: Tensors = {}
     for key in (key for key in have if key in plain):
         value, full = have[key], f"{name}.{key}"

@@ -55,8 +55,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--here", action="store_true", help="with --slurm: only this node")
     # Used between the nodes of a Slurm job.
     parser.add_argument("--encoded-evidence", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--stacks", action="store_true", help="also print all stacks of all ranks")
-    parser.add_argument("--timings", action="store_true", help="also print how long each rank has computed and waited")
+    parser.add_argument("--stacks", action="store_true", help="of a running job: also print all stacks of all ranks")
+    parser.add_argument(
+        "--timings", action="store_true", help="of a running job: also print how long each rank has computed and waited"
+    )
     parser.add_argument("--json", action="store_true", help="print verdicts and evidence as one JSON object")
     return parser
 
