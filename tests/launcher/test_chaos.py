@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,8 +18,11 @@ from phalanx.launcher.chaos import Chaos, InjectedFault
 
 
 @pytest.fixture(autouse=True)
-def _no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos, "send_signal", lambda *_: None)
+def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return the signals that are sent. They reach no process."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(chaos.os, "kill", lambda pid, number: found.append((pid, number)))
+    return found
 
 
 class Agent:
@@ -105,6 +109,18 @@ def test_all_that_was_hit_at_once_has_to_recover(
     assert agent.notes[0].startswith("chaos: fault 1, SIGKILL to the store, SIGKILL to the fork server")
 
 
+def test_each_process_gets_its_signal(signals: list[tuple[int, int]]) -> None:
+    summary(Agent(regrouped), "store-stop+forkserver+kill")
+    assert signals == [(5, signal.SIGSTOP), (4, signal.SIGKILL), (os.getpid(), signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("kind", ["store", "store-stop"])
+def test_a_store_that_ends_has_to_be_replaced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "_REPLACE_TIMEOUT", 0.1)
+    ended = Agent(lambda agent: setattr(agent.store, "pid", 0))
+    assert f"chaos: 1 fault (1 {kind}), seed 1: 0 recovered, 1 not;" in summary(ended, kind)
+
+
 def test_each_kind_of_a_combined_fault_is_checked() -> None:
     assert values.faults("kill, store+kill") == ("kill", "store+kill")
     with pytest.raises(ValueError, match='"earthquake" is none of kill, segv'):
@@ -120,11 +136,14 @@ def summary(agent: Any, kind: str) -> str:
     return found.summary(0)
 
 
-def test_a_store_that_does_not_run_cannot_be_hit() -> None:
+def test_a_store_that_does_not_run_cannot_be_hit(signals: list[tuple[int, int]]) -> None:
     agent = Agent(ignored)
     agent.store.pid = 0
-    assert "0 recovered, 1 without any effect" in summary(agent, "store")
+    for kind in ("store", "store-stop", "store+store-stop"):
+        assert "0 recovered, 1 without any effect" in summary(agent, kind)
+    assert signals == []  # 0 would be the process group of this process
     assert "all recovered" in summary(agent_without_store(), "store+kill")
+    assert signals == [(os.getpid(), signal.SIGKILL)]
 
 
 def agent_without_store() -> Agent:

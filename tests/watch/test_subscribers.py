@@ -162,12 +162,18 @@ def test_rows_use_a_bounded_share_of_a_core_and_delay_no_event(monkeypatch: pyte
         feed.queue.put_nowait(events.NoteEvent(time=4.0, text="at once"))
         await until(lambda: "events" in browser.got[-1][1])
         assert "rows" not in browser.got[-1][1]
-        assert people._rows_timer is not None
+        timer = people._rows_timer
+        assert timer is not None
         feed.queue.put_nowait(events.NoteEvent(time=4.1, text="at once, too"))  # it does not wait for the rows
         await until(lambda: "at once, too" in str(browser.got[-1][1].get("events")))
-        people._rows_due = 0.0
-        people._send_update()
+        assert timer.cancelled()  # one timer at a time
+        people._rows_due = time.monotonic() + 0.3
+        feed.queue.put_nowait(events.NoteEvent(time=4.2, text="the rows follow"))
         await until(lambda: "rows" in browser.got[-1][1])
+        assert "events" not in browser.got[-1][1]
+        feed.queue.put_nowait(events.NoteEvent(time=4.3, text="no row has changed"))
+        await until(lambda: "no row has changed" in str(browser.got[-1][1].get("events")))
+        assert people._rows_timer is None
         following.cancel()
         shown.cancel()
         await asyncio.gather(following, shown, return_exceptions=True)

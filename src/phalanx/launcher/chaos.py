@@ -153,9 +153,9 @@ class Chaos:
         self.injected[fault.kind] += 1
         signals = [OTHERS.get(kind) or (f"rank {fault.rank}", SIGNALS[kind]) for kind in fault.kinds]
         what = ", ".join(f"{number.name} to {whom}" for whom, number in signals)
-        agent.note(f"chaos: fault {self.injected.total()}, {what}")
         pids = {f"rank {worker.seat.rank}": worker.pid for _, worker in attempt.living if not worker.spare}
         pids |= {"the store": attempt.store.pid, "the fork server": agent.fork_server.pid}
+        agent.note(f"chaos: fault {self.injected.total()}, {what}")
         for whom, number in signals:
             send_signal(pids.get(whom, 0), number)
 
