@@ -254,3 +254,25 @@ def test_a_run_is_closed_with_its_group(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "kept").iterdir() if "step" in path.name]
     group.close()
     assert closed == [False]
+
+
+def test_a_seed_is_checked_before_the_group_forms(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Under `phalanx run` no one checks it later."""
+    monkeypatch.setattr("phalanx.train.main._run", lambda *_: pytest.fail("the group formed"))
+    with pytest.raises(SystemExit):
+        phalanx.main(lambda run: None, seed="1")
+    assert "seed='1': expected a whole number\n  fix: seed=1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_run_that_failed_is_not_compared_with_ranks_that_may_be_gone(
+    monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    with phalanx.init(device="cpu") as group:
+        run = phalanx.Run(group)
+        compared: list[bool] = []
+        monkeypatch.setattr(run._misuse._comparison, "close", lambda: compared.append(True) or [])
+        group.close(failed=failed)
+        assert compared == ([] if failed else [True])
