@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import operator
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,10 @@ from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx.errors import OptionError, UsageError
-from phalanx.train import other_names, wrong_calls
+from phalanx.train import other_names
 from phalanx.train.model import sharding
 from phalanx.train.model.wrapped import Wrapped
 from phalanx.train.run import Run
-from phalanx.worker import error_file
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
 DATA = TensorDataset(torch.zeros(8, 1))
@@ -258,104 +256,23 @@ def test_a_run_is_closed_with_its_group(tmp_path: Path) -> None:
     assert closed == [False]
 
 
-@pytest.mark.parametrize(
-    ("typed", "message", "fix"),
-    [
-        ("run.save('kept')", "save() takes no argument by position, and was given 1", 'run.checkpoints("FOLDER")'),
-        ("run.log('accuracy', 0.5)", "log() takes one argument by position, and was given 2", "run.log(accuracy="),
-        ("run.evaluate(5)", "evaluate() is called without measure", "run.evaluate(test, measure)"),
-        ("run.step(opt, 1.0, loss=2)", "step() was given loss twice: by position and by name", "loss=loss)"),
-        ("run.wrap(model, mixed_precision='fp16')", "wrap() has no argument mixed_precision", "fix: precision=…"),
-        ("run.wrap(model, find_unused_parameters=True)", "no argument find_unused_parameters", "fix: find_unused=…"),
-        ("run.wrap(model, device_ids=[0])", "its arguments: model, how, precision,", "ddp = run.wrap(model)"),
-        ("run.checkpoints('x', monitor='loss')", "checkpoints() has no argument monitor", "fix: metric=…"),
-        ("run.checkpoints('x', 100)", "takes one argument by position, and was given 2", "every=500)"),
-        ("run.group.mean(1, op='max')", "mean() has no argument op", "group.mean(x)"),
-        ("run.wrap(model).export()", "export() is called without path", "ddp.export("),
-    ],
-)
-def test_a_wrong_call_says_what_to_type(run: phalanx.Run, typed: str, message: str, fix: str) -> None:
-    model = nn.Linear(1, 1)
-    names = {"model": model, "opt": torch.optim.SGD(model.parameters())}
-
-    def train(run: phalanx.Run) -> None:
-        exec(compile(typed, "script.py", "exec"), {**names, "run": run})
-
-    with pytest.raises(UsageError, match=re.escape(message)) as raised:
-        wrong_calls.call(train, run)
-    assert fix in str(raised.value)
-    assert [frame.filename for frame in error_file.script_frames(raised.value)][-1] == "script.py"
+def test_a_seed_is_checked_before_the_group_forms(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Under `phalanx run` no one checks it later."""
+    monkeypatch.setattr("phalanx.train.main._run", lambda *_: pytest.fail("the group formed"))
+    with pytest.raises(SystemExit):
+        phalanx.main(lambda run: None, seed="1")
+    assert "seed='1': expected a whole number\n  fix: seed=1" in capfd.readouterr().err
 
 
-def test_other_type_errors_are_those_of_the_script(run: phalanx.Run) -> None:
-    class Loader:
-        def epoch(self) -> None: ...
-
-    own = {"Loader": Loader, "run": run}
-    for typed in ("Loader().epoch(5)", "'a' + 5", "run.loader([1, 2], batch_size=2, collate_fn=lambda: 0).__iter__(5)"):
-
-        def train(_: phalanx.Run, typed: str = typed) -> None:
-            exec(typed, own)
-
-        with pytest.raises(TypeError):
-            wrong_calls.call(train, run)
-
-
-def test_a_class_of_another_module_may_have_the_name_of_one_of_phalanx() -> None:
-    module: dict[str, Any] = {}
-    exec("class Loader:\n    def set_epoch(self): ...", module)
-
-    def train(loader: Any) -> None:
-        loader.set_epoch(5)
-
-    with pytest.raises(TypeError, match=r"Loader.set_epoch\(\) takes 1 positional argument but 2 were given"):
-        wrong_calls.call(train, module["Loader"]())
-
-
-def test_decorators_may_change_the_arguments() -> None:
-    def train(run: phalanx.Run, config: str) -> None: ...
-
-    @functools.wraps(train)
-    def with_config(run: phalanx.Run) -> None:
-        train(run, "config")
-
-    @functools.wraps(train)
-    def without_run() -> None: ...
-
-    wrong_calls.check_train(with_config)
-    wrong_calls.check_train(functools.partial(train, config=""))
-    with pytest.raises(UsageError, match="takes no argument"):
-        wrong_calls.check_train(without_run)
-
-
-def test_functions_that_would_not_run_are_refused() -> None:
-    async def awaited(run: phalanx.Run) -> None: ...
-
-    def generator(run: phalanx.Run) -> Iterator[int]:
-        yield 1
-
-    async def both(run: phalanx.Run) -> AsyncIterator[int]:
-        yield 1
-
-    with pytest.raises(UsageError, match=r"awaited is an async function, and main\(\) does not await it"):
-        wrong_calls.check_train(functools.partial(awaited))
-    for function in (generator, both):
-        with pytest.raises(UsageError, match=f"{function.__name__} contains yield"):
-            wrong_calls.check_train(function)
-
-
-def test_main_takes_a_function_of_a_run() -> None:
-    def train(rank: int, world_size: int) -> None: ...
-
-    with pytest.raises(UsageError, match=r"main\(\) calls train\(run\), which takes rank, world_size"):
-        wrong_calls.check_train(train)
-    with pytest.raises(UsageError, match="takes no argument"):
-        wrong_calls.check_train(lambda: None)
-    wrong_calls.check_train(lambda run, lr=0.1: None)
-    with pytest.raises(UsageError, match="the launcher decides") as raised:
-        wrong_calls.check_options({"nproc": 4}, phalanx.init)
-    assert raised.value.fix.startswith("phalanx run -g 4 ")
-    with pytest.raises(UsageError, match="has no argument sed") as raised:
-        wrong_calls.check_options({"sed": 4}, phalanx.init)
-    assert raised.value.fix == "seed=…"
-    wrong_calls.check_options({"seed": 4, "hyperparameters": {}}, phalanx.init)
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_run_that_failed_is_not_compared_with_ranks_that_may_be_gone(
+    monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    with phalanx.init(device="cpu") as group:
+        run = phalanx.Run(group)
+        compared: list[bool] = []
+        monkeypatch.setattr(run._misuse._comparison, "close", lambda: compared.append(True) or [])
+        group.close(failed=failed)
+        assert compared == ([] if failed else [True])

@@ -220,6 +220,13 @@ def test_ids_that_are_none(tmp_path: Path, text: str) -> None:
     assert trackers._ids(str(tmp_path / "ids")) == {}
 
 
+def test_ids_are_not_read_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text('{"wandb": "x"}')
+    (tmp_path / "ids").symlink_to(tmp_path / "outside")
+    assert trackers._ids(str(tmp_path / "outside")) == {"wandb": "x"}
+    assert trackers._ids(str(tmp_path / "ids")) == {}
+
+
 def test_a_tracker_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
     seen: list[int] = []
 

@@ -49,6 +49,7 @@ class BatchReader:
         self._readings: list[BatchReading] = []
         self._current: BatchReading | None = None  # the reading whose batch was read last
         self._restored: dict[str, Any] | None = None  # random state of a checkpoint, until the first epoch
+        self.found_nothing = False  # the latest loop over kept data had no batch left
 
     def epochs(self, count: int, *, begun: Callable[[], None]) -> Iterator[int]:
         """Yield the epochs from the current one to the last. `begun` is called at the beginning of each."""
@@ -82,6 +83,7 @@ class BatchReader:
         self._readings = [*(other for other in self._readings if other.data is not data), reading]
         trained = known and self._kept.has(data)
         here = self._device.type == "cpu"
+        empty = True
         try:
             for batch in self._seeded_per_batch(data, batches) if trained else batches:
                 if reading.left is not None:
@@ -90,11 +92,14 @@ class BatchReader:
                     reading.samples += data.last_total
                     reading.own += data.last_count
                 reading.stepped = None
+                if empty and trained:
+                    empty = self.found_nothing = False
                 self._turn_to(reading)
                 yield batch if here else moved(batch, self._device)
                 if trained:
                     pause()  # before the next batch is read, after everything that the script does in a step
             if trained:
+                self.found_nothing = empty
                 epoch_ended(data)
         finally:
             self._readings = [other for other in self._readings if other is not reading]

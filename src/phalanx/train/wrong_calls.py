@@ -1,4 +1,5 @@
-"""Calls of the training API that Python rejects: the error says what the call takes, and what to type.
+"""Errors of Python that the training API explains: calls that do not match its signatures, and variables of a loop
+that had no batch left.
 
 Python's own message counts `self`, and names classes that a script does not see.
 """
@@ -25,6 +26,7 @@ _TOO_MANY = re.compile(r"takes (?:from \d+ to )?(\d+) positional arguments? but 
 _NOT_KNOWN = re.compile(r"got an unexpected keyword argument '(\w+)'")
 _MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
 _TWICE = re.compile(r"got multiple values for argument '(\w+)'")
+_UNSET = re.compile(r"variable '(\w+)'")
 _NUMBERS = ("no argument", "one argument", "two arguments")
 # Names of other libraries -> those of phalanx. Names that only look different are found without it.
 _OTHER_NAMES = {
@@ -45,9 +47,21 @@ _FIXES = {
 
 
 def call(train: Callable[[Given], Result], run: Given) -> Result:
-    """Return `train(run)`. A wrong call of phalanx in it raises UsageError, at the line of the script."""
+    """Return `train(run)`. A wrong call of phalanx in it raises UsageError, at the line of the script; so does a
+    variable of a loop over batches that is not set, because the run has resumed after the last batch of an epoch.
+    """
     try:
         return train(run)
+    except UnboundLocalError as error:
+        unset = _UNSET.search(str(error))
+        if unset is None or not isinstance(run, Run) or not run._reader.found_nothing:
+            raise
+        name = unset[1]
+        raise UsageError(
+            f"{name} is not set: training has resumed at the end of an epoch, and its loop had no batch left",
+            details=["what follows the loop is done once more, because it was not complete when the state was saved"],
+            fix=f"{name} = None before the loop, or an `if` around what needs it",
+        ).with_traceback(error.__traceback__) from None
     except TypeError as error:
         wrong = wrong_call(error)
         if wrong is None:
