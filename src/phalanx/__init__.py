@@ -44,7 +44,7 @@ def __dir__() -> list[str]:
 
 
 def topology() -> Topology:
-    """Return the placement of this rank: its node, the ranks on the same node, and the first rank of every node."""
+    """`phalanx.topology()`: return the node of this rank, the ranks on it, and the first rank of every node."""
     from phalanx.worker.rendezvous.topology import here
 
     return here()

@@ -176,7 +176,7 @@ BROKEN = [
     ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2 cannot be"),
     ({"SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
     ({"SLURM_LOCALID": "1"}, "SLURM_LOCALID=1 cannot be"),
-    ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE cannot be read: “2(x” is no count"),
+    ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE cannot be read: “2(x” is not a count"),
     ({"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, "do not add up"),
     ({"SLURM_STEP_TASKS_PER_NODE": "2,0"}, "do not add up"),
     ({"SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST cannot be read: the brackets"),

@@ -85,9 +85,9 @@ def test_new_tokens_differ_and_can_be_read() -> None:
         ("secret", "it has 6 characters"),
         (A[:-1], "it has 63 characters"),
         (A + "c", "it has 65 characters"),
-        ("secret" + A[6:], "some of them are no hexadecimal digits"),
-        ("é" * 64, "some of them are no hexadecimal digits"),
-        ("٣" * 64, "some of them are no hexadecimal digits"),
+        ("secret" + A[6:], "some of them are not hexadecimal digits"),
+        ("é" * 64, "some of them are not hexadecimal digits"),
+        ("٣" * 64, "some of them are not hexadecimal digits"),
         (f"{A[:32]}\n{A[32:]}", "it has 65 characters"),
     ],
 )

@@ -136,7 +136,7 @@ def test_a_python_that_is_not_there(lab: Lab, ssh: Sshd, tmp_path: Path, python:
 def test_a_host_that_is_an_option_is_no_host() -> None:
     result = phalanx("run", "--hosts=-oProxyCommand=touch bad,b", "x.py")
     assert result.code == 2
-    assert "is no host name" in result.err
+    assert "is not a host name" in result.err
     assert not os.path.exists("bad")
 
 

@@ -58,7 +58,7 @@ def main() -> None:
             print(f"  but it outputs: {alone.stderr}", flush=True)
     too_many = torch.cuda.device_count() + 1
     for rank in run(too_many):
-        assert "nccl wants one each" in rank.stderr, rank.stderr
+        assert "nccl needs one each" in rank.stderr, rank.stderr
     print(f"right: {too_many} ranks on {too_many - 1} GPUs are refused", flush=True)
     good(run(too_many, backend="gloo"), "gloo on cuda:0" if too_many == 2 else "gloo on cuda:")
     good(run(too_many, device="cpu"), "shm on cpu")

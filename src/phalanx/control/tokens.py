@@ -68,7 +68,7 @@ def read_text(text: str, origin: str, *, fix: str = EXPORT) -> Token:
     if not text:
         seen = "it is empty"
     elif len(text) == LENGTH:
-        seen = f"it has {LENGTH} characters, but some of them are no hexadecimal digits"
+        seen = f"it has {LENGTH} characters, but some of them are not hexadecimal digits"
     else:
         seen = f"it has {len(text)} characters"
     raise TokenError(

@@ -115,7 +115,7 @@ def _decode(body: bytes) -> Message:
     except RecursionError as error:
         raise ValueError(str(error)) from None
     if not isinstance(message, dict):
-        raise ValueError("a message that is no object")
+        raise ValueError("a message that is not an object")
     return message
 
 

@@ -103,7 +103,7 @@ def _check_program(name: str) -> None:
         there = os.path.exists(name)
         raise ScriptError(
             f"{name} is not executable" if there else f"no such program: {name}",
-            fix=f"chmod u+x {name}" if there else "--no-python wants a program on PATH or its full path",
+            fix=f"chmod u+x {name}" if there else "--no-python needs a program on PATH, or its full path",
         )
 
 

@@ -29,7 +29,7 @@ _LOOK = 0.02  # seconds between two checks for output of the process
 
 
 class Job:
-    """A run that `phalanx.launch` has started. Use it in a `with` statement to stop it at the end of the block."""
+    """`job = phalanx.launch("train.py")`: a run that was started. A `with` statement stops it at its end."""
 
     def __init__(
         self,

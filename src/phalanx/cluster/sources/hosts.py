@@ -121,7 +121,7 @@ def _split(entry: str) -> tuple[str, str | None]:
         if ":" in given:
             raise ValueError(f"“{entry}” has more than one colon (an IPv6 address goes in brackets: [fd00::1]:8)")
         if not _NAME.fullmatch(host):
-            raise ValueError(f"“{host or entry}” is no host name")
+            raise ValueError(f"“{host or entry}” is not a host name")
     if colon and not given:
         raise ValueError(f"“{entry}” has nothing behind its colon")
     return f"{user}{at}{host}", given if colon else None

@@ -29,7 +29,7 @@ def counts(text: str) -> tuple[int, ...]:
     for entry in text.strip().split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", entry.strip(), re.ASCII)
         if match is None:
-            raise ValueError(f"“{entry[:80]}” is no count such as 2 or 2(x3)")
+            raise ValueError(f"“{entry[:80]}” is not a count such as 2 or 2(x3)")
         times = int(match[2] or 1)
         if times < 1:
             raise ValueError(f"“{entry}” counts no node")
@@ -97,8 +97,8 @@ def _pieces(entry: str) -> list[list[str] | _Bracket]:
     pieces: list[list[str] | _Bracket] = []
     for plain, inside in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", entry):
         if plain and not re.fullmatch(r"[A-Za-z0-9._-]+", plain):
-            raise ValueError(f"“{entry[:80]}” is no node name")
+            raise ValueError(f"“{entry[:80]}” is not a node name")
         pieces.append([plain] if plain else _Bracket(inside))
     if entry.startswith("-"):
-        raise ValueError(f"“{entry[:80]}” is no node name: it begins with a dash")
+        raise ValueError(f"“{entry[:80]}” is not a node name: it begins with a dash")
     return pieces

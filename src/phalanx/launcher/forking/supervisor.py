@@ -70,7 +70,7 @@ class ForkServerSupervisor:
     def startup_error(self) -> LaunchError:
         """Return the error of a run whose fork server never became ready."""
         return LaunchError(
-            f"the interpreter that was to import torch ended early: {self.lost or 'unknown'}",
+            f"the fork server ended while it imported torch: {self.lost or 'unknown'}",
             details=[f"what it printed: {self._log_path}"],
             fix="phalanx run --fresh … starts every rank by itself",
         )

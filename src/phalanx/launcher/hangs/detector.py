@@ -231,7 +231,7 @@ class HangDetector:
                 self._agent.fail(LaunchError(why, fix=fix))
             case KillRanks(ranks):
                 if not ranks:
-                    self._agent.note("no living rank is to blame: none is killed (--on-hang kill)")
+                    self._agent.note("no running rank is to blame, so --on-hang kill does not kill any")
                 self._kill(tuple(ranks))
                 for member, theirs in self._links.members().items():
                     killed = tuple(rank for rank in theirs if rank in ranks)

@@ -164,7 +164,7 @@ class RankLog:
             while not self._lost and self._group_store.add(_ENDED, 0) < self._others and self._clock() < end:
                 time.sleep(0.002)
         except RuntimeError:
-            self._lose("waiting for what other ranks log at last")
+            self._lose("waiting for the last metrics of other ranks")
         found: list[LoggedRow] = []
         while more := self.take():
             found += more

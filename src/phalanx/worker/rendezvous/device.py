@@ -133,7 +133,7 @@ def refuse_sharing(device: torch.device, backend: str, devices: Sequence[str | N
     count, ranks = torch.cuda.device_count(), len(devices)
     if ranks > count and len(set(devices)) < ranks:
         raise DeviceError(
-            f"there are {ranks} ranks on this node, but {count} GPU{'s' if count != 1 else ''}: nccl wants one each",
+            f"there are {ranks} ranks on this node, but {count} GPU{'s' if count != 1 else ''}: nccl needs one each",
             fix=f'phalanx run -g {ranks} --share-gpu …, or phalanx.init("gloo"), or phalanx.init(device="cpu")',
         )
 

@@ -3,7 +3,7 @@
 import { $, el, press, say } from "../common/dom.js";
 import { bytes, count, HEALTH, percent, rate } from "../common/format.js";
 
-const GONE = new Set(["done", "stopped", "dead"]); // what they were at last says little
+const GONE = new Set(["done", "stopped", "dead"]); // their last phase means little
 const COLUMNS = [
   ["rank", "rank", (v) => String(v.rank)],
   ["health", "health", (v) => `${HEALTH[v.health]?.[1] ?? "?"} ${HEALTH[v.health]?.[0] ?? v.health}`],
