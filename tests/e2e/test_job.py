@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import tempfile
@@ -71,6 +72,7 @@ def test_stop_and_why_of_one_that_runs(tmp_path: Path) -> None:
     ("arguments", "options", "words"),
     [
         (("train.py", "--lr 0.1"), {}, r"args is '--lr 0.1', expected a list\n.*\"train.py\", \['--lr', '0.1'\]\)"),
+        ((functools.partial(len), "words"), {}, r"args is 'words', .*\n.*launch\(train, \['words'\]\)"),
         ((len, "words"), {}, r"args is 'words', expected a list\n.*launch\(len, \['words'\]\)"),
         (("train.py",), {"options": "--cpu -g 2"}, r"options is .*, expected a list\n.*\['--cpu', '-g', '2'\]"),
         ((None,), {}, r"launch\(\) was given None, expected the path of a script or a function"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,18 @@ def test_the_text_of_sys_exit_is_withheld(tmp_path: Path) -> None:
     assert one.feed(b"ends\nno data\nexpected: x\nbye\n", 0.0) == b"ends\nbye\n"
     assert one.text == "no data\nexpected: x"
     assert withheld(tmp_path, "\n").feed(b"\n", 0.0) == b"\n"  # an empty text is no reason
+
+
+def test_a_text_that_replaces_another_at_once_is_withheld(tmp_path: Path) -> None:
+    """A script catches its own sys.exit, and then fails: both files may have the same time."""
+    one, path = withheld(tmp_path, "no data\n"), tmp_path / "traceback.txt"
+    os.utime(path, ns=(5, 5))
+    assert one.feed(b"goes on\n", 0.0) == b"goes on\n"
+    (tmp_path / "part").write_text("it fails\n")
+    os.utime(tmp_path / "part", ns=(5, 5))
+    (tmp_path / "part").replace(path)
+    assert one.feed(b"it fails\n", 0.0) == b""
+    assert one.text == "it fails"
 
 
 def test_a_traceback_that_another_thread_writes_into_is_shown(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def _check_types(target: object, args: object, options: object) -> None:
             f"launch() was given {target!r}, expected the path of a script or a function",
             fix='phalanx.launch("train.py", workers=4), or phalanx.launch(train, [0.1], workers=4)',
         )
-    given = target.__name__ if hasattr(target, "__name__") else f'"{target}"'
+    given = getattr(target, "__name__", "train") if callable(target) else f'"{target}"'
     for name, value, fix in (
         ("args", args, f"phalanx.launch({given}, {[args] if callable(target) else str(args).split()!r})"),
         ("options", options, f"phalanx.launch({given}, options={str(options).split()!r})"),

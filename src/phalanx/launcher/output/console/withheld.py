@@ -42,7 +42,7 @@ class Withheld:
     def __init__(self, path: str) -> None:
         self._path = path
         self._lines: list[str] = []  # of the file
-        self._changed = 0  # when the file was written, in ns
+        self._version = (0, 0)  # of the file: its inode, and when it was written
         self._expected: list[str] = []  # lines of the traceback
         self._found = 0  # number of these lines found so far
         self._usage = False  # a usage message has begun
@@ -183,11 +183,12 @@ class Withheld:
     def _printed(self) -> list[str]:
         """Return the lines that the worker prints about its failure. Empty: none yet."""
         try:
-            changed = os.stat(self._path).st_mtime_ns
-            if changed != self._changed:
+            found = os.stat(self._path)
+            version = found.st_ino, found.st_mtime_ns  # two files within one tick of the kernel's clock differ, too
+            if version != self._version:
                 with open(self._path, encoding="utf-8", errors="replace") as file:
                     self._lines = [line.rstrip() for line in file.read().removesuffix("\n").split("\n")]
-                self._changed = changed
+                self._version = version
         except OSError:
             return []
         return self._lines
