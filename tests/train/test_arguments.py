@@ -276,3 +276,10 @@ def test_a_run_that_failed_is_not_compared_with_ranks_that_may_be_gone(
         monkeypatch.setattr(run._misuse._comparison, "close", lambda: compared.append(True) or [])
         group.close(failed=failed)
         assert compared == ([] if failed else [True])
+
+
+@pytest.mark.parametrize("name", ["folder", "every", "keep_last", "keep_best"])
+def test_options_of_checkpoints_are_not_kept_as_values(run: phalanx.Run, name: str) -> None:
+    with pytest.raises(UsageError, match=rf"{name} is an option of checkpoints") as raised:
+        run.keep(nn.Linear(1, 1), **{name: 3})
+    assert raised.value.fix == f"run.checkpoints({name}=3), before run.keep(…)"

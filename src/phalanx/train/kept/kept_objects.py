@@ -160,7 +160,8 @@ def _unnamed(thing: object) -> UsageError:
     return UsageError(f"a value needs a name: run.keep(name={shown if len(shown) < 60 else '…'})")
 
 
-_OPTIONS = frozenset(("folder", "every"))  # kept as values, they would leave a training without checkpoints
+# Kept as values, they would leave a training without the checkpoints that it needs.
+_OPTIONS = frozenset(("folder", "every", "keep_last", "keep_best"))
 
 
 def _has_state(thing: object) -> bool:
