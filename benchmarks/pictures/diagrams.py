@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from benchmarks.pictures.drawing import BLUE, GREEN, GREY, RED, YELLOW, Drawing
 
@@ -48,6 +50,38 @@ def processes() -> str:
     d.text(355, 190, "about one import of torch,", size=12, anchor="middle", color="#3b4557")
     d.text(355, 206, "for any number of ranks", size=12, anchor="middle", color="#3b4557")
     return d.svg()
+
+
+def packages() -> str:
+    """Return the layers of the packages, as import-linter checks them: a package imports only from rows below its own.
+
+    From the repository root.
+    """
+    contracts = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = {contract["name"]: contract["layers"] for contract in contracts if contract["type"] == "layers"}
+    columns = (
+        ("phalanx", 370, _rows(layers["imports point down"])),
+        ("phalanx.launcher", 420, _rows(layers["packages of the launcher are layers"])),
+    )
+    height = 48 * max(len(rows) for _, _, rows in columns) + 36
+    d = Drawing(860, height + 40, "Layers of the packages: imports point down")
+    left = 20
+    for title, width, rows in columns:
+        d.frame(left, 20, width, height, title)
+        for number, names in enumerate(rows):
+            spare = width - 20 - 6 * (len(names) - 1) - 8 * len("".join(names))
+            x = left + 10
+            for name in names:
+                each = 8 * len(name) + spare // len(names)
+                d.box(x, 48 + 48 * number, each, 38, name, fill=GREEN if name == "launcher" else BLUE)
+                x += each + 6
+        left += width + 30
+    d.arrow(405, 48, 405, height + 10)
+    return d.svg()
+
+
+def _rows(layers: Sequence[str]) -> list[list[str]]:
+    return [[name.strip().removeprefix("phalanx.") for name in layer.split("|")] for layer in layers]
 
 
 def nodes() -> str:
@@ -126,6 +160,7 @@ def data_order() -> str:
 DIAGRAMS: dict[str, Callable[[], str]] = {
     "architecture.svg": architecture,
     "processes.svg": processes,
+    "packages.svg": packages,
     "nodes.svg": nodes,
     "verdict.svg": verdict,
     "data-order.svg": data_order,

@@ -198,6 +198,9 @@ def test_options_of_checkpoints_are_checked_at_once(run: phalanx.Run) -> None:
     for options in ({"every": "soon"}, {"keep_last": 0}, {"keep_best": 0.93}, {"mode": "best"}, {"metric": 3}):
         with pytest.raises(OptionError):
             run.checkpoints(**options)
+    with pytest.raises(OptionError, match='metric="accuracy": is the highest value the best'):
+        run.checkpoints(keep_best=1, metric="accuracy")
+    run.checkpoints(keep_best=1, metric="val_loss")
     with pytest.raises(UsageError, match="expected a path"):
         run.checkpoints(500)  # type: ignore[arg-type]
     run.keep(nn.Linear(1, 1))

@@ -182,7 +182,7 @@ def test_a_full_disk_in_a_pause_is_reported_with_the_next_line(tmp_path: Path) -
         file._file.close()
         file._file = open("/dev/full", "ab")  # noqa: SIM115
         file.write(52, 0, {"loss": 1.0})
-        until(lambda: file._in_file == 2, 20)
+        until(lambda: file._waiting.in_file == 2, 20)
         assert said == []
         file.flush()
     assert said == ["metrics are no longer written: [Errno 28] No space left on device"]

@@ -126,7 +126,7 @@ class StatefulRun:
         keep_last: int = 2,
         keep_best: int = 0,
         metric: str = "loss",
-        mode: str = "min",
+        mode: str | None = None,
     ) -> None:
         """`run.checkpoints("FOLDER", every=500)`: save checkpoints. Call it before `run.keep`, which resumes from them.
 
@@ -135,7 +135,7 @@ class StatefulRun:
         - `keep_last`: how many of the newest are kept
         - `keep_best`: how many of the best ones by `metric` are kept
         - `metric`: a metric of `run.step`, `run.log` or `run.save`
-        - `mode`: "min" or "max"
+        - `mode`: "min" or "max"; only a loss has a default: "min"
 
             run.checkpoints("FOLDER", keep_best=1, metric="accuracy", mode="max")
 

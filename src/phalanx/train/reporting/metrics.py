@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -99,6 +100,15 @@ class MetricsLine(NamedTuple):
     values: Mapping[str, Any]  # as returned by `held`
 
 
+@dataclass
+class WaitingLines:
+    """Lines that TensorBoard and trackers do not have yet."""
+
+    lines: list[MetricsLine] = field(default_factory=list)
+    in_file: int = 0  # how many of them are in the file already
+    on_gpu: bool = False  # one of their values is on a GPU
+
+
 class Metrics:
     """Writes metrics: `metrics = Metrics(folder, resumed_at=step)` on rank 0, then `write` every step, and `close`.
 
@@ -122,8 +132,7 @@ class Metrics:
         self.path = os.path.join(folder, NAME)
         self._say = say if say is not None else _say
         self._lock = threading.RLock()  # of the file and the lines that wait
-        self._waiting: list[MetricsLine] = []
-        self._in_file = 0  # how many of these are in the file already: TensorBoard and trackers get them later
+        self._waiting = WaitingLines()
         self._pause = PauseThread(self._write_file)
         self._trackers: TrackerGroup | None = None
         self._earlier = EarlierLines(self.path, resumed_at)
@@ -131,7 +140,6 @@ class Metrics:
         self._reported: set[int] = set()  # steps whose non-finite loss was already reported to the user
         self._clock = clock
         self._budget = WriteBudget(burst=50, rate=100, clock=clock)
-        self._on_gpu = False  # a waiting value is on a GPU
         self._read_at = clock()  # last time when no value on a GPU was waiting
         self._due = clock() + FLUSH_EVERY
         self._file: BinaryIO | None = None
@@ -168,7 +176,7 @@ class Metrics:
 
     def settle(self) -> None:
         """Write lines that wait for values on a GPU, unless that was done a moment ago."""
-        if self._on_gpu and self._clock() - self._read_at >= LOG_FLUSH_EVERY:
+        if self._waiting.on_gpu and self._clock() - self._read_at >= LOG_FLUSH_EVERY:
             self._write_lines()
 
     def has_logged(self, step: int, values: Mapping[str, float]) -> bool:
@@ -185,18 +193,18 @@ class Metrics:
         if reported:
             self._reported.add(step)
         self._add(MetricsLine(step, epoch, time.time(), 0, values))
-        if len(self._waiting) < MOST and self._clock() < self._due:
+        if len(self._waiting.lines) < MOST and self._clock() < self._due:
             return False
         self.flush()
         return True
 
     def _add(self, line: MetricsLine) -> None:
         with self._lock:
-            self._waiting.append(line)
-            if not self._on_gpu:
+            self._waiting.lines.append(line)
+            if not self._waiting.on_gpu:
                 for value in line.values.values():
                     if isinstance(value, torch.Tensor):
-                        self._on_gpu = True
+                        self._waiting.on_gpu = True
                         return
                 if self._budget.allows():
                     self._write_lines()
@@ -212,23 +220,22 @@ class Metrics:
 
     def _write_lines(self) -> None:
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-            written, self._in_file = self._in_file, 0
-            on_gpu, self._on_gpu, self._read_at = self._on_gpu, False, self._clock()
-            if self._file is None or not waiting:
+            waiting, self._waiting, self._read_at = self._waiting, WaitingLines(), self._clock()
+            lines = waiting.lines
+            if self._file is None or not lines:
                 return
-            if on_gpu:
-                rows = read(line.values for line in waiting)
-                waiting = [line._replace(values=row) for line, row in zip(waiting, rows, strict=True)]
-            for step, _, _, rank, values in waiting:
+            if waiting.on_gpu:
+                rows = read(line.values for line in lines)
+                lines = [line._replace(values=row) for line, row in zip(lines, rows, strict=True)]
+            for step, _, _, rank, values in lines:
                 for text in self._non_finite.look(step, values) if not rank and step not in self._reported else ():
                     self._say(text)
             self._reported.clear()
             try:
-                self._file.write("".join([encode(*line) for line in waiting[written:]]).encode())
+                self._file.write("".join([encode(*line) for line in lines[waiting.in_file :]]).encode())
                 self._file.flush()
                 if self._board is not None or self._trackers is not None:
-                    self._pass_on(waiting)
+                    self._pass_on(lines)
             except OSError as error:
                 self._give_up(error)
 
@@ -237,9 +244,10 @@ class Metrics:
         belongs to the thread of the training.
         """
         with self._lock:
-            if self._file is None or self._on_gpu or self._in_file == len(self._waiting):
+            waiting = self._waiting
+            if self._file is None or waiting.on_gpu or waiting.in_file == len(waiting.lines):
                 return
-            lines, self._in_file = self._waiting[self._in_file :], len(self._waiting)
+            lines, waiting.in_file = waiting.lines[waiting.in_file :], len(waiting.lines)
             with contextlib.suppress(OSError):  # it stays in the buffer, and the next line reports the error
                 self._file.write("".join([encode(*line) for line in lines]).encode())
                 self._file.flush()

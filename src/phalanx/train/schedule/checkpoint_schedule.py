@@ -28,7 +28,7 @@ class CheckpointOptions:
     keep_last: int = 2
     keep_best: int = 0
     metric: str = "loss"
-    mode: str = "min"
+    mode: str | None = None  # None: "min", if the metric is a loss
 
     def check(self) -> None:
         """Raise if an option cannot be used, before anything depends on it."""
@@ -40,7 +40,12 @@ class CheckpointOptions:
                 raise OptionError(f"{name}={value!r}: expected how many checkpoints to keep", fix=f"{name}=2")
         if not isinstance(self.metric, str):
             raise OptionError(f"metric={self.metric!r}: expected the name of a metric", fix='metric="accuracy"')
-        Retention(self.keep_last, self.keep_best, self.metric, self.mode)
+        if self.mode is None and self.keep_best and "loss" not in self.metric.lower():
+            raise OptionError(
+                f'keep_best={self.keep_best}, metric="{self.metric}": is the highest value the best, or the lowest?',
+                fix='mode="max", or mode="min"',
+            )
+        Retention(self.keep_last, self.keep_best, self.metric, self.mode or "min")
 
 
 class CheckpointSchedule:
@@ -87,7 +92,7 @@ class CheckpointSchedule:
             keep_last=options.keep_last,
             keep_best=options.keep_best,
             best=options.metric,
-            mode=options.mode,
+            mode=options.mode or "min",
             generators=[group.generator],
             key=key,
             required=begins,
