@@ -27,7 +27,7 @@ from tests.control.parties import arrival
 
 CONNECTED = Readiness(connected=True, all_connected=True)
 FINISHED = Readiness(connected=True, finished=True, all_connected=True)
-FAILURE = WorkerFailure(rank=2, reason="rank 2 failed: ValueError: x", place="", time=0.0, lived=1.0, step=None)
+FAILURE = WorkerFailure(rank=2, reason="rank 2 failed: ValueError: x", place="", time=0.0, uptime=1.0, step=None)
 BEFORE_ITS_FIRST_STEP = "exited with code 0 before its first step in the group: an early return or sys.exit()"
 
 
