@@ -1,6 +1,6 @@
 """A tenth of the faults on one host, with the seed of the whole campaign: `make chaos` runs all of it.
 
-Faults of nodes are in tests/e2e/test_elastic.py.
+Faults of nodes are in tests/e2e/recovery/test_elastic.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from tests.fuzz.campaign import Check
 from tests.fuzz.mutation import mutated
-from tests.watch.fake_source import KEY, begun, served
+from tests.watch.page.fake_source import KEY, begun, served
 
 RUN = "secret-run-4711"
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "CONNECT", "TRACE", "get", "")

@@ -21,7 +21,7 @@ ONE = (  # need a whole GPU
     "tests/cluster/gpu_probe.py",
     "tests/doctor/gpu_check.py",
     "tests/e2e/gpu_check.py",
-    "tests/launcher/gpu_spawn.py",
+    "tests/launcher/spawn/gpu_spawn.py",
     "tests/worker/gpu_group.py",
     "tests/train/gpu_check.py",
     "tests/train/gpu_checkpoint.py",

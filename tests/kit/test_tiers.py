@@ -15,13 +15,13 @@ NONE = frozenset[str]()
         ("diagnose/test_blame.py", NONE, NONE, False),
         ("train/test_run.py", NONE, frozenset({"warmed", "parametrize"}), False),
         ("train/test_run.py", NONE, frozenset({"extended"}), True),
-        ("launcher/test_ssh.py", frozenset({"lab", "tmp_path"}), NONE, True),
+        ("launcher/remote/test_ssh.py", frozenset({"lab", "tmp_path"}), NONE, True),
         ("faithful/test_exits.py", NONE, NONE, True),
-        ("e2e/test_endings.py", NONE, NONE, True),
-        ("e2e/test_endings.py", NONE, frozenset({"smoke"}), False),
-        ("e2e/test_endings.py", frozenset({"slurm"}), frozenset({"smoke"}), True),
+        ("e2e/ends/test_endings.py", NONE, NONE, True),
+        ("e2e/ends/test_endings.py", NONE, frozenset({"smoke"}), False),
+        ("e2e/ends/test_endings.py", frozenset({"slurm"}), frozenset({"smoke"}), True),
         # One test of a file that is marked as a whole.
-        ("e2e/test_endings.py", NONE, frozenset({"smoke", "extended"}), False),
+        ("e2e/ends/test_endings.py", NONE, frozenset({"smoke", "extended"}), False),
     ],
 )
 def test_extended_tests_are_recognized(

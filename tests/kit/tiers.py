@@ -18,8 +18,13 @@ import pytest
 
 SYSTEM_FIXTURES = {"lab", "_lab", "ssh", "slurm"}
 SYSTEM_FILES = (
-    *("e2e/test_mpi.py", "e2e/test_browser.py", "e2e/test_page.py", "e2e/test_compat.py"),
-    *("bench/test_browser.py", "watch/test_page.py", "watch/test_page_controls.py", "watch/test_runs_page.py"),
+    *("e2e/nodes/test_mpi.py", "e2e/watch/test_browser.py", "e2e/watch/test_page.py", "e2e/launch/test_compat.py"),
+    *(
+        "bench/test_browser.py",
+        "watch/page/test_page.py",
+        "watch/page/test_page_controls.py",
+        "watch/page/test_runs_page.py",
+    ),
     *("collectives/test_suite.py", "collectives/test_mpi.py", "collectives/native/", "faithful/"),
 )
 REAL_RUNS = "e2e/"

@@ -1,4 +1,4 @@
-"""The placement of a rank, from its environment. tests/e2e/test_nodes.py tests the groups."""
+"""The placement of a rank, from its environment. tests/e2e/nodes/test_nodes.py tests the groups."""
 
 from __future__ import annotations
 
