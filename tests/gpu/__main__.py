@@ -58,7 +58,11 @@ ONE = [
 # Several ranks. Each lane has its own devices where there are enough, and is run from its first script to its last.
 LANES = [
     [Script("tests/gpu/survive.py", environ={"JOBS": str(max(1, CORES // 4))})],
-    [Script("tests/gpu/verdicts.py"), Script("tests/e2e/gpu_ends.py", words=("2",))],
+    [
+        Script("tests/gpu/verdicts.py"),
+        Script("tests/gpu/elastic.py", environ={"JOBS": "2"}),
+        Script("tests/e2e/gpu_ends.py", words=("2",)),
+    ],
 ]
 
 _printing = threading.Lock()

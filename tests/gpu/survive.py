@@ -1,6 +1,6 @@
 """Ranks die on real NCCL. The others stay, and the result is bitwise equal to that of an undisturbed run.
 
-python tests/gpu/survive.py [CASE …]       run these cases; default: all of CASES
+python tests/gpu/survive.py [CASE …]       run these cases; default: all of cases.py
 JOBS=4 python tests/gpu/survive.py         four cases at the same time
 python tests/gpu/survive.py cost           measure what recovery costs a training without failures
 """
@@ -26,6 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import CASES, STEPS
+
 JOBS = int(os.environ.get("JOBS", "1"))  # cases at the same time, which makes recoveries slower
 SCRIPT = str(Path(__file__).parent / "training.py")
 
@@ -39,6 +43,19 @@ class Outcome:
     kills: dict[str, float] = field(default_factory=dict)
     pids: dict[int, list[tuple[float, int, int]]] = field(default_factory=dict)  # pid -> (time, rank, step)
     folder: Path = Path()
+
+    def growth(self) -> list[int]:
+        """Return by how much the descriptors, threads and MiB on the GPU of a process grew per recovery, at most: from
+        its second recovery on, because the first one creates what later ones reuse.
+        """
+        found = [0, 0, 0]
+        for path in self.folder.glob("steps.*"):
+            rows = [line.split() for line in path.read_text().splitlines() if line.startswith("holds ")]
+            held = [[int(row[3]), int(row[4]), int(row[5]) >> 20] for row in rows][1:]
+            if len(held) > 1:
+                per = [(after - before) // (len(held) - 1) for before, after in zip(held[0], held[-1], strict=True)]
+                found = [max(pair) for pair in zip(found, per, strict=True)]
+        return found
 
     def recoveries(self) -> list[float]:
         """Return the seconds from each kill to the next step that any rank commits in a later generation."""
@@ -78,10 +95,19 @@ class Outcome:
 
 
 def run(
-    ranks: int, options: Sequence[str] = (), *, limit: float = 75.0 * JOBS, command: str = "run", **settings: Any
+    ranks: int,
+    options: Sequence[str] = (),
+    *,
+    limit: float = 75.0 * JOBS,
+    command: str = "run",
+    visible: int = 0,
+    **settings: Any,
 ) -> Outcome:
+    """Run training.py. `visible`: on this number of devices; 0: on all."""
     folder = Path(tempfile.mkdtemp(prefix="survive-"))
     environ = {**os.environ, "PHALANX_HOME": str(folder / "home"), "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}
+    if visible:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices()[:visible])
     shared = os.environ.get("PHALANX_GPU_OPTIONS", "").split()
     line = [sys.executable, "-m", "phalanx", command, "-g", str(ranks), "--no-warm", *shared, *options, SCRIPT]
     began = time.monotonic()
@@ -113,68 +139,12 @@ def run(
     return outcome
 
 
-STEPS = 60
-LARGE = {"layers": 24, "width": 2048, "steps": 25}  # 100 million parameters: a step takes up to a second
-CASES: dict[str, dict[str, Any]] = {
-    "small, forward": {"kills": [[20, 2, "forward"]]},
-    "small, backward": {"kills": [[20, 2, "backward"]]},
-    "small, optimizer": {"kills": [[20, 2, "optimizer"]]},
-    "small, idle": {"kills": [[20, 2, "idle"]]},
-    "25 M": {"layers": 6, "width": 2048, "kills": [[20, 2, "backward"]]},
-    "100 M": {**LARGE, "kills": [[10, 2, "backward"]]},
-    "first collective": {"kills": [[0, 1, "start"]]},
-    "broken context": {"kills": [[20, 2, "assert"]]},
-    "rank 0": {"kills": [[20, 0, "backward"]]},
-    "twice": {"kills": [[20, 2, "backward"], [21, 1, "forward"], [22, 3, "backward"]]},
-    "two at once": {"kills": [[20, 2, "forward"], [20, 1, "forward"]]},
-    "compile": {"compile": True, "kills": [[20, 2, "optimizer"]]},
-    "graph": {"graph": True, "kills": [[20, 2, "forward"]]},
-    "checkpoint": {**LARGE, "checkpoints": True, "kills": [[10, 2, "idle"]]},
-    "snapshot": {"layers": 6, "width": 2048, "options": ["--snapshot-every", "1"], "kills": [[20, 2, "idle"]]},
-    "bf16": {"precision": "bf16", "kills": [[20, 2, "backward"]]},
-    "10 M": {"layers": 10, "width": 1024, "kills": [[20, 2, "backward"]]},
-    "10 M, spare": {
-        "layers": 10,
-        "width": 1024,
-        "ranks": 3,
-        "samples": 12,
-        "options": ["--spares", "1"],
-        "kills": [[40, 2, "idle"]],
-    },
-    "100 M, spare": {
-        **LARGE,
-        "ranks": 3,
-        "samples": 12,
-        "options": ["--spares", "1"],
-        "kills": [[20, 2, "backward"]],
-    },
-    "10 M, spare, twice": {
-        "layers": 10,
-        "width": 1024,
-        "ranks": 3,
-        "samples": 12,
-        "options": ["--spares", "1"],
-        "pause": 0.1,
-        "kills": [[20, 0, "idle"], [45, 2, "idle"]],
-    },
-    "fsdp": {"strategy": "fsdp", "layers": 6, "kills": [[20, 2, "backward"]], "again": 20},
-    "fsdp, idle": {"strategy": "fsdp", "layers": 6, "kills": [[20, 2, "idle"]], "again": 20},
-    "fsdp, slow steps": {"strategy": "fsdp", "layers": 6, "pause": 0.3, "kills": [[20, 2, "backward"]], "again": 1},
-    "fsdp, 100 M": {**LARGE, "strategy": "fsdp", "kills": [[10, 2, "backward"]], "again": 10},
-    "fsdp, two at once": {"strategy": "fsdp", "kills": [[20, 2, "forward"], [20, 1, "forward"]], "again": 20},
-    "hsdp": {"strategy": "hsdp", "layers": 6, "kills": [[20, 2, "backward"]], "again": 0},
-    "hsdp, forward": {"strategy": "hsdp", "layers": 6, "kills": [[20, 1, "forward"]], "again": 0},
-    "hsdp, rank 0": {"strategy": "hsdp", "layers": 6, "kills": [[20, 0, "backward"]], "again": 0},
-    "hsdp, 100 M": {**LARGE, "strategy": "hsdp", "kills": [[10, 2, "backward"]], "again": 0},
-    "hsdp, twice": {"strategy": "hsdp", "kills": [[20, 2, "backward"], [25, 1, "forward"]], "again": 0},
-    "hsdp, two shards at once": {"strategy": "hsdp", "kills": [[20, 0, "forward"], [20, 3, "forward"]], "again": 0},
-    "hsdp, both replicas": {
-        "strategy": "hsdp",
-        "kills": [[20, 1, "forward"], [20, 3, "forward"]],
-        "options": ["--snapshot-every", "5"],
-        "again": 5,
-    },
-}
+def devices() -> list[str]:
+    """Return the devices that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return given.split(",")
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return re.findall(r"MIG-[0-9a-f-]+", listed) or [str(gpu) for gpu in range(len(listed.splitlines()))]
 
 
 def exact(steps: dict[int, set[str]], count: int, samples: int) -> bool:
@@ -241,7 +211,8 @@ class Undisturbed:
         key = json.dumps([ranks, case], sort_keys=True)
         with self._locks[key]:
             if key not in self._found:
-                quiet = run(ranks, **case)
+                given = dict(case)
+                quiet = run(ranks, given.pop("options", []), **given)
                 self._found[key] = quiet.end.get("digest", "")
                 text = f"      {name}: undisturbed: code {quiet.code}, {quiet.seconds:.1f} s"
                 print(f"{text}\n{quiet.text[-3000:]}" if quiet.code != 0 else text, flush=True)
@@ -252,13 +223,20 @@ def passes(name: str, undisturbed: Undisturbed) -> bool:
     """Run a case and print its result."""
     case = dict(CASES[name])
     kills, ranks = case.pop("kills"), case.pop("ranks", 4)
-    options, allowed = case.pop("options", []), case.pop("again", 0)
+    options, allowed, lost = case.pop("options", []), case.pop("again", 0), case.pop("lost", len(kills))
+    faults = {name: case.pop(name) for name in ("endless", "slow_abort") if name in case}
+    if "visible" in case:  # as few ranks as may share a device
+        case["options"] = options
     digest = undisturbed.digest(name, ranks, case)
-    found = run(ranks, options, kills=kills, **case)
+    case.pop("options", None)
+    found = run(ranks, options, kills=kills, **faults, **case)
     same = bool(digest) and found.end.get("digest") == digest
     whole = exact(found.steps(), case.get("steps", STEPS), case.get("samples", 8))
     repeated = again(found.text)
-    good = found.code == 0 and same and whole and repeated <= allowed
+    stayed = len(found.pids) == ranks + lost
+    quiet = not re.search(r"frame #\d+|ProcessGroupNCCL|unbatched P2P", found.text)
+    quiet |= any(place == "assert" for _, _, place in kills)  # prints its own
+    good = found.code == 0 and same and whole and repeated <= allowed and stayed and quiet
     times = " ".join(f"{one:.2f}" for one in found.recoveries())
     lines = [line for line in found.text.splitlines() if line.startswith("phalanx:") or not good]
     shown = [line[:220] for line in lines[: 60 if good else 150]]
@@ -268,7 +246,8 @@ def passes(name: str, undisturbed: Undisturbed) -> bool:
     head = (
         f"{'ok    ' if good else 'FAILED'} {name}: code {found.code}, {found.seconds:.1f} s, recovered in {times}, "
         f"{len(found.pids)} processes for {ranks} ranks and {len(kills)} kills, same end: {same}, "
-        f"samples: {whole}, steps done again: {repeated} of {allowed} allowed"
+        f"samples: {whole}, steps done again: {repeated} of {allowed} allowed, survivors stayed: {stayed}, "
+        f"quiet: {quiet}, growth per recovery: {found.growth()}"
     )
     print("\n        ".join([head, *shown]), flush=True)
     if os.environ.get("OUT"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -29,7 +30,9 @@ from phalanx.train.reporting import trackers
 from phalanx.train.run import Run
 from phalanx.worker.agent_channel import AgentChannel, ChannelCallbacks
 from phalanx.worker.ignored_signals import IgnoredSignals
+from phalanx.worker.process_group import nccl
 from phalanx.worker.process_group.aborter import GroupAborter
+from phalanx.worker.process_group.closing import destroy_without_waiting
 from phalanx.worker.process_group.group import WorkerProcessGroup
 from phalanx.worker.rendezvous.device import cuda_device, warm_up
 from phalanx.worker.rendezvous.membership import Membership, form
@@ -70,6 +73,8 @@ class ElasticLoop:
         self._halting = Halting(self._steps)
         self._stuck = False  # `train` has raised, and the agent has not sent what follows
         self._assignment: messages.Assignment | None = None  # of the group that is being formed, or was formed
+        self._connecting = False  # on a GPU, to ranks that this rank has met
+        self._lost_since: float | None = None  # when this rank was first seen in a lost group
         self._rescuing = threading.Lock()
         hello = messages.Hello(cuda_device(options.get("device")), for_cuda(environment()))
         callbacks = ChannelCallbacks(self._aborter.cut, self._halting.stir, self._heartbeat, self._received)
@@ -130,12 +135,15 @@ class ElasticLoop:
         options = {**self._options}
         seed = options.pop("seed", 0)
         with self._aborter.watching():
-            membership = form(
-                **options,
-                assignment=assignment,
-                offer=self._last.offer.encoded if self._last.offer is not None else "",
-                met=self._met if assignment.generation else None,
-            )
+            try:
+                membership = form(
+                    **options,
+                    assignment=assignment,
+                    offer=self._last.offer.encoded if self._last.offer is not None else "",
+                    met=self._met,
+                )
+            finally:
+                self._connecting = False
             recovery = RecoveryState(self._generation(assignment, membership), self._last.offer)
             group = WorkerProcessGroup(membership, seed=seed)
             run = Run(group, log_to=self._log_to, recovery=recovery)
@@ -187,6 +195,9 @@ class ElasticLoop:
 
     def _met(self, membership: Membership) -> None:
         """Prepare the handover while the group forms: ranks that have the state copy it for new ranks of their node."""
+        self._connecting = membership.device.type == "cuda"
+        if self._assignment is None or not self._assignment.generation:
+            return
         self._handover = Handover(membership, self._last.offer)
         self._last = replace(self._last, offer=self._handover.offer)
         self._handover.prepare()
@@ -204,6 +215,8 @@ class ElasticLoop:
         counter = recovery.counter
         step = counter.steps if counter.steps > counter.start else max(counter.steps, self._last.step)
         self._last = LastGroup(offer, recovery.checkpoint_waited, recovery.has_snapshots, step)
+        if recovery.generation.handover is not None:  # if no step was committed since then, it still has its memory
+            recovery.generation.handover.close()
         if offer is None:
             self._once.forget()
         logger.debug("leaving generation %d after step %d", recovery.generation.number, step)
@@ -228,11 +241,8 @@ class ElasticLoop:
         """Destroy a group that was half formed."""
         import torch.distributed as dist
 
-        try:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        except Exception:
-            logger.debug("destroying a process group that was half formed", exc_info=True)
+        if dist.is_initialized():
+            destroy_without_waiting()
         # torch has counted this group, and would give the next one another name than a new rank does.
         dist.distributed_c10d._world.group_count = 0
         self._aborter.forget()
@@ -311,13 +321,26 @@ class ElasticLoop:
 
     def _heartbeat(self) -> messages.Heartbeat:
         """Return the progress of the training. Called by the thread of the channel."""
-        recovery = self._recovery
+        recovery, blocked = self._recovery, self._is_blocked()
         if recovery is not None:
-            return messages.Heartbeat(recovery.counter.steps, recovery.counter.samples)
+            return messages.Heartbeat(recovery.counter.steps, recovery.counter.samples, blocked)
         if self._assignment is not None and self._channel.has_moved(self._assignment):
             # again: the operation that the main thread now waits for may not have existed the first time
             self._aborter.cut()
-        return messages.Heartbeat(0)
+        return messages.Heartbeat(0, blocked=blocked)
+
+    def _is_blocked(self) -> bool:
+        """Return whether the GPU does not let the main thread leave a lost group.
+
+        While it waits for the GPU it computes, as far as the agent can see. But a thread that computes on the CPU, for
+        example to compile a model, must have its time.
+        """
+        recovery, now = self._recovery, time.monotonic()
+        lost = self._assignment is not None and self._channel.has_moved(self._assignment)
+        self._lost_since = (self._lost_since or now) if lost else None
+        if self._lost_since is None or now - self._lost_since < nccl.PATIENCE:
+            return False
+        return nccl.is_blocked() or (recovery is None and self._connecting)
 
     def close(self) -> None:
         """Close the channel to the agent."""

@@ -72,7 +72,11 @@ LOST = CONNECTING + b" - retrying (try=0, delay=413ms): Failed to recv, got 0 by
 WRONG = CONNECTING + b" - retrying (try=0, delay=413ms): Connection refused\n"
 
 
-@pytest.mark.parametrize("first", [STORE.splitlines(keepends=True)[0], LOST], ids=["reads", "connects"])
+READS = STORE.splitlines(keepends=True)[0]
+WAITS = READS.replace(b"recvValue", b"recvValueWithTimeout")
+
+
+@pytest.mark.parametrize("first", [READS, WAITS, LOST], ids=["reads", "waits", "connects"])
 def test_a_warning_with_a_stack_is_left_out_whole(first: bytes) -> None:
     rest = STORE.partition(b"\n")[2]
     assert Noise().without(b"one\n" + first + rest + b"two\n") == b"one\ntwo\n"

@@ -25,6 +25,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
     step: int
     samples: int = -1  # training samples of this rank in this generation; -1: unknown
+    blocked: bool = False  # its group is lost, and its GPU does not let it leave
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True, tag="measured-step"):

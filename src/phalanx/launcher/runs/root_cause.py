@@ -18,7 +18,7 @@ _INTERRUPTED = re.compile(r"^\w+Error: .*\bKeyboardInterrupt: <EMPTY MESSAGE>\n\
 
 # Errors of a healthy rank that lost a peer: a consequence, never the first cause.
 _PEER_LOST = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|recvValue failed|sendBytes failed|remote process exited"
+    r"Connection (closed|reset) by peer|Broken pipe|recvValue\w* failed|sendBytes failed|remote process exited"
     r"|NCCL (remote|communicator was aborted)|ncclRemoteError|ProcessGroupNCCL.*(abort|watchdog)"
     r"|Connection was likely closed"
     r"|failed to connect|Rank \d+ is not ready|Gloo connectFullMesh failed|Application timeout caused pair closure"

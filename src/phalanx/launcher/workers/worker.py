@@ -65,6 +65,7 @@ class ReportedGenerations:
     entered: int = -1  # the newest that it has joined
     holds: bool = False  # it joined with all trained state
     formed: int = -1  # the newest of which it reported a committed step
+    blocked: bool = False  # its GPU does not let it leave the one that was lost
 
 
 @dataclass

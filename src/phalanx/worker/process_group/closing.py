@@ -66,7 +66,7 @@ class GroupClosing:
         import torch.distributed as dist
 
         if dist.is_initialized():
-            _destroy_without_waiting()
+            destroy_without_waiting()
 
     def _release(self, group: ClosableGroup) -> None:
         """Release everything that holds the group."""
@@ -95,10 +95,10 @@ def _destroy(failed: bool) -> None:
         dist.destroy_process_group()
         return
     ending.keep_groups()
-    _destroy_without_waiting()
+    destroy_without_waiting()
 
 
-def _destroy_without_waiting() -> None:
+def destroy_without_waiting() -> None:
     """Destroy the groups of this process after a failure. Errors are only logged: another one is the cause."""
     import torch.distributed as dist
 

@@ -13,11 +13,13 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 from phalanx.worker.ending import keep
 
-_aborting: set[int] = set()  # ids of backends that are being aborted; they are kept, so that ids stay unique
+PATIENCE = 10.0  # seconds: an abort that takes longer does not return
+_aborting: dict[int, float | None] = {}  # id of a kept backend -> when its abort began; None: it has returned
 _starting = threading.Lock()
 
 
@@ -46,10 +48,16 @@ def abort() -> None:
     with _starting:
         backends = [backend for backend in _backends() if id(backend) not in _aborting]
         for backend in backends:
-            keep(backend)
-            _aborting.add(id(backend))
+            keep(backend)  # so that its id stays unique
+            _aborting[id(backend)] = time.monotonic()
     for backend in backends:
         threading.Thread(target=_abort, args=(backend,), name="phalanx-abort", daemon=True).start()
+
+
+def is_blocked() -> bool:
+    """Return whether an abort has not returned in time: a kernel of the script may never end."""
+    now = time.monotonic()
+    return any(began is not None and now - began > PATIENCE for began in [*_aborting.values()])
 
 
 def forget_groups() -> None:
@@ -84,6 +92,7 @@ def _backends() -> list[Any]:
     for group in [*c10d._world.pg_map]:
         with contextlib.suppress(RuntimeError):  # it has none for the GPU
             backend = group._get_backend(torch.device("cuda"))
+            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             if isinstance(backend, c10d.ProcessGroupNCCL):
                 found.append(backend)
     return found
@@ -95,3 +104,4 @@ def _abort(backend: Any) -> None:
     """
     with contextlib.suppress(RuntimeError):
         backend.abort()
+    _aborting[id(backend)] = None

@@ -16,7 +16,7 @@ _ERROR = re.compile(
 _ABORT = re.compile(rb"terminate called (?:after throwing|recursively)")
 _WARNING = re.compile(
     rb"(?:\[rank\d+\]:)?\[W\d{4} [\d:.]+ (?:ProcessGroupNCCL|ProcessGroupGloo|TCPStore)\.cpp:\d+\].*"
-    rb"(?:unbatched P2P op|recvValue failed|sendBytes failed|Failed to check the|should dump|ProcessGroupGloo::split"
+    rb"(?:unbatched P2P op|recvValue\w* failed|sendBytes failed|Failed to check the|should dump|ProcessGroupGloo::split"
     rb"|destroy_process_group\(\) was not called|TCP client failed to connect/validate .*Failed to recv, got 0 bytes)"
 )
 # Further lines of a message: NCCL's own, and two kinds of stacks.

@@ -48,6 +48,7 @@ class MessageDispatcher:
                 self._connected(worker, message)
             case worker_messages.Heartbeat():
                 worker.committed(message.step)
+                worker.generations.blocked = message.blocked
                 worker.progress.samples, worker.progress.sampled = message.samples, worker.last_heartbeat
             case worker_messages.MeasuredStep() if worker.seat.rank == 0 and not worker.spare:
                 self._measured(message)

@@ -1,7 +1,8 @@
 """Survivors that do not join the new group: gloo may wait forever in an operation whose connections are cut.
 
 A send to a dead rank may stay in a queue, and its waiter is never woken. Such a process can only be replaced. Nothing
-is lost if another rank has the same state; otherwise another thread of the process copies the state to memory.
+is lost if another rank has the same state; otherwise another thread of the process copies the state to memory. A rank
+that waits for its GPU computes, as seen from here: it reports itself that it is blocked (`ElasticLoop._is_blocked`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from phalanx.contract.messages import worker_messages
@@ -87,7 +88,7 @@ class UnresponsiveWatch:
             self._task.cancel()
 
     async def _watch(self, generation: int) -> None:
-        unresponsive, asked = Unresponsive(), set[int]()
+        unresponsive, asked, killed = Unresponsive(), set[int](), set[int]()
         while missing := {worker.pid: name for name, worker in self._workers.living if self._is_missing(worker)}:
             living = [worker for _, worker in self._workers.living]
             safe = any(worker.generations.holds and worker.generations.entered == generation for worker in living)
@@ -102,9 +103,19 @@ class UnresponsiveWatch:
                 self._note(f"rank {self._workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
                 self._workers.send_signal(missing[pid], signal.SIGKILL)
                 unresponsive = Unresponsive()
+            self._kill_blocked(missing, killed)
             asleep = time.monotonic()
             await asyncio.sleep(_INTERVAL)
             unresponsive.excuse(time.monotonic() - asleep - _INTERVAL)
+
+    def _kill_blocked(self, missing: Mapping[int, str], killed: set[int]) -> None:
+        """Kill each worker whose GPU does not let it leave the group, once."""
+        for pid, name in missing.items():
+            worker = self._workers[name]
+            if worker.generations.blocked and pid not in killed:
+                killed.add(pid)
+                self._note(f"rank {worker.seat.rank} cannot leave the group, its GPU does not answer: SIGKILL")
+                self._workers.send_signal(name, signal.SIGKILL)
 
     def rescued(self, worker: Worker, answer: worker_messages.Rescued) -> None:
         """Kill a worker that cannot leave the group, now that its state is saved, unless it has left it meanwhile."""
