@@ -16,7 +16,7 @@ SLICES = tuple(Device("mig", 0, f"MIG-{n}", f"MIG-{n}", "NVIDIA H200 MIG 1g.18gb
 
 def variables(devices: list[Device | None], nodes: int = 1) -> list[dict[str, str]]:
     slots = [*map(Slot, devices)]
-    return [sharing.for_one(device, slots, worker=f"run/0/{rank}", nodes=nodes) for rank, device in enumerate(devices)]
+    return [sharing.for_one(slots, worker=f"run/0/{rank}", nodes=nodes) for rank in range(len(devices))]
 
 
 def test_devices_are_dealt_out_again_where_there_are_more_workers() -> None:
@@ -37,8 +37,9 @@ def test_without_the_option_the_refusal_names_it() -> None:
     assert "--share-gpu for 4 ranks on it" in str(refused.value.fix)
 
 
-@pytest.mark.parametrize("devices", [[GPUS[0]] * 2, list(SLICES), [SLICES[0]] * 3])
-def test_ranks_of_one_gpu_claim_different_hosts(devices: list[Device | None]) -> None:
+@pytest.mark.parametrize("devices", [[GPUS[0]] * 2, list(SLICES), [SLICES[0]] * 3, [GPUS[0], GPUS[1], GPUS[0]]])
+def test_all_ranks_claim_different_hosts_if_some_share_a_gpu(devices: list[Device | None]) -> None:
+    """Also a rank that has a GPU for itself: all ranks of a node must choose the same way to send their state."""
     environs = variables(devices)
     assert len({environ[sharing.HOST] for environ in environs}) == len(devices)
     assert all(environ["NCCL_SOCKET_IFNAME"] == "=lo" for environ in environs)
@@ -58,7 +59,7 @@ def test_a_spare_claims_another_host_than_the_spare_before_it() -> None:
     """By then, the earlier spare has the rank of a dead worker, and still the variables from its start."""
     slots = [Slot(SLICES[0]), Slot(SLICES[1])]
     hosts = [
-        sharing.for_one(SLICES[1], slots, worker=f"run/0/{folder}", nodes=1)[sharing.HOST]
+        sharing.for_one(slots, worker=f"run/0/{folder}", nodes=1)[sharing.HOST]
         for folder in ("0", "spare.4", "spare.5")
     ]
     assert len({*hosts}) == 3
@@ -67,5 +68,5 @@ def test_a_spare_claims_another_host_than_the_spare_before_it() -> None:
 def test_a_slice_that_only_a_spare_uses_counts() -> None:
     """With one rank on each of two GPUs, a spare on a second slice of one of them may get the rank on the other."""
     slots = [Slot(SLICES[0]), Slot(GPUS[1]), Slot(SLICES[1])]
-    assert sharing.HOST in sharing.for_one(SLICES[0], slots, worker="run/0/0", nodes=1)
-    assert sharing.HOST not in sharing.for_one(GPUS[1], slots, worker="run/0/1", nodes=1)
+    assert sharing.HOST in sharing.for_one(slots, worker="run/0/1", nodes=1)
+    assert sharing.for_one(slots[:2], worker="run/0/1", nodes=1) == {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from phalanx.cluster.cluster import Device, Slot
+from phalanx.cluster.cluster import Slot
 
 HOST = "NCCL_HOSTID"
 
@@ -26,14 +26,14 @@ def for_all(slots: Sequence[Slot]) -> dict[str, str]:
     return {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{1 / sharers:.3f}"} if sharers > 1 else {}
 
 
-def for_one(device: Device | None, slots: Sequence[Slot], *, worker: str, nodes: int) -> dict[str, str]:
-    """Return variables for one worker.
+def for_one(slots: Sequence[Slot], *, worker: str, nodes: int) -> dict[str, str]:
+    """Return variables for one worker. All workers of a node get them if two of its slots are on one GPU.
 
     `slots`: all slots that ranks and spares of its node may use. `worker`: a number that is unique among concurrent
     workers. A local rank is not: a spare keeps its variables when it gets the rank of a dead worker.
     """
-    beside = [slot.device.index for slot in slots if slot.device is not None]
-    if device is None or beside.count(device.index) < 2:
+    gpus = [slot.device.index for slot in slots if slot.device is not None]
+    if len(set(gpus)) == len(gpus):
         return {}
     host = {HOST: f"{os.uname().nodename}/{worker}"}
     return host if nodes > 1 else {**host, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}
