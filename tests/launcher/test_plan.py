@@ -10,8 +10,9 @@ import pytest
 from phalanx.cli.launch_context import detect_context
 from phalanx.cli.options import parse_run
 from phalanx.cli.planning import make_plan
-from phalanx.cluster import sharing
+from phalanx.cluster import nvidia, sharing
 from phalanx.cluster.cluster import Device, Slot
+from phalanx.cluster.inventory import Inventory
 from phalanx.cluster.placement import Seat
 from phalanx.launcher.plan import DeviceVisibility, Plan, SpareWorkers
 from tests.kit import placements
@@ -69,6 +70,18 @@ def test_a_rank_that_has_a_gpu_for_itself_gets_the_variables_of_the_ranks_that_s
     environs = [_environment(plan, seat, str(seat.local_rank)) for seat in ranks]
     assert len({environ[sharing.HOST] for environ in environs}) == 3
     assert {environ["NCCL_SOCKET_IFNAME"] for environ in environs} == {"=lo"}
+
+
+def test_ranks_that_share_a_gpu_keep_the_settings_of_the_allocator_and_get_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Device("gpu", 0, "0", "GPU-0", "a GPU", memory=24 << 30)
+    monkeypatch.setattr(nvidia, "survey", lambda environ: Inventory((gpu,), (gpu,)))
+    environ = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    options = parse_run(["-g", "2", "--share-gpu", "--spares", "1", __file__], environ)
+    plan = make_plan(options, environ, detect_context(options, environ, str(tmp_path)))
+    found = {name: value for name, value in plan.environ.items() if "ALLOC_CONF" in name}
+    assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:True,per_process_memory_fraction:0.438"}
 
 
 def _environment(plan: Plan, seat: Seat, folder: str) -> dict[str, str]:
