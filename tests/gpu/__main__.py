@@ -54,6 +54,7 @@ ONE = [
     Script("tests/launcher/spawn/gpu_spawn.py"),
     Script("tests/cluster/gpu_probe.py"),
     Script("tests/doctor/gpu_check.py"),
+    Script("tests/gpu/share.py"),
 ]
 # Several ranks. Each lane has its own devices where there are enough, and is run from its first script to its last.
 LANES = [
@@ -62,6 +63,7 @@ LANES = [
         Script("tests/gpu/verdicts.py"),
         Script("tests/gpu/elastic.py", environ={"JOBS": "2"}),
         Script("tests/e2e/gpu_ends.py", words=("2",)),
+        Script("tests/gpu/share.py"),  # on MIG slices, if there are any
     ],
 ]
 
@@ -106,7 +108,8 @@ def passes(script: Script, visible: Sequence[str] = (), options: str = "") -> bo
     if visible:
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     began = time.monotonic()
-    log = ROOT / "build/gpu-test" / f"{script.path.replace('/', '.')}.log"
+    place = ".several" if visible or options else ""  # a script may run in both ways
+    log = ROOT / "build/gpu-test" / f"{script.path.replace('/', '.')}{place}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *script.launcher, script.path, *script.words]
     with log.open("wb") as output:

@@ -10,9 +10,11 @@ import pytest
 from phalanx.cli.launch_context import detect_context
 from phalanx.cli.options import parse_run
 from phalanx.cli.planning import make_plan
-from phalanx.cluster import sharing
+from phalanx.cluster import nvidia, sharing
 from phalanx.cluster.cluster import Device, Slot
-from phalanx.launcher.plan import DeviceVisibility, SpareWorkers
+from phalanx.cluster.inventory import Inventory
+from phalanx.cluster.placement import Seat
+from phalanx.launcher.plan import DeviceVisibility, Plan, SpareWorkers
 from tests.kit import placements
 
 GPU = Slot(Device("gpu", 3, "GPU-3", "3", "a GPU"))
@@ -52,17 +54,37 @@ def test_spares_on_slices_of_a_gpu_claim_different_hosts_one_after_another(tmp_p
     plan = replace(plan, group=replace(plan.group, seats=ranks, spares=spares))
 
     def host(local_rank: int, slot: Slot, folder: str) -> str:
-        environ = plan.environment(
-            placements.seat(2, 2, slot, local_rank=local_rank),
-            attempt=0,
-            run="run",
-            folder="/run",
-            rank_folder=f"/run/attempt_0/{folder}",
-            port=1,
-            line="",
-            memory="",
-        )
-        return environ[sharing.HOST]
+        return _environment(plan, placements.seat(2, 2, slot, local_rank=local_rank), folder)[sharing.HOST]
 
     workers = [(0, slices[0], "0"), (1, slices[1], "1"), (2, slices[2], "spare.2"), (2, slices[0], "spare.3")]
     assert len({host(*worker) for worker in workers}) == len(workers)
+
+
+def test_a_rank_that_has_a_gpu_for_itself_gets_the_variables_of_the_ranks_that_share_one(tmp_path: Path) -> None:
+    """Ranks with NCCL_HOSTID exchange their state by shared memory: with others they would not find it."""
+    gpus = [Slot(Device("gpu", n, str(n), f"GPU-{n}", "a GPU")) for n in range(2)]
+    options = parse_run(["-g", "3", "--cpu", __file__], {})
+    plan = make_plan(options, {}, detect_context(options, {}, str(tmp_path)))
+    ranks = tuple(placements.seat(rank, 3, gpus[rank % 2]) for rank in range(3))
+    plan = replace(plan, group=replace(plan.group, seats=ranks))
+    environs = [_environment(plan, seat, str(seat.local_rank)) for seat in ranks]
+    assert len({environ[sharing.HOST] for environ in environs}) == 3
+    assert {environ["NCCL_SOCKET_IFNAME"] for environ in environs} == {"=lo"}
+
+
+def test_ranks_that_share_a_gpu_keep_the_settings_of_the_allocator_and_get_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Device("gpu", 0, "0", "GPU-0", "a GPU", memory=24 << 30)
+    monkeypatch.setattr(nvidia, "survey", lambda environ: Inventory((gpu,), (gpu,)))
+    environ = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    options = parse_run(["-g", "2", "--share-gpu", "--spares", "1", __file__], environ)
+    plan = make_plan(options, environ, detect_context(options, environ, str(tmp_path)))
+    found = {name: value for name, value in plan.environ.items() if "ALLOC_CONF" in name}
+    assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:True,per_process_memory_fraction:0.438"}
+
+
+def _environment(plan: Plan, seat: Seat, folder: str) -> dict[str, str]:
+    return plan.environment(
+        seat, attempt=0, run="run", folder="/run", rank_folder=f"/run/attempt_0/{folder}", port=1, line="", memory=""
+    )

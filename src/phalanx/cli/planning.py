@@ -44,7 +44,8 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
     task = rendezvous.task if rendezvous is not None else None
     tasks = task.local_tasks if task is not None else 1
     follows = task is not None and bool(task.placement.local_rank)  # the first task on this host warns for all
-    inherited = _inherited(options, environ, here, crowded=len(here) * tasks > 1)
+    spares = nodes.spares if rendezvous is None else 0
+    inherited = _inherited(options, environ, here, crowded=len(here) * tasks > 1, spares=spares)
     notes = list(options.notes)
     if rendezvous is None:
         _check_ranks(options, len(seats))
@@ -87,7 +88,7 @@ def make_plan(options: RunOptions, environ: Mapping[str, str], context: LaunchCo
             master_addr=options.rendezvous.master_addr or "127.0.0.1",
             master_port=options.rendezvous.master_port or 0,
             role=workers.role,
-            spares=SpareWorkers(count=nodes.spares if rendezvous is None else 0, slots=unused),
+            spares=SpareWorkers(count=spares, slots=unused),
         ),
         devices=DeviceVisibility(
             isolated=workers.isolate or mig or workers.share_gpu,
@@ -185,7 +186,7 @@ def _shared(here: tuple[Slot, ...]) -> str:
 
 
 def _inherited(
-    options: RunOptions, environ: Mapping[str, str], here: tuple[Slot, ...], *, crowded: bool
+    options: RunOptions, environ: Mapping[str, str], here: tuple[Slot, ...], *, crowded: bool, spares: int
 ) -> dict[str, str]:
     inherited = {**environ, **options.script.env}
     for name in (TOKEN, PAGE_KEY):  # secrets that workers do not need: scripts print their environment
@@ -193,8 +194,7 @@ def _inherited(
     if crowded:
         # As in torchrun: workers that use all cores slow each other down.
         inherited.setdefault(THREADS, "1")
-    for name, value in sharing.for_all(here).items():
-        inherited.setdefault(name, value)
+    inherited |= sharing.for_all(here, inherited, spares)
     if options.workers.devices is not None:
         inherited["CUDA_VISIBLE_DEVICES"] = ",".join(slot.device.handle for slot in here if slot.device is not None)
     if options.workers.cpu:
