@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from survive import Outcome, accounted, again, run
 
 LIMIT = 540.0
-EVERY = "2s"
+EVERY = "1s"
 
 
 @dataclass(frozen=True)
 class Campaign:
     seeds: tuple[int, ...]
     kills: int  # per seed
-    steps: int = 40  # per kill: enough that the last kill comes before the end
+    steps: int = 30  # per kill: enough that the last kill comes before the end
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,13 +63,15 @@ def judged(name: str, seed: int, found: Outcome, asked: argparse.Namespace, dige
         "samples exact": accounted(found, kills * CAMPAIGNS[name].steps, 2 * asked.ranks),
         f"{kills} kills": bool(done) and int(done[1]) == kills,
         "no step done again": name == "fsdp" or not again(found.text),
+        "survivors stayed": "cannot leave" not in found.text and len(found.pids) <= asked.ranks + kills,
+        "nothing accumulates": max(found.growth()[:2]) < 1,  # descriptors and threads; other runs may use the device
         "nothing left": not [pid for pid in found.pids if Path(f"/proc/{pid}").exists()],
     }
     good = all(facts.values())
     wrong = ", ".join(fact for fact, holds in facts.items() if not holds)
     print(
         f"{'ok    ' if good else 'FAILED'} {name}, seed {seed}: {len(found.pids)} processes, "
-        f"{again(found.text)} steps done again; {done[0] if done else 'no kill'}{'; not: ' + wrong if wrong else ''}",
+        f"{again(found.text)} steps done again; growth per recovery {found.growth()}; {done[0] if done else 'no kill'}{'; not: ' + wrong if wrong else ''}",
         flush=True,
     )
     if not good:
