@@ -4,7 +4,7 @@
     forget_groups()    torch has no groups any more, and the next one can form
 
 `ncclCommAbort` ends a waiting `cuda.synchronize()` within 0.1 s, but returns 0.5 s later, and sometimes never. So it
-runs in a thread, and torch's object for the communicator is never destroyed: its destructor would wait for it.
+runs in a thread, and its groups are never destroyed: their destructors would wait for it.
 """
 
 from __future__ import annotations
@@ -62,14 +62,16 @@ def is_blocked() -> bool:
 
 
 def forget_groups() -> None:
-    """Make torch forget all groups, as its `_abort_process_group` does after the abort.
+    """Make torch forget all groups, as its `_abort_process_group` does after the abort, without destructing them.
 
-    What they have for NCCL is kept. What they have for gloo is destructed, with its threads and connections.
+    So each recovery leaves behind what gloo has for a group beside NCCL: seven descriptors and three threads.
     """
     from torch.distributed import distributed_c10d as c10d
 
     _aborting.update(dict.fromkeys(_aborting))  # those that run do not matter any more
     world = c10d._world
+    for group in [*world.pg_map]:
+        keep(group)
     c10d._update_default_pg(None)
     for table in (
         world.pg_map,
