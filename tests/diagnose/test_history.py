@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.diagnose import history as histories
 from phalanx.diagnose.diagnosis import diagnose
-from phalanx.diagnose.evidence import History
+from phalanx.diagnose.evidence import CallEvidence, History
 from phalanx.diagnose.history import Difference, first_difference
 from phalanx.forkserver.probe.collectives import collective_history as kept
 from phalanx.launcher.evidence import evidence_reply
@@ -70,11 +70,11 @@ DIFFERENT: dict[str, tuple[dict[int, list[Entry]], int, tuple[tuple[int, ...], .
         31,
         ((1,), (0,)),
     ),
-    "scatter: the outputs": (
+    "scatter: the outputs, which NCCL records as inputs": (
         {
-            0: [entry("scatter", 1, inputs=[[2], [2]], outputs=[[2]])],
-            1: [entry("scatter", 1, inputs=[], outputs=[[2]])],
-            2: [entry("scatter", 1, inputs=[], outputs=[[3]])],
+            0: [entry("scatter", 1, inputs=[[2]], outputs=[[2], [2]])],
+            1: [entry("scatter", 1, inputs=[[2]], outputs=[[0]])],
+            2: [entry("scatter", 1, inputs=[[3]], outputs=[[0]])],
         },
         1,
         ((2,), (0, 1)),
@@ -168,9 +168,13 @@ ALIKE: dict[str, dict[int, list[Entry]]] = {
     },
     "the root of a scatter, a gather": {
         rank: [
-            entry("scatter", 1, inputs=[[2], [2]] if rank == 0 else [], outputs=[[2]]),
+            entry("scatter", 1, inputs=[[2]], outputs=[[2], [2]] if rank == 0 else [[0]]),  # as NCCL records it
             entry("gather", 2, 4, outputs=[[4], [4]] if rank == 0 else []),
         ]
+        for rank in range(2)
+    },
+    "the root of a scatter, gloo": {
+        rank: [entry("scatter", 1, inputs=[[2], [2]] if rank == 0 else [], outputs=[[2]], backend="gloo")]
         for rank in range(2)
     },
     "as many elements in another shape": {0: [entry("all_reduce", 1, 2, 6)], 1: [entry("all_reduce", 1, 12)]},
@@ -193,6 +197,18 @@ def test_equal_histories_have_no_difference(case: str) -> None:
     assert differ(ranks, backend=backend) is None
     if ranks:
         assert not [each for each in diagnose(stalled(ranks)) if each.certain]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_outputs_of_other_sizes_are_named(kept: bool) -> None:
+    """Whether the last calls of a rank are also reported in full, with their inputs."""
+    sizes = [4, 4, 2]
+    seen = stalled({rank: [entry("_reduce_scatter_base", 1, 8, outputs=[[size]])] for rank, size in enumerate(sizes)})
+    full = CallEvidence(group="0", seq=1, op="reduce_scatter_tensor", shapes=((8,),), done=True, backend="nccl")
+    ranks = tuple(_with(rank, calls=(*rank.calls, *[full] * kept)) for rank in seen.ranks)
+    found = [each for each in diagnose(_with(seen, ranks=ranks)) if each.certain]
+    assert [(each.kind, each.ranks) for each in found] == [("shapes differ", (2,))]
+    assert "rank 2 has [2], the other 2 have [4]" in found[0].text
 
 
 def test_groups_are_compared_within_themselves() -> None:

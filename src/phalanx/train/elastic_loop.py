@@ -76,6 +76,7 @@ class ElasticLoop:
         self._connecting = False  # on a GPU, to ranks that this rank has met
         self._lost_since: float | None = None  # when this rank was first seen in a lost group
         self._rescuing = threading.Lock()
+        self._cutting = threading.Lock()  # held while a lost group is cut again
         hello = messages.Hello(cuda_device(options.get("device")), for_cuda(environment()))
         callbacks = ChannelCallbacks(self._aborter.cut, self._halting.stir, self._heartbeat, self._received)
         self._channel = AgentChannel(channel, callbacks, hello=hello)
@@ -93,7 +94,8 @@ class ElasticLoop:
         warming = warm_up(self._options.get("device"), spare=self._channel.is_spare)
         while True:
             assignment = self._channel.assignment
-            self._assignment = assignment
+            with self._cutting:  # what is cut belongs to the old group
+                self._assignment = assignment
             try:
                 run = self._begin(assignment)
                 if warming is not None:
@@ -324,9 +326,10 @@ class ElasticLoop:
         recovery, blocked = self._recovery, self._is_blocked()
         if recovery is not None:
             return messages.Heartbeat(recovery.counter.steps, recovery.counter.samples, blocked)
-        if self._assignment is not None and self._channel.has_moved(self._assignment):
-            # again: the operation that the main thread now waits for may not have existed the first time
-            self._aborter.cut()
+        with self._cutting:
+            if self._assignment is not None and self._channel.has_moved(self._assignment):
+                # again: the operation that the main thread now waits for may not have existed the first time
+                self._aborter.cut()
         return messages.Heartbeat(0, blocked=blocked)
 
     def _is_blocked(self) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from phalanx.diagnose import frames, history, words
 from phalanx.diagnose.evidence import CallEvidence, Frame
 from phalanx.diagnose.history import Difference, Item, Log, Shift
@@ -155,12 +157,12 @@ def _at(items: tuple[Item, ...], part: int) -> Item:
 def _call(state: RankState, key: _Key, seq: int, item: Item) -> CallEvidence:
     """Return a recorded item as a call."""
     group, backend, _ = key
+    signature = item.signature
+    shapes = signature.outputs if signature.op in history.OUTPUTS else signature.shapes
     for call in state.rank.calls:
         if (call.group, call.backend, call.seq) == (group, backend, seq):
-            return call
-    signature = item.signature
+            return structs.replace(call, shapes=shapes) if signature.op in history.OUTPUTS else call
     completed = next((each.completed for each in state.rank.groups if each.name == group), -1)
-    shapes = signature.outputs if signature.op in history.OUTPUTS else signature.shapes
     return CallEvidence(
         group=group,
         seq=seq,

@@ -77,6 +77,8 @@ class CollectiveHistory:
         called, site = self._called[frames, op]
         shapes = [tuple(shape) for shape in entry.get("input_sizes") or ()]
         outputs = [tuple(shape) for shape in entry.get("output_sizes") or ()]
+        if op == "scatter" and backend == "nccl":
+            shapes, outputs = outputs, shapes  # NCCL's recorder has them the wrong way round
         if "gather" in op:
             # the recorder keeps only so many sizes; the others may differ
             if backend == "phalanx" and len(outputs) >= _MAX_TENSORS:
