@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -76,8 +77,10 @@ def judged(name: str, seed: int, found: Outcome, asked: argparse.Namespace, dige
     )
     if not good:
         print(found.text[-4000:], flush=True)
-    if os.environ.get("OUT"):
-        (Path(os.environ["OUT"]) / f"campaign-{name}-{seed}.txt").write_text(found.text)
+    if out := os.environ.get("OUT"):
+        (Path(out) / f"campaign-{name}-{seed}.txt").write_text(found.text)
+        if not good:  # with stacks and evidence, if it has stalled
+            shutil.make_archive(f"{out}/campaign-{name}-{seed}", "gztar", found.folder / "home" / "runs")
     return good
 
 

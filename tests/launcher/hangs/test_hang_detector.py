@@ -24,8 +24,11 @@ from phalanx.launcher.hangs.progress_tracker import RankProgress
 GONE = Verdict(kind="uneven data", ranks=(0,), text="rank 0 left the loop earlier", fix="the same number of batches")
 HERE = Verdict(kind="sleep", ranks=(1, 2), text="ranks 1, 2 are sleeping", certain=False)
 PARTED = Verdict(kind="partition", ranks=(2,), text="node 1 and node 2 do not reach each other")
+TOGETHER = Verdict(kind="network", ranks=(), text="all 3 ranks wait in the same collective", certain=False)
 LOOP = Verdict(kind="loop", ranks=(1,), text="rank 1 is in a loop")
 STOPPED = StopRun("the run is stalled and was stopped (--on-hang stop): rank 0 left the loop earlier", GONE.fix)
+
+STALLED = StopRun(f"the run is stalled and was stopped (--on-hang stop): {TOGETHER.text}", TOGETHER.fix)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,9 @@ STOPPED = StopRun("the run is stalled and was stopped (--on-hang stop): rank 0 l
         ("kill", [HERE], 9.0, KillRanks(frozenset({1, 2}))),
         ("kill", [GONE, HERE], 9.0, KillRanks(frozenset({1, 2}))),  # rank 0 has ended: it cannot be killed
         ("kill", [GONE], 9.0, KillRanks(frozenset())),
+        ("kill", [TOGETHER], 9.0, KillRanks(frozenset({2}), any_rank=True)),
+        ("kill", [TOGETHER, HERE], 9.0, KillRanks(frozenset({1, 2}))),
+        ("stop", [TOGETHER], 9.0, STALLED),
     ],
 )
 def test_the_action_on_a_stall(on_hang: OnHang, verdicts: list[Verdict], waited: float, action: object) -> None:

@@ -229,8 +229,10 @@ class HangDetector:
                 self._recheck = time.monotonic() + seconds
             case StopRun(why, fix):
                 self._agent.fail(LaunchError(why, fix=fix))
-            case KillRanks(ranks):
-                if not ranks:
+            case KillRanks(ranks, any_rank):
+                if any_rank:
+                    self._agent.note("no rank is to blame: --on-hang kill kills one, so that the group forms again")
+                elif not ranks:
                     self._agent.note("no running rank is to blame, so --on-hang kill does not kill any")
                 self._kill(tuple(ranks))
                 for member, theirs in self._links.members().items():

@@ -11,6 +11,7 @@ from phalanx.diagnose.rank_state import LONGER
 from phalanx.diagnose.verdict import Verdict
 
 OnHang = Literal["report", "stop", "kill"]
+_OF_THE_GROUP = ("network", "join")  # verdicts that name no rank if all wait together; new connections may help
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,13 @@ class StopRun:
 
 @dataclass(frozen=True)
 class KillRanks:
-    """Kill the live ranks that are to blame. There may be none."""
+    """Kill the live ranks that are to blame. There may be none.
+
+    `any_rank`: none is to blame, and one is killed so that the group forms again.
+    """
 
     ranks: frozenset[int]
+    any_rank: bool = False
 
 
 def cut_off(on_hang: OnHang, verdicts: Sequence[Verdict]) -> Verdict | None:
@@ -70,5 +75,7 @@ def choose(on_hang: OnHang, evidence: Evidence, verdicts: Sequence[Verdict]) -> 
         why = f"the run is stalled and was stopped (--on-hang stop): {verdicts[0].text}"
         return StopRun(why, verdicts[0].fix)
     living = {rank.rank for rank in evidence.ranks if rank.ended is None}
-    blamed = (living.intersection(verdict.ranks) for verdict in verdicts)
-    return KillRanks(frozenset(next(filter(None, blamed), set[int]())))
+    blamed = next((found for verdict in verdicts if (found := living.intersection(verdict.ranks))), set[int]())
+    if not blamed and living and verdicts[0].kind in _OF_THE_GROUP:
+        return KillRanks(frozenset({max(living)}), any_rank=True)
+    return KillRanks(frozenset(blamed))
