@@ -180,7 +180,7 @@ def test_phalanx_why_during_the_stall_and_after_the_end(tmp_path: Path) -> None:
 def test_the_blamed_rank_is_killed_and_the_run_recovers(tmp_path: Path) -> None:
     done = phalanx(*words("once", tmp_path, "--on-hang", "kill", "--max-restarts", "1"))
     assert done.code == 0, done.err
-    assert "rank 2 stalled: SIGKILL (--on-hang kill)" in done.err
+    assert "rank 2 stalled: SIGKILL" in done.err
     ended = [event for event in recorded(folder_of(done.err)) if isinstance(event, events.WorkerExited)]
     assert [event.code for event in ended if event.rank == 2] == [-signal.SIGKILL, 0]
 

@@ -18,7 +18,7 @@ from phalanx.diagnose.verdict import Verdict
 from phalanx.launcher.hangs import detector, hang_action
 from phalanx.launcher.hangs.cluster_progress import ClusterProgress, NodeHeartbeat
 from phalanx.launcher.hangs.detector import ErrorBackoff, HangDetector
-from phalanx.launcher.hangs.hang_action import KillRanks, OnHang, StopRun, WaitLonger
+from phalanx.launcher.hangs.hang_action import FormAgain, KillRanks, OnHang, StopRun, WaitLonger
 from phalanx.launcher.hangs.progress_tracker import RankProgress
 
 GONE = Verdict(kind="uneven data", ranks=(0,), text="rank 0 left the loop earlier", fix="the same number of batches")
@@ -42,7 +42,7 @@ STALLED = StopRun(f"the run is stalled and was stopped (--on-hang stop): {TOGETH
         ("kill", [HERE], 9.0, KillRanks(frozenset({1, 2}))),
         ("kill", [GONE, HERE], 9.0, KillRanks(frozenset({1, 2}))),  # rank 0 has ended: it cannot be killed
         ("kill", [GONE], 9.0, KillRanks(frozenset())),
-        ("kill", [TOGETHER], 9.0, KillRanks(frozenset({2}), any_rank=True)),
+        ("kill", [TOGETHER], 9.0, FormAgain(2)),
         ("kill", [TOGETHER, HERE], 9.0, KillRanks(frozenset({1, 2}))),
         ("stop", [TOGETHER], 9.0, STALLED),
     ],
@@ -51,6 +51,16 @@ def test_the_action_on_a_stall(on_hang: OnHang, verdicts: list[Verdict], waited:
     ranks = [Rank(rank=number, node=0, ended=0 if number == 0 else None) for number in range(3)]
     evidence = Evidence(time=0.0, waited=waited, ranks=tuple(ranks), limit=10.0)
     assert hang_action.choose(on_hang, evidence, verdicts) == action
+
+
+def test_a_recovery_that_stalls_is_tried_again_even_if_stalls_are_only_reported() -> None:
+    """Unless a rank is to blame, or the user wants the run to end."""
+    evidence = Evidence(time=0.0, waited=9.0, ranks=tuple(Rank(rank=number, node=0) for number in range(3)), limit=10.0)
+    assert hang_action.choose("report", evidence, [TOGETHER]) is None
+    assert hang_action.choose("report", evidence, [TOGETHER], recovering=True) == FormAgain(2)
+    assert hang_action.choose("report", evidence, [TOGETHER, HERE], recovering=True) is None
+    assert hang_action.choose("report", evidence, [LOOP], recovering=True) is None
+    assert hang_action.choose("stop", evidence, [TOGETHER], recovering=True) == STALLED
 
 
 def test_a_node_that_others_do_not_reach_is_dismissed_whatever_on_hang_says() -> None:
@@ -85,7 +95,17 @@ class Detected:
         self.dismissed: list[tuple[list[int], str]] = []
         self.failed: list[str] = []
         self.dismisses = dismisses
-        self.attempt = SimpleNamespace(generation=1, stopping=False, held="", living=[])
+        self.formed = 1  # the newest group that has committed a step
+        self.killed: list[int] = []
+        workers = SimpleNamespace(
+            formed=lambda generation: generation == self.formed,
+            send_signal=lambda name, _: self.killed.append(int(name)),
+        )
+        seats = [
+            SimpleNamespace(seat=SimpleNamespace(rank=rank), spare=False, exit=SimpleNamespace()) for rank in (0, 1)
+        ]
+        living = [(str(one.seat.rank), one) for one in seats]
+        self.attempt = SimpleNamespace(generation=1, stopping=False, held="", living=living, workers=workers)
         self.agent = SimpleNamespace(
             plan=SimpleNamespace(hang=SimpleNamespace(action=on_hang, stall_timeout=10.0)),
             attempt=self.attempt,
@@ -115,7 +135,8 @@ class Detected:
 
         async def explain() -> tuple[Evidence, list[Verdict]]:
             meanwhile()
-            return Evidence(time=0.0, waited=11.0, ranks=(), limit=10.0), [*verdicts]
+            ranks = tuple(Rank(rank=worker.seat.rank, node=0) for _, worker in self.attempt.living)
+            return Evidence(time=0.0, waited=11.0, ranks=ranks, limit=10.0), [*verdicts]
 
         self.detector.explain = explain  # type: ignore[method-assign]
         asyncio.run(self.detector._diagnose(self.attempt, 10.0))  # type: ignore[arg-type]
@@ -138,6 +159,22 @@ def test_a_node_on_trial_is_dismissed_instead_of_what_on_hang_says(tmp_path: Pat
     alone = Detected(tmp_path, "stop", frozenset({1}), dismisses=False)
     alone.diagnose(HERE)
     assert alone.failed == [f"the run is stalled and was stopped (--on-hang stop): {HERE.text}"]
+
+
+def test_a_group_that_stalls_before_its_first_step_is_formed_again_a_few_times(tmp_path: Path) -> None:
+    found = Detected(tmp_path, "report", frozenset())
+    found.diagnose(TOGETHER)
+    assert found.killed == []  # it has committed a step: the stall is only reported
+    for generation in (2, 3, 4):
+        found.attempt.generation = generation
+        found.diagnose(TOGETHER)
+    assert found.killed == [1, 1]
+    assert "no rank is to blame: rank 1 is killed, so that the group forms again" in found.notes
+    found.formed = 4
+    found.diagnose(TOGETHER)
+    found.attempt.generation = 5
+    found.diagnose(TOGETHER)
+    assert found.killed == [1, 1, 1]
 
 
 @pytest.mark.parametrize("on_trial", [frozenset[int](), frozenset({1})])

@@ -26,7 +26,7 @@ from phalanx.launcher.evidence import stall_dump
 from phalanx.launcher.hangs import hang_action, node_evidence
 from phalanx.launcher.hangs.cluster_progress import ClusterProgress, NodeHeartbeat
 from phalanx.launcher.hangs.evidence_gatherer import NODE_TIMEOUT, EvidenceGatherer
-from phalanx.launcher.hangs.hang_action import KillRanks, StopRun, WaitLonger
+from phalanx.launcher.hangs.hang_action import FormAgain, KillRanks, StopRun, WaitLonger
 from phalanx.launcher.ipc.control_messages import QueryRefused, WhyQuery, WhyReply
 from phalanx.launcher.runs import root_cause
 from phalanx.launcher.telemetry.node_sampler import INTERVAL, NodeReading
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SOONEST = 5.0  # seconds between two diagnoses of the same stall
+_FORM_AGAIN = 2  # how often a group that stalls before its first step is formed again
 _MAX_ERRORS = 5  # consecutive errors: workers come and go while they are checked
 
 
@@ -83,6 +84,7 @@ class HangDetector:
         self._backoff = ErrorBackoff()
         self._stalls = itertools.count(1)
         self._stalled: tuple[float, str] | None = None  # start of the stall, and the text for the end of the run
+        self._formed_again = 0  # how often since the last committed step
         self._recheck: float | None = None  # an alarm without a verdict: when to diagnose again
         self._alarm_task: asyncio.Task[None] | None = None
         context.control.serve(WhyQuery, self._answer)
@@ -223,23 +225,38 @@ class HangDetector:
             case Verdict() as verdict:
                 if self._links.dismiss(sorted(on_trial.intersection(verdict.ranks) or on_trial), verdict.text):
                     return
-        match hang_action.choose(on_hang, evidence, verdicts):
+        match hang_action.choose(on_hang, evidence, verdicts, recovering=self._may_form_again()):
             case WaitLonger(seconds):
                 self._agent.note(f"the rank may only be slow: --on-hang {on_hang} waits another {seconds:.0f} s")
                 self._recheck = time.monotonic() + seconds
             case StopRun(why, fix):
                 self._agent.fail(LaunchError(why, fix=fix))
-            case KillRanks(ranks, any_rank):
-                if any_rank:
-                    self._agent.note("no rank is to blame: --on-hang kill kills one, so that the group forms again")
-                elif not ranks:
+            case FormAgain(rank):
+                self._agent.note(f"no rank is to blame: rank {rank} is killed, so that the group forms again")
+                self._formed_again += 1
+                self._kill_everywhere(frozenset({rank}))
+            case KillRanks(ranks):
+                if not ranks:
                     self._agent.note("no running rank is to blame, so --on-hang kill does not kill any")
-                self._kill(tuple(ranks))
-                for member, theirs in self._links.members().items():
-                    killed = tuple(rank for rank in theirs if rank in ranks)
-                    if killed:
-                        self._agent.note(f"{words.who(killed)} stalled: SIGKILL by its node (--on-hang kill)")
-                        self._rpc.send("kill", 0, encoding.encode(killed), to=member)
+                self._kill_everywhere(ranks)
+
+    def _may_form_again(self) -> bool:
+        """Return whether the group has formed after a failure and has not committed a step, and was not formed again
+        too often for that reason.
+        """
+        attempt = self._agent.attempt
+        if attempt is None or attempt.workers.formed(attempt.generation):
+            self._formed_again = 0
+            return False
+        return attempt.generation > 0 and self._formed_again < _FORM_AGAIN
+
+    def _kill_everywhere(self, ranks: frozenset[int]) -> None:
+        self._kill(tuple(ranks))
+        for member, theirs in self._links.members().items():
+            killed = tuple(rank for rank in theirs if rank in ranks)
+            if killed:
+                self._agent.note(f"{words.who(killed)} stalled: SIGKILL by its node")
+                self._rpc.send("kill", 0, encoding.encode(killed), to=member)
 
     def _kill(self, ranks: tuple[int, ...]) -> None:
         attempt = self._agent.attempt

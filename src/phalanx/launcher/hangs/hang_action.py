@@ -31,13 +31,16 @@ class StopRun:
 
 @dataclass(frozen=True)
 class KillRanks:
-    """Kill the live ranks that are to blame. There may be none.
-
-    `any_rank`: none is to blame, and one is killed so that the group forms again.
-    """
+    """Kill the live ranks that are to blame. There may be none."""
 
     ranks: frozenset[int]
-    any_rank: bool = False
+
+
+@dataclass(frozen=True)
+class FormAgain:
+    """All ranks wait together, and none is to blame: kill one, so that the group forms again with new connections."""
+
+    rank: int
 
 
 def cut_off(on_hang: OnHang, verdicts: Sequence[Verdict]) -> Verdict | None:
@@ -62,10 +65,22 @@ def newcomer(evidence: Evidence, verdicts: Sequence[Verdict], on_trial: Collecti
     return found
 
 
-def choose(on_hang: OnHang, evidence: Evidence, verdicts: Sequence[Verdict]) -> WaitLonger | StopRun | KillRanks | None:
-    """Return the action for a stall with these verdicts. None: it is only reported."""
+Action = WaitLonger | StopRun | KillRanks | FormAgain
+
+
+def choose(
+    on_hang: OnHang, evidence: Evidence, verdicts: Sequence[Verdict], *, recovering: bool = False
+) -> Action | None:
+    """Return the action for a stall with these verdicts. None: it is only reported.
+
+    `recovering`: the group has formed after a failure, and has not committed a step. That a failed recovery is tried
+    again does not depend on --on-hang, unless the stall is to end the run.
+    """
+    living = {rank.rank for rank in evidence.ranks if rank.ended is None}
+    blamed = next((found for verdict in verdicts if (found := living.intersection(verdict.ranks))), set[int]())
+    together = bool(living) and not blamed and verdicts[0].kind in _OF_THE_GROUP
     if on_hang == "report":
-        return None
+        return FormAgain(max(living)) if recovering and together else None
     if verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:
         return WaitLonger(LONGER * evidence.limit - evidence.waited)
     if on_hang == "kill" and (parted := cut_off(on_hang, verdicts)) is not None:
@@ -74,8 +89,4 @@ def choose(on_hang: OnHang, evidence: Evidence, verdicts: Sequence[Verdict]) -> 
     if on_hang == "stop":
         why = f"the run is stalled and was stopped (--on-hang stop): {verdicts[0].text}"
         return StopRun(why, verdicts[0].fix)
-    living = {rank.rank for rank in evidence.ranks if rank.ended is None}
-    blamed = next((found for verdict in verdicts if (found := living.intersection(verdict.ranks))), set[int]())
-    if not blamed and living and verdicts[0].kind in _OF_THE_GROUP:
-        return KillRanks(frozenset({max(living)}), any_rank=True)
-    return KillRanks(frozenset(blamed))
+    return FormAgain(max(living)) if together else KillRanks(frozenset(blamed))

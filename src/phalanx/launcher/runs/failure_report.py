@@ -234,7 +234,7 @@ def _explained(death: ProcessFailure, report: TracebackReport) -> list[str]:
     if death.memory:
         return [f"  {death.memory}"] if report.exception else []  # the first line already has it
     if death.hung:
-        return ["  it was stalled, and phalanx killed it (--on-hang kill)"]
+        return ["  it was stalled, and phalanx killed it"]
     if death.code == -signal.SIGKILL:
         return ["  killed from outside: the kernel reports no memory limit"]
     if -death.code in _ADVICE and not report.frames:

@@ -46,7 +46,7 @@ _WRONG_CALL = re.compile(  # whatever the data; which plain value an object is m
     r"|TypeError: .*( unexpected keyword argument| required .*argument| positional argument)"
 )
 USAGE = "usage error"  # the report of a script that argparse has ended begins with this
-HUNG = "stalled: SIGKILL (--on-hang kill)"
+HUNG = "stalled: SIGKILL"
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
