@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from phalanx.contract.messages import worker_messages as messages
 from phalanx.contract.variables import MEMORY, for_cuda
 from phalanx.errors import JoinError
 from phalanx.train import wrong_calls
+from phalanx.train.elastic.gpu_wait import GpuWait
 from phalanx.train.elastic.halting import Halted, Halting
 from phalanx.train.elastic.handover import Handover
 from phalanx.train.elastic.made_once import MadeOnce
@@ -30,7 +30,6 @@ from phalanx.train.reporting import trackers
 from phalanx.train.run import Run
 from phalanx.worker.agent_channel import AgentChannel, ChannelCallbacks
 from phalanx.worker.ignored_signals import IgnoredSignals
-from phalanx.worker.process_group import nccl
 from phalanx.worker.process_group.aborter import GroupAborter
 from phalanx.worker.process_group.closing import destroy_without_waiting
 from phalanx.worker.process_group.group import WorkerProcessGroup
@@ -71,10 +70,8 @@ class ElasticLoop:
         self._handover: Handover | None = None  # of the group that is being formed
         self._once = MadeOnce()
         self._halting = Halting(self._steps)
-        self._stuck = False  # `train` has raised, and the agent has not sent what follows
         self._assignment: messages.Assignment | None = None  # of the group that is being formed, or was formed
-        self._connecting = False  # on a GPU, to ranks that this rank has met
-        self._lost_since: float | None = None  # when this rank was first seen in a lost group
+        self._gpu_wait = GpuWait()
         self._rescuing = threading.Lock()
         self._cutting = threading.Lock()  # held while a lost group is cut again
         hello = messages.Hello(cuda_device(options.get("device")), for_cuda(environment()))
@@ -92,6 +89,7 @@ class ElasticLoop:
         """Call `train` until it returns; return the run, which is still open, and the result."""
         excepthook = sys.excepthook
         warming = warm_up(self._options.get("device"), spare=self._channel.is_spare)
+        self._gpu_wait.warming = warming
         while True:
             assignment = self._channel.assignment
             with self._cutting:  # what is cut belongs to the old group
@@ -122,14 +120,14 @@ class ElasticLoop:
 
         A rank may detect the death of another one before the agent does. Errors of the script are raised at once.
         """
-        self._stuck = True
+        self._halting.stuck = True
         moved = self._channel.has_moved(assignment)
         if self._halting.asked and not moved:
             self._acknowledge_halt(assignment.generation)
         patience = assignment.patience if moved or self._halting.asked else _patience(error, assignment.patience)
         if not patience or self._channel.newer(assignment, patience) is None or _is_broken(self._run):
             return False
-        self._stuck = False
+        self._halting.stuck = False
         return True
 
     def _begin(self, assignment: messages.Assignment) -> Run:
@@ -145,7 +143,7 @@ class ElasticLoop:
                     met=self._met,
                 )
             finally:
-                self._connecting = False
+                self._gpu_wait.connecting = False
             recovery = RecoveryState(self._generation(assignment, membership), self._last.offer)
             group = WorkerProcessGroup(membership, seed=seed)
             run = Run(group, log_to=self._log_to, recovery=recovery)
@@ -197,12 +195,11 @@ class ElasticLoop:
 
     def _met(self, membership: Membership) -> None:
         """Prepare the handover while the group forms: ranks that have the state copy it for new ranks of their node."""
-        self._connecting = membership.device.type == "cuda"
-        if self._assignment is None or not self._assignment.generation:
-            return
-        self._handover = Handover(membership, self._last.offer)
-        self._last = replace(self._last, offer=self._handover.offer)
-        self._handover.prepare()
+        if self._assignment is not None and self._assignment.generation:
+            self._handover = Handover(membership, self._last.offer)
+            self._last = replace(self._last, offer=self._handover.offer)
+            self._handover.prepare()
+        self._gpu_wait.connecting = membership.device.type == "cuda"
 
     def _leave(self) -> None:
         run, self._run = self._run, None
@@ -217,8 +214,6 @@ class ElasticLoop:
         counter = recovery.counter
         step = counter.steps if counter.steps > counter.start else max(counter.steps, self._last.step)
         self._last = LastGroup(offer, recovery.checkpoint_waited, recovery.has_snapshots, step)
-        if recovery.generation.handover is not None:  # if no step was committed since then, it still has its memory
-            recovery.generation.handover.close()
         if offer is None:
             self._once.forget()
         logger.debug("leaving generation %d after step %d", recovery.generation.number, step)
@@ -264,7 +259,7 @@ class ElasticLoop:
             self._acknowledge_halt(self._channel.generation)
 
     def _acknowledge_halt(self, generation: int) -> None:
-        self._channel.send(messages.HaltAck(self._halting.ask(), generation, self._stuck))
+        self._channel.send(messages.HaltAck(self._halting.ask(), generation, self._halting.stuck))
 
     def _rescue(self) -> None:
         if self._rescuing.acquire(blocking=False):
@@ -333,17 +328,13 @@ class ElasticLoop:
         return messages.Heartbeat(0, blocked=blocked)
 
     def _is_blocked(self) -> bool:
-        """Return whether the GPU does not let the main thread leave a lost group.
+        """Return whether the GPU does not let the main thread leave a lost group that others form again.
 
-        While it waits for the GPU it computes, as far as the agent can see. But a thread that computes on the CPU, for
-        example to compile a model, must have its time.
+        While there are too few nodes, the main thread waits with its state, and has left nothing.
         """
-        recovery, now = self._recovery, time.monotonic()
-        lost = self._assignment is not None and self._channel.has_moved(self._assignment)
-        self._lost_since = (self._lost_since or now) if lost else None
-        if self._lost_since is None or now - self._lost_since < nccl.PATIENCE:
-            return False
-        return nccl.is_blocked() or (recovery is None and self._connecting)
+        assignment = self._assignment
+        is_lost = assignment is not None and self._channel.generation > assignment.generation
+        return self._gpu_wait.is_endless(assignment.generation if assignment is not None and is_lost else None)
 
     def close(self) -> None:
         """Close the channel to the agent."""

@@ -6,6 +6,9 @@ random numbers of Python's and NumPy's.
 once       model and optimizer are made once in a process; the output shows which
 early      the model is wrapped before it is kept
 halves     a step has two updates, between which ranks wait for each other
+aborts     each group has something of NCCL's to abort
+blocked    the same, and its abort never returns
+forming    after the first fault, rank 1 is killed when it has met the others, while they connect to it; by gloo
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -27,10 +31,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import phalanx
+from phalanx.worker.process_group import nccl
 
 FOLDER, FAULTS = Path(sys.argv[1]), [tuple(fault) for fault in json.loads(sys.argv[2])]
 SAMPLES, EPOCHS = 96, 3
 ONCE, EARLY, HALVES = (word in sys.argv for word in ("once", "early", "halves"))
+ABORTS, BLOCKED, FORMING = (word in sys.argv for word in ("aborts", "blocked", "forming"))
+PATIENCE = 1.0  # seconds for NCCL's abort
 
 
 class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
@@ -81,6 +88,16 @@ def die(how: str, number: int) -> None:
         lock = threading.Lock()
         with lock:
             lock.acquire()
+    if how == "spin":  # like a CUDA call that waits for a kernel
+        while True:
+            pass
+    if how == "compute":  # like a compiler, when another rank is dead
+        while not (FOLDER / "fault 0").exists():
+            pass
+        end = time.monotonic() + 3 * PATIENCE
+        while time.monotonic() < end:
+            pass
+        return
     if how == "segv":
         ctypes.string_at(0)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -146,4 +163,37 @@ def train(run: phalanx.Run) -> None:
     (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, run.group.generation, end]))
 
 
-phalanx.main(train)
+def give_something_to_abort() -> None:
+    """Replace NCCL, which needs GPUs: what it has for each group exists until torch forgets the group."""
+
+    class Backend:
+        def abort(self) -> None:
+            if BLOCKED:
+                threading.Event().wait()
+
+    backends: dict[dist.ProcessGroup, Backend] = {}
+    nccl.PATIENCE = PATIENCE
+    nccl._backends = lambda: [backends.setdefault(group, Backend()) for group in [*dist.distributed_c10d._world.pg_map]]
+
+
+def die_while_forming() -> None:
+    plain = dist.init_process_group
+
+    def form(*args: Any, **options: Any) -> None:
+        rank, others = options["rank"], options["world_size"] - 1
+        if (FOLDER / "fault 0").exists():
+            once(f"forming {rank}")
+            if rank == 1 and once("forming"):
+                while len([*FOLDER.glob("forming *")]) <= others:
+                    time.sleep(0.005)
+                os.kill(os.getpid(), signal.SIGKILL)
+        plain(*args, **options)
+
+    dist.init_process_group = form
+
+
+if ABORTS or BLOCKED:
+    give_something_to_abort()
+if FORMING:
+    die_while_forming()
+phalanx.main(train, backend="gloo" if FORMING else None)

@@ -25,6 +25,7 @@ class Halting:
 
     def __init__(self, steps: Callable[[], int]) -> None:
         self.asked = False
+        self.stuck = False  # the training has raised, and the agent has not sent what follows
         self._steps = steps
         self._changed = threading.Condition()
         self._allowed: int | None = None  # the last step that may be committed before the goal is known

@@ -19,8 +19,7 @@ from typing import Any
 from phalanx.worker.ending import keep
 
 PATIENCE = 10.0  # seconds: an abort that takes longer does not return
-# id of a kept backend -> when its abort began; None: it has returned, or its group was left without it
-_aborting: dict[int, float | None] = {}
+_aborting: dict[int, float | None] = {}  # id of a kept backend -> when its abort began; None: it has returned
 _starting = threading.Lock()
 
 
@@ -58,7 +57,7 @@ def abort() -> None:
 def is_blocked() -> bool:
     """Return whether an abort of a current group has not returned in time: a kernel of the script may never end."""
     now = time.monotonic()
-    return any(began is not None and now - began > PATIENCE for began in [*_aborting.values()])
+    return any(now - (_aborting.get(id(backend)) or now) > PATIENCE for backend in _backends())
 
 
 def forget_groups() -> None:
@@ -68,7 +67,6 @@ def forget_groups() -> None:
     """
     from torch.distributed import distributed_c10d as c10d
 
-    _aborting.update(dict.fromkeys(_aborting))  # those that run do not matter any more
     world = c10d._world
     for group in [*world.pg_map]:
         keep(group)

@@ -57,6 +57,7 @@ class MessageDispatcher:
                 self._observer.batch_skipped(message)
             case worker_messages.Entering():
                 worker.generations.entered, worker.generations.holds = message.generation, message.holds
+                worker.generations.blocked = False  # it has left that one
             case worker_messages.FirstStep():
                 worker.committed(message.step)
                 worker.generations.formed = message.generation

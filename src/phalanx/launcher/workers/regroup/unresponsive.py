@@ -2,7 +2,7 @@
 
 A send to a dead rank may stay in a queue, and its waiter is never woken. Such a process can only be replaced. Nothing
 is lost if another rank has the same state; otherwise another thread of the process copies the state to memory. A rank
-that waits for its GPU computes, as seen from here: it reports itself that it is blocked (`ElasticLoop._is_blocked`).
+that waits for its GPU computes, as seen from here: it reports itself that it is blocked (`train/elastic/gpu_wait.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from phalanx.contract.messages import worker_messages
@@ -72,7 +72,8 @@ class UnresponsiveWatch:
         self._stopper = stopper
         self._note = note
         self._generation: int | None = None  # generation that workers should join; None: no regroup is due
-        self._saving: set[int] = set()  # processes that copy their state to memory
+        self._saving: dict[int, float] = {}  # processes that copy their state to memory, and since when
+        self._killed: set[str] = set()  # names of workers, whose end may take seconds on a GPU
         self._task: asyncio.Task[None] | None = None
 
     def start(self, generation: int) -> None:
@@ -88,47 +89,48 @@ class UnresponsiveWatch:
             self._task.cancel()
 
     async def _watch(self, generation: int) -> None:
-        unresponsive, asked, killed = Unresponsive(), set[int](), set[int]()
+        unresponsive, asked = Unresponsive(), set[int]()
         while missing := {worker.pid: name for name, worker in self._workers.living if self._is_missing(worker)}:
             living = [worker for _, worker in self._workers.living]
             safe = any(worker.generations.holds and worker.generations.entered == generation for worker in living)
             patience = ON_GPU if any(worker.seat.slot.device is not None for worker in living) else PATIENCE
             for pid in unresponsive.among(missing.keys() - asked, patience) if not safe else ():
                 asked.add(pid)
-                self._saving.add(pid)
+                self._saving[pid] = time.monotonic()
                 self._channels.send(pid, worker_messages.Rescue())
-            for pid in unresponsive.among(missing, patience if safe else LAST):
-                if not safe and pid in self._saving and not unresponsive.among([pid], SAVING):
+            silent = unresponsive.among(missing, patience if safe else LAST)
+            for pid, name in missing.items():
+                blocked = self._workers[name].generations.blocked and name not in self._killed
+                if not (blocked or pid in silent) or (not safe and self._is_saving(pid)):
                     continue
-                self._note(f"rank {self._workers[missing[pid]].seat.rank} cannot leave the group: SIGKILL")
-                self._workers.send_signal(missing[pid], signal.SIGKILL)
+                self._kill(name, ", its GPU does not answer" if blocked else "")
                 unresponsive = Unresponsive()
-            self._kill_blocked(missing, killed)
             asleep = time.monotonic()
             await asyncio.sleep(_INTERVAL)
             unresponsive.excuse(time.monotonic() - asleep - _INTERVAL)
 
-    def _kill_blocked(self, missing: Mapping[int, str], killed: set[int]) -> None:
-        """Kill each worker whose GPU does not let it leave the group, once."""
-        for pid, name in missing.items():
-            worker = self._workers[name]
-            if worker.generations.blocked and pid not in killed:
-                killed.add(pid)
-                self._note(f"rank {worker.seat.rank} cannot leave the group, its GPU does not answer: SIGKILL")
-                self._workers.send_signal(name, signal.SIGKILL)
+    def _is_saving(self, pid: int) -> bool:
+        """Return whether a process may still complete the copy of its state."""
+        return pid in self._saving and time.monotonic() - self._saving[pid] < SAVING
+
+    def _kill(self, name: str, why: str) -> None:
+        if name not in self._killed:
+            self._killed.add(name)
+            self._note(f"rank {self._workers[name].seat.rank} cannot leave the group{why}: SIGKILL")
+        self._workers.send_signal(name, signal.SIGKILL)
 
     def rescued(self, worker: Worker, answer: worker_messages.Rescued) -> None:
         """Kill a worker that cannot leave the group, now that its state is saved, unless it has left it meanwhile."""
-        self._saving.discard(worker.pid)
+        self._saving.pop(worker.pid, None)
         if not self._is_missing(worker):
             return
-        who = f"rank {worker.seat.rank} cannot leave the group"
         if answer.step is None:
             if worker.generations.formed >= 0:  # otherwise it has no state to lose
+                who = f"rank {worker.seat.rank} cannot leave the group"
                 self._note(f"{who}, no other rank has its state, and it cannot save it: {answer.why}")
             return
-        self._note(f"{who}; step {answer.step} is saved in memory: SIGKILL")
-        self._workers.send_signal(next(name for name, one in self._workers.living if one is worker), signal.SIGKILL)
+        name = next(name for name, one in self._workers.living if one is worker)
+        self._kill(name, f"; step {answer.step} is saved in memory")
 
     def _is_missing(self, worker: Worker) -> bool:
         if self._generation is None or self._stopper.stopping or worker.seat.rank in self._workers.debugged:
