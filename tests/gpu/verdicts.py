@@ -224,6 +224,8 @@ for number in range(1, 21):
     ops = [dist.P2POp(dist.isend, x, partner), dist.P2POp(dist.irecv, x.clone(), before)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
+    parts = [torch.ones(5, device=device) for _ in range(dist.get_world_size())]
+    dist.scatter(torch.empty(5, device=device), parts if rank == 0 else None, src=0)
     objects = [None] * dist.get_world_size()
     dist.all_gather_object(objects, "x" * rank * 9)
     torch.cuda.synchronize()
