@@ -73,7 +73,6 @@ class ElasticLoop:
         self._assignment: messages.Assignment | None = None  # of the group that is being formed, or was formed
         self._gpu_wait = GpuWait()
         self._rescuing = threading.Lock()
-        self._cutting = threading.Lock()  # held while a lost group is cut again
         hello = messages.Hello(cuda_device(options.get("device")), for_cuda(environment()))
         callbacks = ChannelCallbacks(self._aborter.cut, self._halting.stir, self._heartbeat, self._received)
         self._channel = AgentChannel(channel, callbacks, hello=hello)
@@ -92,7 +91,7 @@ class ElasticLoop:
         self._gpu_wait.warming = warming
         while True:
             assignment = self._channel.assignment
-            with self._cutting:  # what is cut belongs to the old group
+            with self._aborter.uncut():  # from here on, nothing is cut that belongs to this group
                 self._assignment = assignment
             try:
                 run = self._begin(assignment)
@@ -321,10 +320,8 @@ class ElasticLoop:
         recovery, blocked = self._recovery, self._is_blocked()
         if recovery is not None:
             return messages.Heartbeat(recovery.counter.steps, recovery.counter.samples, blocked)
-        with self._cutting:
-            if self._assignment is not None and self._channel.has_moved(self._assignment):
-                # again: the operation that the main thread now waits for may not have existed the first time
-                self._aborter.cut()
+        # Again: the operation that the main thread now waits for may not have existed the first time.
+        self._aborter.cut_if(lambda: self._assignment is not None and self._channel.has_moved(self._assignment))
         return messages.Heartbeat(0, blocked=blocked)
 
     def _is_blocked(self) -> bool:

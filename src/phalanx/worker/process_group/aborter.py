@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ class GroupAborter:
         self._found: dict[str, int] = {}  # name of a socket -> descriptor
         self._before: list[dict[str, int]] = []  # while groups are being formed
         self._pid = os.getpid()
+        self._cutting = threading.Lock()
         self._unwatch: Callable[[], None] = lambda: None
         nccl.prepare()
 
@@ -70,6 +72,18 @@ class GroupAborter:
             _abort_ours()  # first: they would query a store that was just cut off, and torch would print errors
             self.disconnect()
             nccl.abort()
+
+    def cut_if(self, is_lost: Callable[[], bool]) -> None:
+        """Cut if the current group is lost. It does not become another one meanwhile (`uncut`)."""
+        with self._cutting:
+            if is_lost():
+                self.cut()
+
+    @contextlib.contextmanager
+    def uncut(self) -> Iterator[None]:
+        """Let no `cut_if` run in this context, in which the next group becomes the current one."""
+        with self._cutting:
+            yield
 
     def disconnect(self) -> None:
         """Shut down the watched connections only. NCCL is not aborted."""
