@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -47,8 +48,10 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Group]]:
     monkeypatch.setattr(nccl, "_aborting", {})
     monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", Backend, raising=False)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield made
     nccl.forget_groups()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     for group in made:
         group.backend.may_return.set()
 
@@ -133,3 +136,16 @@ def test_no_group_is_known_after_a_failure(groups: list[Group], monkeypatch: pyt
     until(lambda: backend.aborts == 1, 10, "the abort to begin")
     assert not c10d._world.pg_map
     assert not nccl.is_blocked()
+
+
+def test_kept_groups_do_not_use_up_the_open_files_of_a_script(groups: list[Group]) -> None:
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before - 12, hard))
+    form(groups)
+    nccl.forget_groups()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before - 4, hard)
+    form(groups)
+    form(groups)
+    nccl.forget_groups()
+    expected = before + 12 if hard == resource.RLIM_INFINITY else min(before + 12, hard)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, hard)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import Any
 from phalanx.worker.ending import keep
 
 PATIENCE = 10.0  # seconds: an abort that takes longer does not return
+_KEPT_FILES = 8  # descriptors, at most, of a kept group
 _aborting: dict[int, float | None] = {}  # id of a kept backend -> when its abort began; None: it has returned
 _starting = threading.Lock()
 
@@ -63,13 +65,15 @@ def is_blocked() -> bool:
 def forget_groups() -> None:
     """Make torch forget all groups, as its `_abort_process_group` does after the abort, without destructing them.
 
-    So each recovery leaves behind what gloo has for a group beside NCCL: seven descriptors and three threads.
+    So each recovery leaves behind what gloo has for a group beside NCCL: seven descriptors and three threads. The limit
+    of open files is raised by that, as far as it may be.
     """
     from torch.distributed import distributed_c10d as c10d
 
     world = c10d._world
     for group in [*world.pg_map]:
         keep(group)
+    _allow_more_files(_KEPT_FILES * len(world.pg_map))
     c10d._update_default_pg(None)
     for table in (
         world.pg_map,
@@ -83,6 +87,13 @@ def forget_groups() -> None:
         table.clear()
     c10d._unregister_all_process_groups()
     world.group_count = 0
+
+
+def _allow_more_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        more = soft + count
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more if hard == resource.RLIM_INFINITY else min(more, hard), hard))
 
 
 def _backends() -> list[Any]:
