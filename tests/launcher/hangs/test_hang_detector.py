@@ -25,6 +25,8 @@ GONE = Verdict(kind="uneven data", ranks=(0,), text="rank 0 left the loop earlie
 HERE = Verdict(kind="sleep", ranks=(1, 2), text="ranks 1, 2 are sleeping", certain=False)
 PARTED = Verdict(kind="partition", ranks=(2,), text="node 1 and node 2 do not reach each other")
 TOGETHER = Verdict(kind="network", ranks=(), text="all 3 ranks wait in the same collective", certain=False)
+BEHIND = Verdict(kind="network", ranks=(0, 1), text="ranks 0, 1 are still in all_gather, which rank 2 has left behind")
+LATE = Verdict(kind="join", ranks=(1,), text="rank 1 has not reached init_process_group")
 LOOP = Verdict(kind="loop", ranks=(1,), text="rank 1 is in a loop")
 STOPPED = StopRun("the run is stalled and was stopped (--on-hang stop): rank 0 left the loop earlier", GONE.fix)
 
@@ -59,6 +61,9 @@ def test_a_recovery_that_stalls_is_tried_again_even_if_stalls_are_only_reported(
     assert hang_action.choose("report", evidence, [TOGETHER]) is None
     assert hang_action.choose("report", evidence, [TOGETHER], recovering=True) == FormAgain(2)
     assert hang_action.choose("report", evidence, [TOGETHER, HERE], recovering=True) is None
+    assert hang_action.choose("report", evidence, [BEHIND], recovering=True) == FormAgain(1)
+    assert hang_action.choose("report", evidence, [BEHIND]) is None
+    assert hang_action.choose("report", evidence, [LATE], recovering=True) is None
     assert hang_action.choose("report", evidence, [LOOP], recovering=True) is None
     assert hang_action.choose("stop", evidence, [TOGETHER], recovering=True) == STALLED
 
@@ -169,7 +174,7 @@ def test_a_group_that_stalls_before_its_first_step_is_formed_again_a_few_times(t
         found.attempt.generation = generation
         found.diagnose(TOGETHER)
     assert found.killed == [1, 1]
-    assert "no rank is to blame: rank 1 is killed, so that the group forms again" in found.notes
+    assert "rank 1 is killed, so that the group forms again, with new connections" in found.notes
     found.formed = 4
     found.diagnose(TOGETHER)
     found.attempt.generation = 5

@@ -66,6 +66,17 @@ def test_a_rank_that_dies_while_the_group_forms_costs_no_step(tmp_path: Path) ->
     assert ended(tmp_path, 2)[0] == undisturbed(2)
 
 
+def test_a_group_in_which_all_ranks_wait_forms_again(tmp_path: Path) -> None:
+    """Rank 1 receives nothing. Rank 0 waits in the same collective or, if it only had to send, in the next one."""
+    done = trained(tmp_path, 2, [5, 1, "kill"], options=("--stall-timeout", "6s"), words=("deaf",))
+    assert done.code == 0, done.err
+    assert re.search(r"probably: (all 2 ranks wait in the same collective|rank 1 is still in all_gather #1)", done.err)
+    assert done.err.count("rank 1 is killed, so that the group forms again, with new connections") == 1
+    assert replaced(done.err) == [1, 1]
+    assert re.search(r"regrouped, and step 6 was committed [\d.]+ s later, no step lost", done.err)
+    assert ended(tmp_path, 2) == (undisturbed(2), 2)
+
+
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """An abort does not return."""

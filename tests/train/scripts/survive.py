@@ -9,6 +9,7 @@ halves     a step has two updates, between which ranks wait for each other
 aborts     each group has something of NCCL's to abort
 blocked    the same, and its abort never returns
 forming    after the first fault, rank 1 is killed when it has met the others, while they connect to it; by gloo
+deaf       after the first fault, rank 1 receives nothing from the others in its first new group; by gloo
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -36,7 +38,7 @@ from phalanx.worker.process_group import nccl
 FOLDER, FAULTS = Path(sys.argv[1]), [tuple(fault) for fault in json.loads(sys.argv[2])]
 SAMPLES, EPOCHS = 96, 3
 ONCE, EARLY, HALVES = (word in sys.argv for word in ("once", "early", "halves"))
-ABORTS, BLOCKED, FORMING = (word in sys.argv for word in ("aborts", "blocked", "forming"))
+ABORTS, BLOCKED, FORMING, DEAF = (word in sys.argv for word in ("aborts", "blocked", "forming", "deaf"))
 PATIENCE = 1.0  # seconds for NCCL's abort
 
 
@@ -192,8 +194,38 @@ def die_while_forming() -> None:
     dist.init_process_group = form
 
 
+def form_once_without_hearing() -> None:
+    plain = dist.init_process_group
+
+    def form(*args: Any, **options: Any) -> None:
+        before = connections()
+        plain(*args, **options)
+        if options["rank"] == 1 and (FOLDER / "fault 0").exists() and once("deaf"):
+            for _, number in connections().items() - before.items():
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1 << 20)
+
+    dist.init_process_group = form
+
+
+def connections() -> dict[str, int]:
+    """Return the connected TCP sockets of this process."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()
+                    found[os.readlink(f"/proc/self/fd/{name}")] = int(name)
+        except OSError:
+            continue
+    return found
+
+
 if ABORTS or BLOCKED:
     give_something_to_abort()
 if FORMING:
     die_while_forming()
-phalanx.main(train, backend="gloo" if FORMING else None)
+if DEAF:
+    form_once_without_hearing()
+phalanx.main(train, backend="gloo" if FORMING or DEAF else None)

@@ -232,7 +232,7 @@ class HangDetector:
             case StopRun(why, fix):
                 self._agent.fail(LaunchError(why, fix=fix))
             case FormAgain(rank):
-                self._agent.note(f"no rank is to blame: rank {rank} is killed, so that the group forms again")
+                self._agent.note(f"rank {rank} is killed, so that the group forms again, with new connections")
                 self._formed_again += 1
                 self._kill_everywhere(frozenset({rank}))
             case KillRanks(ranks):

@@ -38,7 +38,9 @@ class KillRanks:
 
 @dataclass(frozen=True)
 class FormAgain:
-    """All ranks wait together, and none is to blame: kill one, so that the group forms again with new connections."""
+    """Ranks wait for each other, and no script is to blame: kill one, so that the group forms again, with new
+    connections.
+    """
 
     rank: int
 
@@ -80,7 +82,9 @@ def choose(
     blamed = next((found for verdict in verdicts if (found := living.intersection(verdict.ranks))), set[int]())
     together = bool(living) and not blamed and verdicts[0].kind in _OF_THE_GROUP
     if on_hang == "report":
-        return FormAgain(max(living)) if recovering and together else None
+        # Ranks may be named only because what others sent has not arrived.
+        behind = living.intersection(verdicts[0].ranks) if verdicts[0].kind == "network" else set[int]()
+        return FormAgain(max(behind or living)) if recovering and (behind or together) else None
     if verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:
         return WaitLonger(LONGER * evidence.limit - evidence.waited)
     if on_hang == "kill" and (parted := cut_off(on_hang, verdicts)) is not None:
