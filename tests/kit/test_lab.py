@@ -110,8 +110,8 @@ def test_lost_network_and_its_return(lab: Lab) -> None:
         lose()
         assert not reaches(two, one.address)
         find()
-        assert reaches(two, one.address)
-        assert reaches(two, one.address6)
+        for address in (one.address, one.address6):
+            until(partial(reaches, two, address), 10, f"{address} to answer again")  # the kernel delays links that are up
 
 
 def test_block_is_of_one_port(lab: Lab) -> None:
@@ -196,7 +196,8 @@ def test_mpirun(lab: Lab, ssh: Sshd) -> None:
     result = lab[0].run(words=words, env=ssh.env)
     home = os.environ["PHALANX_HOME"]
     expected = [f"0 0 {lab[0].name} {home}", f"1 1 {lab[0].name} {home}", f"2 0 {lab[1].name} {home}"]
-    assert (sorted(result.out.splitlines()), result.err) == (expected, "")
+    assert sorted(result.out.splitlines()) == expected
+    assert not result.err or re.search(r"Function: +setpgid", result.err), result.err  # Open MPI's own warning, seldom
 
 
 @pytest.mark.parametrize("turn", ["killed", "back"])

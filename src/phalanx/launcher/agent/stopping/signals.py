@@ -54,11 +54,11 @@ class Signals:
                 end(signal.SIGINT)
             yield
         finally:
+            # srun signals all tasks when one has failed: that must not change the exit code of this one.
+            ignored = handled - {signal.SIGINT} if self._delay else set()
             for number in (*handled, *preempting, *passed, signal.SIGWINCH):
                 loop.remove_signal_handler(number)
-            if self._delay:
-                # srun signals all tasks when one has failed: that must not change the exit code of this one.
-                for number in handled - {signal.SIGINT}:
+                if number in ignored:  # at once: until then the signal would end this process
                     signal.signal(number, signal.SIG_IGN)
 
     def fork_server_received(self, number: int) -> None:
