@@ -111,7 +111,9 @@ def test_lost_network_and_its_return(lab: Lab) -> None:
         assert not reaches(two, one.address)
         find()
         for address in (one.address, one.address6):
-            until(partial(reaches, two, address), 10, f"{address} to answer again")  # the kernel delays links that are up
+            until(
+                partial(reaches, two, address), 10, f"{address} to answer again"
+            )  # the kernel delays links that are up
 
 
 def test_block_is_of_one_port(lab: Lab) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CheckpointError, NonFiniteError, OptionError
+from phalanx.train.kept.buffer_copies import BufferCopies
 from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
 
 Policy = Literal["report", "rollback", "stop"]
@@ -173,36 +174,6 @@ class NonFiniteGuard:
             fix += "; --on-nan rollback skips the batch"
         self._error = NonFiniteError(what, details=details, fix=fix)
         return self._error
-
-
-class BufferCopies:
-    """Copies of the buffers of all models, such as the running mean of a batch normalization."""
-
-    def __init__(self, kept: KeptObjects) -> None:
-        self._kept = kept
-        self._places: list[tuple[Any, str]] | None = None  # modules, and the names of their buffers
-        self._copies: list[torch.Tensor] = []
-
-    def take(self) -> None:
-        """Copy the current buffers."""
-        with torch.no_grad():
-            if self._places is None:
-                modules = {id(part): part for model in self._kept.models for part in model.modules()}
-                self._places = [(part, name) for part in modules.values() for name, _ in _own_buffers(part)]
-                self._copies = [part._buffers[name].detach().clone() for part, name in self._places]
-                return
-            for (part, name), copy in zip(self._places, self._copies, strict=True):
-                copy.copy_(part._buffers[name])
-
-    def put_back(self) -> None:
-        """Restore the buffers from the copies."""
-        with torch.no_grad():
-            for (part, name), copy in zip(self._places or (), self._copies, strict=True):
-                part._buffers[name].copy_(copy)
-
-
-def _own_buffers(part: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, buffer) for name, buffer in part._buffers.items() if buffer is not None]
 
 
 def not_finite(values: Sequence[Any], device: torch.device) -> torch.Tensor:

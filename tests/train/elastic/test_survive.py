@@ -142,7 +142,7 @@ def test_a_survivor_that_cannot_leave_the_group_is_replaced(tmp_path: Path) -> N
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_sole_survivor_that_cannot_leave_the_group_hands_over_what_it_has_first(tmp_path: Path, ranks: int) -> None:
     """Bit-identical with three ranks too, whose sum depends on the position of a number in DDP's buckets."""
-    done = trained(tmp_path, ranks, [5, 1, "stuck"], *([5, rank, "then"] for rank in (0, 2)[: ranks - 1]))
+    done = trained(tmp_path, ranks, [5, 1, "stuck", "within"], *([5, rank, "then"] for rank in (0, 2)[: ranks - 1]))
     assert done.code == 0, done.err
     assert ended(tmp_path, ranks)[0] == undisturbed(ranks)
     assert "rank 1 cannot leave the group; step 5 is saved in memory: SIGKILL" in done.err

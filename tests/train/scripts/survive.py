@@ -113,7 +113,7 @@ def faulty(run: phalanx.Run, where: str) -> None:
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 

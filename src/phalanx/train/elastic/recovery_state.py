@@ -17,6 +17,7 @@ from phalanx.train.settings import OptimizerSettings
 if TYPE_CHECKING:
     from phalanx.contract.messages.worker_messages import MeasuredStep
     from phalanx.train.data.loader import Loader
+    from phalanx.train.elastic.committed_buffers import CommittedBuffers
     from phalanx.train.elastic.handover import Handover
     from phalanx.train.elastic.made_once import MadeOnce
     from phalanx.train.elastic.state_offer import StateOffer
@@ -98,6 +99,7 @@ class RecoveryState:
         self.models = EqualModels()
         self._report = self.generation.hooks.first_step
         self._two_phase: TwoPhaseCommit | None = None
+        self._buffers: CommittedBuffers | None = None
         self._epoch_end: tuple[int, Loader, Any, OptimizerSettings] | None = None  # steps, data, its position
 
     def attach(self, parts: RunParts) -> None:
@@ -107,6 +109,10 @@ class RecoveryState:
         # On other devices an aborted operation raises by itself.
         if check is not None and parts.membership.device.type == "cuda":
             parts.stepper.hooks.before_update.append(check)
+        if check is not None and parts.membership.placement.world_size > 1:
+            from phalanx.train.elastic.committed_buffers import CommittedBuffers
+
+            self._buffers = CommittedBuffers(parts.kept, parts.counter, parts.stepper)
 
     def commit_in_two_phases(self, loaders: Callable[[], list[Loader]]) -> None:
         """Make all ranks confirm an update before any rank makes it, if a lost rank can be replaced."""
@@ -127,7 +133,9 @@ class RecoveryState:
         """Release the parts of the run, which would keep its connections until the garbage collector runs."""
         if self._two_phase is not None:
             self._two_phase.close()
-        self._two_phase = None
+        if self._buffers is not None:
+            self._buffers.close()
+        self._two_phase = self._buffers = None
         self._parts.stepper.hooks.before_update.clear()
 
     def take_over(self) -> None:
@@ -197,7 +205,7 @@ class RecoveryState:
     def current_offer(self, *, asleep: bool = False) -> StateOffer | None:
         """Return what this rank has, as of its last committed step. None: nothing from which training could resume.
 
-        `asleep`: the main thread is in the middle of the next step, so its tensors are not touched.
+        `asleep`: the main thread is in the middle of the next step, so its parameters and gradients are not touched.
         """
         from phalanx.train.elastic.state_offer import StateOffer
 
@@ -211,6 +219,8 @@ class RecoveryState:
         pending = self._two_phase.pending if self._two_phase is not None else None
         if not asleep:
             kept.drop_unfinished_step(gradients=pending is None)
+        if self._buffers is not None and pending is None:
+            self._buffers.put_back()
         # DDP changes its buckets after the first step, but not if that was never committed.
         layouts = self.models.layouts
         if counter.steps > counter.start:
@@ -224,6 +234,7 @@ class RecoveryState:
             self._parts.membership.placement.world_size,
             OptimizerSettings(kept.objects),
             pending,
+            self._buffers if pending is not None else None,
         )
 
 

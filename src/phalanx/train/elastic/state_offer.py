@@ -12,6 +12,7 @@ import torch
 
 from phalanx.train.checkpoint.state import Shape, State
 from phalanx.train.data.loader import Loader
+from phalanx.train.elastic.committed_buffers import CommittedBuffers
 from phalanx.train.model import shard_placement
 from phalanx.train.model.buckets import Layout
 from phalanx.train.settings import OptimizerSettings
@@ -29,6 +30,7 @@ class StateOffer:
     world_size: int = 1
     settings: OptimizerSettings | None = field(default=None, repr=False)
     pending: Callable[[], None] | None = field(default=None, repr=False)  # commits the next step, which is prepared
+    buffers: CommittedBuffers | None = field(default=None, repr=False)  # with `pending`: what its forward changed
 
     @property
     def encoded(self) -> str:
@@ -51,6 +53,8 @@ class StateOffer:
         for thing in self.kept.values():
             if hasattr(thing, "zero_grad"):
                 thing.zero_grad(set_to_none=True)
+        if self.buffers is not None:
+            self.buffers.put_back()
         return replace(self, pending=None)
 
     def _epoch(self) -> int:

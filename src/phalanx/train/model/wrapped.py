@@ -99,6 +99,12 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             output = engine(*args, **kwargs)
         return widened(output)
 
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0, in place of DDP before its next forward."""
+        if self.how == "ddp" and self._engine is not self.module and self._engine.will_sync_module_buffers():
+            self._engine._sync_buffers()
+            self._engine.require_forward_param_sync = False
+
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return a context with the precision of the forward, for computations outside of it."""
         return self.precision.autocast()

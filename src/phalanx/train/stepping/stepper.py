@@ -41,6 +41,10 @@ class SteppedModel(Protocol):
         """Set whether the next backward averages gradients."""
         ...
 
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0."""
+        ...
+
     def adopt(self, opt: Any) -> None:
         """Give an optimizer the parameters that there are now."""
         ...
@@ -106,6 +110,7 @@ class StepHooks:
 
     before_forward: list[Callable[[], None]] = field(default_factory=list)  # before the first forward of a step
     before_update: list[Callable[[], None]] = field(default_factory=list)  # before gradients are used
+    before_last_update: list[Callable[[], None]] = field(default_factory=list)  # before the update that ends a step
     before_commit: Callable[[Any, Any], None] | None = None  # with optimizer and scheduler
     guard: UpdateGuard | None = None  # asked before every update
     first_forward: Callable[[Any], None] | None = None  # called once, with the arguments of the first forward
@@ -255,6 +260,8 @@ class Stepper:
         norm = None
         if self.scaling.scaler is not None or clip is not None or window.divisor != 1.0:
             norm = self._adjust_gradients(opt, window, clip)
+        for call in hooks.before_last_update if commit else ():
+            call()
         if hooks.before_commit is not None and commit and not self.torn:  # several updates are only repeated together
             hooks.before_commit(opt, scheduler)
         done = self.apply(opt, scheduler)
