@@ -17,6 +17,7 @@ class Net(nn.Module):
         for name in ("mask", "count", "queue"):
             self.register_buffer(name, torch.ones(3))
         self.register_buffer("nothing", None)
+        self.register_buffer("expanded", torch.ones(1).expand(3))
 
     @property
     def values(self) -> dict[str, list[float]]:

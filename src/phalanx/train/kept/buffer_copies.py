@@ -29,7 +29,8 @@ class BufferCopies:
         """Copy the current buffers."""
         if self._places is None:
             modules = {id(part): part for model in self._kept.models for part in model.modules()}
-            self._places = [(part, name) for part in modules.values() for name in part._buffers]
+            places = [(part, name) for part in modules.values() for name in part._buffers]
+            self._places = [(part, name) for part, name in places if not _is_expanded(part._buffers[name])]
         buffers = [buffer for part, name in self._places if (buffer := part._buffers.get(name)) is not None]
         if len(buffers) != len(self._taken) or not all(map(_unchanged, buffers, self._taken, self._copies)):
             self._copies = [torch.empty_like(buffer) for buffer in buffers]
@@ -66,6 +67,13 @@ class _Group(NamedTuple):
 
     buffers: list[torch.Tensor]
     copies: list[torch.Tensor]
+
+
+def _is_expanded(buffer: torch.Tensor | None) -> bool:
+    """Return whether elements share memory: nothing can write to such a buffer."""
+    return buffer is not None and any(
+        size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)
+    )
 
 
 def _unchanged(buffer: torch.Tensor, taken: torch.Tensor, copy: torch.Tensor) -> bool:
