@@ -18,7 +18,9 @@ def trained(folder: Path, how: str, ranks: int, env: Env, *fault: str) -> Result
     return done
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("ddp", 2), pytest.param("hsdp", 4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("ddp", 2), ("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.extended)]
+)
 def test_a_rank_that_dies_between_the_updates_of_a_step_costs_that_step(tmp_path: Path, how: str, ranks: int) -> None:
     with warm_environment("torch._dynamo") as env:
         trained(tmp_path / "undisturbed", how, ranks, env)
