@@ -4,6 +4,7 @@ JSON.
     phalanx run -g 2 behaviours.py FOLDER
 """
 
+import copy
 import json
 import sys
 import weakref
@@ -17,6 +18,7 @@ from party import Party, mlp
 from torch.nn.functional import mse_loss
 
 from phalanx.errors import PhalanxError
+from phalanx.train.checkpoint import state
 from phalanx.train.model.compression import PowerSGD
 from phalanx.train.model.wrap import wrap
 from phalanx.train.model.wrapped import Wrapped
@@ -242,6 +244,61 @@ def tied() -> Any:
         found[how] = weights(wrapped)
         found[f"{how} is tied"] = wrapped.up.weight is wrapped.down.weight
     return found
+
+
+class Strided(torch.nn.Module):
+    """A parameter that is not contiguous, and a buffer whose elements share memory."""
+
+    def __init__(self, contiguous: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        weight, mask = torch.randn(6, 6).t(), torch.full((1,), 0.5).expand(6)
+        self.weight = torch.nn.Parameter(weight.contiguous() if contiguous else weight)
+        self.register_buffer("mask", mask.contiguous() if contiguous else mask, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight * self.mask)[:, :2]
+
+
+@question
+def strided() -> Any:
+    return {how: train(wrap(Strided(contiguous=how == "ddp"), how, group=PARTY))["weights"] for how in ("ddp", "fsdp")}
+
+
+class Average:
+    """An average of parameters with a state of its own."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.values = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self.values[name].copy_(value)
+
+
+@question
+def average() -> Any:
+    """The state of an object that holds shards comes back as shards."""
+    wrapped = wrap(mlp(), "fsdp", group=PARTY)
+    kept = {"model": wrapped, "average": Average(wrapped)}
+    held = state.taken(kept)
+    shapes = {name: state.Shape(one.dtype, tuple(one.shape)) for name, one in held.tensors.items()}
+    targets = state.targets(kept, held.plain, shapes)
+    state.restore(kept, held.plain, targets)
+    return {name: hasattr(target, "full_tensor") for name, target in targets.items()}
+
+
+@question
+def unshardable() -> Any:
+    scalar, mixed = mlp(), torch.nn.ModuleList([mlp().append(torch.nn.Linear(2, 2, dtype=torch.bfloat16))])
+    mixed.forward = scalar.forward  # type: ignore[method-assign]
+    scalar.temperature = torch.nn.Parameter(torch.tensor(1.0))
+    models = {"scalar": scalar, "mixed": mixed}
+    found = {name: refused(lambda model=model: wrap(model, "fsdp", group=PARTY)) for name, model in models.items()}
+    return found | {"copy": refused(lambda: copy.deepcopy(wrap(mlp(), "fsdp", group=PARTY)))}
 
 
 @question

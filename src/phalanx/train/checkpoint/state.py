@@ -116,10 +116,7 @@ def targets(
         elif isinstance(thing, torch.optim.Optimizer):
             found.update(_optimizer_targets(name, thing, kept, saved))
         else:
-            prefix = f"{name}."
-            for key, shape in saved.items():
-                if key == name or key.startswith(prefix):
-                    found[key] = shape.empty()
+            found.update(_stateful_targets(name, thing, kept, saved))
     return found
 
 
@@ -178,6 +175,22 @@ def _model_targets(name: str, model: nn.Module, plain: Mapping[str, Any], saved:
     return found
 
 
+def _stateful_targets(name: str, thing: object, kept: Mapping[str, object], saved: Mapping[str, Shape]) -> Tensors:
+    shapes = {key: shape for key, shape in saved.items() if key == name or key.startswith(f"{name}.")}
+    models = [one for one in kept.values() if isinstance(one, nn.Module)]
+    own: Tensors = {}
+    if shapes and any(isinstance(parameter, DTensor) for model in models for parameter in model.parameters()):
+        packed(_stateful(name, thing).state_dict(), name, own)
+    return {key: _alike(own.get(key), shape) for key, shape in shapes.items()}
+
+
+def _alike(own: torch.Tensor | None, shape: Shape) -> torch.Tensor:
+    """Return memory for a tensor, sharded if the object's own is, such as an average of sharded parameters."""
+    if isinstance(own, DTensor) and tuple(own.shape) == shape.shape:
+        return torch.zeros_like(own.detach(), dtype=shape.dtype)
+    return shape.empty()
+
+
 def _optimizer_targets(
     name: str, optimizer: torch.optim.Optimizer, kept: Mapping[str, object], saved: Mapping[str, Shape]
 ) -> Tensors:
@@ -187,10 +200,7 @@ def _optimizer_targets(
         if not key.startswith(f"{name}."):
             continue
         parameter = next((parameters[part] for part in _beginnings(key) if part in parameters), None)
-        if isinstance(parameter, DTensor) and tuple(parameter.shape) == shape.shape:
-            found[key] = torch.zeros_like(parameter.detach(), dtype=shape.dtype)
-        else:
-            found[key] = shape.empty()
+        found[key] = _alike(parameter, shape)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,51 @@ def _apart(model: Any, unit: Any) -> bool:
     )
 
 
+def check(model: Any, parts: Sequence[Any]) -> None:
+    """Raise for parameters that FSDP cannot shard. `parts`: those that are gathered together, inner ones first."""
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise OptionError(
+                f"{name} has no dimension along which it could be sharded",
+                details=["found a parameter of the shape (), expected one dimension or more"],
+                fix=f"torch.nn.Parameter(torch.ones(1)) for {name}, or run.wrap(model), which is DDP",
+            )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: set[int] = set()
+    for part in (*parts, model):
+        types: dict[torch.dtype, str] = {}
+        for parameter in part.parameters():
+            if id(parameter) not in seen and parameter.requires_grad:
+                types.setdefault(parameter.dtype, names[id(parameter)])
+            seen.add(id(parameter))
+        if len(types) > 1:
+            raise _mixed(model, part, types)
+
+
+def _mixed(model: Any, part: Any, types: dict[torch.dtype, str]) -> OptionError:
+    where = "the model" if part is model else next(name for name, one in model.named_modules() if one is part)
+    first, second = (f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in list(types.items())[:2])
+    return OptionError(
+        f"FSDP gathers {where} as one, and its parameters have different types",
+        details=[f"{first}, {second}", "expected one type for each part; shard= names smaller parts"],
+        fix='run.wrap(model.float(), "fsdp", precision="bf16"), or shard=torch.nn.Linear',
+    )
+
+
+def _start_from_rank_0(model: Any) -> None:
+    """Like DDP, start from the model of rank 0: with different seeds the shards would not match."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_contiguous():  # FSDP shards no others, such as those of channels_last
+                parameter.data = parameter.data.contiguous()
+            dist.broadcast(parameter, 0)
+        for buffer in model.buffers():
+            whole = buffer.contiguous()  # an expanded one cannot be written to
+            dist.broadcast(whole, 0)
+            if whole is not buffer and not torch.equal(whole, buffer):
+                buffer.data = whole
+
+
 def shard(
     model: Any, device: Any, *, policy: Policy, precision: Any, compiled: bool, rows: Rows | None = None
 ) -> list[tuple[Any, Any]]:
@@ -69,10 +114,8 @@ def shard(
     from torch.distributed.fsdp import fully_shard
 
     parts = units(model, policy)
-    # Like DDP, start from the model of rank 0: with different seeds the shards would not match.
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor, 0)
+    check(model, parts)
+    _start_from_rank_0(model)
     if rows is None:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     else:

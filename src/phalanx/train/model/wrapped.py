@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from phalanx.errors import UsageError
 from phalanx.train.model import buckets
 from phalanx.train.model.precision import Precision, widened
 from phalanx.train.model.replaced_parameters import ReplacedParameters
@@ -211,6 +212,11 @@ class Wrapped(nn.Module):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the user's module, for example to average weights: a process group cannot be copied."""
+        if self._sharded:
+            raise UsageError(
+                f"a model that {self.how} has sharded cannot be copied",
+                fix='average = copy.deepcopy(model) before run.wrap, then run.wrap(average, "' + self.how + '")',
+            )
         return copy.deepcopy(self.module, memo)
 
     def __getstate__(self) -> dict[str, Any]:

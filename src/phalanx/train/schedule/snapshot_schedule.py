@@ -118,15 +118,18 @@ class SnapshotSchedule:
             self.snapshots.save(step, self._kept.everything(), extra)
 
     def _adapt(self) -> None:
-        """Take snapshots as often as is cheap, if each shard exists only once."""
+        """Take snapshots as often as is cheap, if each shard exists only once, or if a rank that is lost between the
+        updates of a step leaves no rank with a committed step."""
         if self.snapshots is None or self._chosen is not None:
             return
         from phalanx.train.model import shard_placement
         from phalanx.train.snapshot.cadence import Cadence
 
         kept = self._kept.objects
-        if shard_placement.is_sharded(kept) and not shard_placement.is_replicated(kept):
-            self._due = Cadence(self.snapshots, self.snapshots.say, training=self._training)
+        sharded = shard_placement.is_sharded(kept) and not shard_placement.is_replicated(kept)
+        if sharded or self._stepper.several:
+            of = "the sharded state" if sharded else "a state with several updates per step"
+            self._due = Cadence(self.snapshots, self.snapshots.say, training=self._training, of=of)
 
     def close(self, patience: float = 0.0) -> None:
         """Close the snapshots, if there are any. `patience`: seconds to wait for one that is nearly complete."""

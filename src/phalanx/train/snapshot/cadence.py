@@ -1,8 +1,9 @@
-"""Chooses how often a sharded state is copied: as often as possible at a cost of at most a few percent of the training
-time.
+"""Chooses how often a state is copied that ranks may lose: as often as possible at a cost of at most a few percent of
+the training time.
 
-A lost shard exists only in the newest snapshot, so every step since then must be repeated. At first there is a snapshot
-per step. From the cost of these, all ranks choose an interval together, and review it at intervals.
+A lost shard exists only in the newest snapshot, so every step since then must be repeated. The same is true of a step
+with several updates, if a rank is lost between them: all others have made one of them already. At first there is a
+snapshot per step. From the cost of these, all ranks choose an interval together, and review it at intervals.
 
 The seconds that the training thread waits for a snapshot are only a part of its cost: the copy also competes with the
 training for memory and links. So unless snapshots are very short, steps with and without one are compared.
@@ -107,14 +108,16 @@ def _steps(seconds: float, step: float) -> int:
     return math.ceil(seconds / step - 1e-9)
 
 
-def reason(measured: Sequence[MeasuredCopy], chosen: int, budget: float = BUDGET) -> str:
+def reason(
+    measured: Sequence[MeasuredCopy], chosen: int, budget: float = BUDGET, *, of: str = "the sharded state"
+) -> str:
     """Return one line that explains the chosen interval to the user."""
     step = max(statistics.median(one.step for one in measured), 1e-6)
     cost = max(one.cost for one in measured)
     often = "every step" if chosen == 1 else f"every {chosen} steps"
     share = f"{100 * cost / step / chosen:.1f}% of the time, at most {100 * budget:.0f}% allowed"
     return (
-        f"phalanx: snapshots of the sharded state: {often} "
+        f"phalanx: snapshots of {of}: {often} "
         f"(each costs {_time(cost)}, a step takes {_time(step)}: {share}; --snapshot-every N to choose)"
     )
 
@@ -133,8 +136,10 @@ class Cadence:
         clock: Callable[[], float] = time.perf_counter,
         *,
         training: int = 0,
+        of: str = "the sharded state",
     ) -> None:
         self._training = training
+        self._of = of
         self._snapshots = snapshots
         self._say = say
         self._clock = clock
@@ -186,7 +191,7 @@ class Cadence:
             self._from = step
         if group.is_main and self._training not in _explained:
             _explained.add(self._training)
-            self._say(reason(measured, self.steps))
+            self._say(reason(measured, self.steps, of=self._of))
 
 
 def _median(values: Sequence[float] | deque[float]) -> float:

@@ -128,6 +128,7 @@ class Stepper:
         self.ends = False  # set by the reader of batches: this micro-batch is the last one of its epoch
         self.accumulate = 1  # of the latest window
         self.idle = False  # the first update of an optimizer found no gradient
+        self.several = False  # a step has several updates
         self.torn = False  # an update has begun and its step is not committed; reset by the commit
         self.ranks_before: int | None = None  # the world size of the loaded state
         self.hooks = StepHooks()
@@ -250,6 +251,7 @@ class Stepper:
         self, opt: Any, window: MicroBatchWindow, clip: float | None, scheduler: Any, *, commit: bool
     ) -> OptimizerUpdate:
         hooks = self.hooks
+        self.several |= not commit
         for call in hooks.before_update:
             call()
         if not window.updated:
