@@ -119,7 +119,8 @@ class SnapshotSchedule:
 
     def _adapt(self) -> None:
         """Take snapshots as often as is cheap, if each shard exists only once, or if a rank that is lost between the
-        updates of a step leaves no rank with a committed step."""
+        updates of a step leaves no rank with a committed step.
+        """
         if self.snapshots is None or self._chosen is not None:
             return
         from phalanx.train.model import shard_placement

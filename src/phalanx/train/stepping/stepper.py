@@ -93,6 +93,7 @@ class MicroBatchWindow:
     divisor: float = 0.0  # number of full micro-batches they amount to
     seen: int = 0  # the number of the last one
     updated: bool = False
+    partial: bool = False  # the update is only a part of a step
 
 
 @dataclass(slots=True)
@@ -128,7 +129,6 @@ class Stepper:
         self.ends = False  # set by the reader of batches: this micro-batch is the last one of its epoch
         self.accumulate = 1  # of the latest window
         self.idle = False  # the first update of an optimizer found no gradient
-        self.several = False  # a step has several updates
         self.torn = False  # an update has begun and its step is not committed; reset by the commit
         self.ranks_before: int | None = None  # the world size of the loaded state
         self.hooks = StepHooks()
@@ -251,7 +251,7 @@ class Stepper:
         self, opt: Any, window: MicroBatchWindow, clip: float | None, scheduler: Any, *, commit: bool
     ) -> OptimizerUpdate:
         hooks = self.hooks
-        self.several |= not commit
+        window.partial |= not commit
         for call in hooks.before_update:
             call()
         if not window.updated:
@@ -300,6 +300,11 @@ class Stepper:
         return done
 
     @property
+    def several(self) -> bool:
+        """Whether a step has several updates."""
+        return any(window.partial for _, window in self._windows.values())
+
+    @property
     def waiting(self) -> bool:
         """Whether there are gradients that no update has used."""
         return any(window.batches for _, window in self._windows.values())
@@ -336,7 +341,8 @@ class Stepper:
             fresh = MicroBatchWindow(models, parameters, len(opt.param_groups), accumulate)
             if window is not None:
                 fresh.accumulate, fresh.seen = window.accumulate, window.seen
-                fresh.batches, fresh.divisor, fresh.updated = window.batches, window.divisor, window.updated
+                fresh.batches, fresh.divisor = window.batches, window.divisor
+                fresh.updated, fresh.partial = window.updated, window.partial
             window = fresh
             self._windows[id(opt)] = opt, window
         self._latest = opt, window
