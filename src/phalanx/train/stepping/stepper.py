@@ -110,8 +110,8 @@ class StepHooks:
     """Functions that are called during a step. All but the first may raise."""
 
     before_forward: list[Callable[[], None]] = field(default_factory=list)  # before the first forward of a step
-    before_update: list[Callable[[], None]] = field(default_factory=list)  # before gradients are used
     before_last_update: list[Callable[[], None]] = field(default_factory=list)  # before the update that ends a step
+    before_update: list[Callable[[], None]] = field(default_factory=list)  # then, before gradients are used
     before_commit: Callable[[Any, Any], None] | None = None  # with optimizer and scheduler
     guard: UpdateGuard | None = None  # asked before every update
     first_forward: Callable[[Any], None] | None = None  # called once, with the arguments of the first forward
@@ -252,7 +252,7 @@ class Stepper:
     ) -> OptimizerUpdate:
         hooks = self.hooks
         window.partial |= not commit
-        for call in hooks.before_update:
+        for call in (*(hooks.before_last_update if commit else ()), *hooks.before_update):
             call()
         if not window.updated:
             window.updated = True
@@ -262,8 +262,6 @@ class Stepper:
         norm = None
         if self.scaling.scaler is not None or clip is not None or window.divisor != 1.0:
             norm = self._adjust_gradients(opt, window, clip)
-        for call in hooks.before_last_update if commit else ():
-            call()
         if hooks.before_commit is not None and commit and not self.torn:  # several updates are only repeated together
             hooks.before_commit(opt, scheduler)
         done = self.apply(opt, scheduler)
