@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "first collective": {"kills": [[0, 1, "start"]]},
     "broken context": {"kills": [[20, 2, "assert"]]},
     "rank 0": {"kills": [[20, 0, "backward"]]},
+    "batch norm": {"norm": True, "kills": [[20, 0, "backward"], [30, 2, "idle"], [40, 0, "idle"]]},
     "twice": {"kills": [[20, 2, "backward"], [21, 1, "forward"], [22, 3, "backward"]]},
     "two at once": {"kills": [[20, 2, "forward"], [20, 1, "forward"]]},
     "compile": {"compile": True, "kills": [[20, 2, "optimizer"]]},

@@ -37,6 +37,7 @@ settings: dict[str, Any] = {
     "strategy": "ddp",
     "compile": False,
     "graph": False,  # use CUDA graphs for forward and backward
+    "norm": False,  # with batch normalization, whose buffers are those of rank 0
     "ready": True,  # prepare for the death of a rank
     "precision": None,
     "checkpoints": False,
@@ -157,8 +158,10 @@ class Net(nn.Module):
         super().__init__()
         width = settings["width"]
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(settings["layers"]))
+        self.norm = nn.BatchNorm1d(width) if settings["norm"] else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
         for place, layer in enumerate(self.layers):
             x = torch.relu(layer(x)) + x
             if place == len(self.layers) // 2 and not settings["compile"] and not settings["graph"]:
