@@ -75,6 +75,7 @@ def test_a_step(run: phalanx.Run) -> None:
         (0.5, "given a float, expected an optimizer"),
         (nn.Linear(1, 1), "given a Linear, expected an optimizer"),
         (torch.optim.SGD, "the class SGD, expected an optimizer"),
+        (torch.optim.LBFGS([torch.zeros(1)]), "LBFGS calls the model several times for one update"),
     ):
         with pytest.raises(UsageError, match=message):
             run.step(wrong)

@@ -98,6 +98,11 @@ def check_step(opt: Any, clip: object, scheduler: object) -> None:
             f"step() was given {kind(opt)}, expected an optimizer",
             fix=f"run.step(optimizer, {given}={given})" if given == "loss" else "run.step(optimizer, loss=loss)",
         )
+    if isinstance(opt, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS calls the model several times for one update, and step() updates from the gradients that there are",
+            fix="torch.optim.AdamW(model.parameters()), or opt.step(closure) in a script without phalanx.main",
+        )
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or clip <= 0):
         raise UsageError(f"clip={clip!r}: expected the largest norm of the gradient", fix="clip=1.0")
     if scheduler is not None and not hasattr(scheduler, "step"):
