@@ -101,6 +101,7 @@ class DataRun(StatefulRun):
 
         If all batches of that epoch are done, it is entered once more, for what the script does at its end.
         """
+        self._complete_restore()
         for epoch in self._reader.epochs(check_epochs(count), begun=self._epoch_begun):
             yield epoch
             self._checkpoints.epoch_ended(self._group, epoch)
@@ -120,6 +121,7 @@ class DataRun(StatefulRun):
         iterable is read as it is. `for x, y in data` is the same for a loader of `run.loader`.
         """
         check_batches(data)
+        self._complete_restore()
         self._misuse.reading()
         self._reporter.settle()
         return self._reader.read(data, pause=self._batch_done, epoch_ended=self._data_ended)

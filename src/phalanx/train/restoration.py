@@ -1,13 +1,19 @@
-"""Restores the kept objects of a run: from a live rank, a snapshot in memory, or a checkpoint on disk."""
+"""Restores the kept objects of a run: from a live rank, a snapshot in memory, or a checkpoint on disk.
+
+Objects of which each rank had a shard wait until their models are sharded again, if `run.keep` comes before `run.wrap`:
+otherwise each rank would receive all shards, and need memory for them.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from phalanx.cluster.sources.surroundings import environment
 from phalanx.contract.checkpoint_key import read_key
 from phalanx.contract.variables import CHECKPOINT_EVERY, CHECKPOINT_KEY, CHECKPOINTS
+from phalanx.errors import CheckpointError
 from phalanx.train.batch_reader import BatchReader
 from phalanx.train.elastic.recovery_state import RecoveryState, RunParts
 from phalanx.train.schedule import checkpoint_schedule
@@ -18,6 +24,7 @@ from phalanx.worker.process_group.group import WorkerProcessGroup
 if TYPE_CHECKING:
     from phalanx.train.checkpoint.format.folder import Info
     from phalanx.train.schedule.snapshot_schedule import SnapshotSchedule
+    from phalanx.train.snapshot.found import FoundSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +45,18 @@ class Restoration:
         self._recovery = recovery
         self._reader = reader
         self._warnings = warnings
+        self._later: Mapping[str, object] = {}  # objects that wait until their models are sharded
+        self._found: FoundSnapshot | None = None  # where they are; None: at live ranks
+
+    @property
+    def waits(self) -> bool:
+        """Whether some objects are not restored yet: call `complete`."""
+        return bool(self._later)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the models that objects wait for are sharded now."""
+        return self.waits and self._parts.kept.are_wrapped(self._later)
 
     def restore(self, group: WorkerProcessGroup) -> Info | None:
         """Restore from the newest state. Return the checkpoint, if it was one."""
@@ -46,7 +65,8 @@ class Restoration:
         environ = environment()
         options = checkpoints.options
         folder, every = options.folder or environ.get(CHECKPOINTS), options.every
-        recovery.take_over()
+        now, later = self._divided(recovery.sharded_at_peers())
+        recovery.take_over(now, more=bool(later))
         generation = recovery.generation
         recovery.waited = snapshots.open(
             group, recovery.waited, training=generation.training, regroups=generation.regroups
@@ -66,24 +86,32 @@ class Restoration:
         if recovery.from_peers:
             logger.debug("restored from another rank at step %d", counter.steps)
             self._make_values_equal(group)
+            self._later = later
             return None
         if not begins:
             recovery.before = snapshots.reached(group, recovery.before)
-        snapshot = snapshots.load(group, checkpoints) if not begins else None
-        if snapshot is not None:
-            step, extra = snapshot
-            recovery.from_snapshot = True
-            self._continue_at(step, extra.get("epoch"))
-            logger.debug("restored from a snapshot at step %d", step)
-            recovery.models.layouts = extra.get("layouts", [])
-            group.print(f"resumed from a snapshot in memory at step {counter.steps}, epoch {counter.epoch}")
-            return None
+        found = snapshots.newest(group, checkpoints) if not begins else None
+        if found is not None:
+            now, later = self._divided(found.sharded)
+            if self._load_snapshot(found, now):
+                self._later, self._found = later, found
+                group.print(f"resumed from a snapshot in memory at step {counter.steps}, epoch {counter.epoch}")
+                return None
         info = checkpoints.load() if folder is not None else None
         if info is not None:
             logger.debug("restored from a checkpoint at step %d", info.step)
             self._continue_at(info.step, info.extra.get("epoch"))
             group.print(f"resumed at step {counter.steps}, epoch {counter.epoch}")
         return info
+
+    def complete(self) -> None:
+        """Restore the objects that have waited, whether their models are sharded or not."""
+        later, self._later = self._later, {}
+        found, self._found = self._found, None
+        if found is None:
+            self._recovery.take_over(later)
+        elif not self._load_snapshot(found, later):  # other objects are already restored from it
+            raise CheckpointError(f"the snapshot of step {found.step} could not be read again")
 
     def conclude(self, group: WorkerProcessGroup) -> None:
         """Make the other models equal on all ranks, call the hook if the number of ranks has changed, and report where
@@ -94,6 +122,29 @@ class Restoration:
         folder, report = self._parts.checkpoints.folder, self._recovery.generation.hooks.checkpoint_folder
         if folder is not None and report is not None:
             report(folder)
+
+    def _divided(self, sharded: Collection[str]) -> tuple[Mapping[str, object], Mapping[str, object]]:
+        """Divide the kept objects: those to restore now, and those that wait. `sharded`: of which ranks had shards."""
+        kept = self._parts.kept
+        if self._recovery.generation.halt or kept.are_wrapped(sharded):
+            return kept.everything(), {}
+        waiting = {id(kept.objects[name]) for name in sharded if name in kept.objects}
+        # A scheduler waits for its optimizer.
+        both = {name: (thing, getattr(thing, "optimizer", None)) for name, thing in kept.objects.items()}
+        later = {name: things[0] for name, things in both.items() if not waiting.isdisjoint(map(id, things))}
+        return {name: thing for name, thing in kept.everything().items() if name not in later}, later
+
+    def _load_snapshot(self, found: FoundSnapshot, kept: Mapping[str, object]) -> bool:
+        """Restore these objects from a snapshot. Return False if it could not be read."""
+        recovery = self._recovery
+        extra = self._snapshots.load(found, kept)
+        if extra is None:
+            return False
+        recovery.from_snapshot = True
+        self._continue_at(found.step, extra.get("epoch"))
+        logger.debug("restored %s from a snapshot at step %d", ", ".join(kept), found.step)
+        recovery.models.layouts = extra.get("layouts", [])
+        return True
 
     def _make_values_equal(self, group: WorkerProcessGroup) -> None:
         """Give all ranks the values of rank 0. A script may have set them on some ranks only."""

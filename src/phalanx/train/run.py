@@ -231,7 +231,7 @@ class Run(DataRun):
             equal=equal,
             elastic=elastic,
         )
-        self._kept.adopt()
+        self._model_wrapped()
         self._misuse.wrapped()
         if how == "hsdp":
             self._recovery.commit_in_two_phases(self._reader.loaders)
@@ -351,6 +351,7 @@ class Run(DataRun):
         """
         if self._guard is not None:
             self._guard.check_stopped()
+        self._complete_restore()
         self._reporter.finish()
         try:
             with mismatch.ending():

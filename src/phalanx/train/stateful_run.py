@@ -17,6 +17,7 @@ from phalanx.train.reporting.metrics import held
 from phalanx.train.reporting.reporter import RunReporter
 from phalanx.train.restoration import Restoration
 from phalanx.train.schedule.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
+from phalanx.train.stepping.stepper import Stepper
 from phalanx.worker import ending
 from phalanx.worker.process_group.group import WorkerProcessGroup
 
@@ -37,6 +38,7 @@ class StatefulRun:
     _reporter: RunReporter
     _checkpoints: CheckpointSchedule
     _restoration: Restoration
+    _stepper: Stepper
 
     _resumed: Info | None = None  # the checkpoint from which `keep` has restored
 
@@ -84,7 +86,8 @@ class StatefulRun:
 
         The state is restored from a living rank, a snapshot in memory or the newest checkpoint. Returns the checkpoint,
         if it was that. Give all objects in one call, before or after `run.wrap`; a model and its wrapped module count
-        as the same object. Objects without a name are called "model", "optimizer", "scheduler" and "loader".
+        as the same object. Objects without a name are called "model", "optimizer", "scheduler" and "loader". After a
+        failure, objects of which each rank has a shard are restored by `run.wrap`, if it comes later.
 
         A value that is given before the loop is the default for a new training. Read it as `run.state["best"]`; to set
         it in the loop, write `run.state["best"] = accuracy` or `run.keep(best=accuracy)`.
@@ -95,11 +98,27 @@ class StatefulRun:
             return self._resumed
         self._agreement.compare_kept(self._group)
         self._resumed = self._restoration.restore(self._group)
+        if self._restoration.waits:
+            self._stepper.hooks.before_forward.insert(0, self._complete_restore)
+            return self._resumed
         self._restoration.conclude(self._group)
         if self._recovery.generation.halt:
             self._checkpoints.find_newest(self._group)
             self._halt()
         return self._resumed
+
+    def _model_wrapped(self) -> None:
+        """Give optimizers that were made before the current parameters, and restore what has waited for shards."""
+        self._kept.adopt()
+        if self._restoration.is_due:
+            self._complete_restore()
+
+    def _complete_restore(self) -> None:
+        """Restore what `keep` has left until models are sharded, if there is something. All ranks call it."""
+        if self._restoration.waits:
+            self._stepper.hooks.before_forward.remove(self._complete_restore)
+            self._restoration.complete()
+            self._restoration.conclude(self._group)
 
     @property
     def state(self) -> MutableMapping[str, Any]:
@@ -164,6 +183,7 @@ class StatefulRun:
         Returns False if it was skipped because earlier ones are still being written. Within a window of micro-batches,
         the state after the last update is saved; a run that resumes from it repeats the window.
         """
+        self._complete_restore()
         return self._checkpoints.save(metrics)
 
     checkpoint = save

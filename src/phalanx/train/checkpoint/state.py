@@ -9,6 +9,7 @@ afterwards, and supports one model per optimizer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,7 @@ class State:
     tensors: Tensors = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
+    sharded: list[str] = field(default_factory=list)  # names of the objects of which this rank has shards
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -55,6 +57,7 @@ def taken(kept: Mapping[str, object]) -> State:
     """Return the state of the kept objects. Tensors are not copied."""
     state = State()
     for name, thing in kept.items():
+        count = len(state.tensors)
         if isinstance(thing, nn.Module):
             inner = unwrapped(thing)
             # Shards are only used through `to_local`, and detaching them takes longer than everything else.
@@ -71,6 +74,8 @@ def taken(kept: Mapping[str, object]) -> State:
             before = set(state.tensors)
             state.plain[name] = packed(_stateful(name, thing).state_dict(), name, state.tensors)
             state.own |= set(state.tensors) - before
+        if any(isinstance(tensor, DTensor) for tensor in itertools.islice(state.tensors.values(), count, None)):
+            state.sharded.append(name)
     return state
 
 

@@ -72,6 +72,7 @@ class Handover:
         self.offer = self._settled(offer)  # until the handover is complete
         self._store = Store(membership.store.at("handover"), membership.timeout)
         self._packing: PackingThread | None = None
+        self._by_shard: ShardHandover | None = None
         self.spoilt = False  # the objects of the offer are being overwritten
 
     def _settled(self, offer: StateOffer | None) -> StateOffer | None:
@@ -113,12 +114,27 @@ class Handover:
         self._store.set(f"from {self._rank}", packed.address)
         return packed
 
-    def complete(self, kept: Mapping[str, object]) -> ReceivedState | None:
-        """Load the newest state of all ranks into the kept objects. None: no rank has one."""
+    def sharded(self) -> Sequence[str]:
+        """Return the names of the objects of which ranks have shards, if these are handed over. All ranks call it."""
+        return self._of_shards(self._shards).sharded if self._shards is not None else ()
+
+    def _of_shards(self, plan: ShardHandoverPlan) -> ShardHandover:
+        if self._by_shard is None:
+            self._by_shard = ShardHandover(self._membership, self._store, plan, self.offer)
+        return self._by_shard
+
+    def complete(self, kept: Mapping[str, object], *, more: bool = False) -> ReceivedState | None:
+        """Load the newest state of all ranks into the kept objects. None: no rank has one.
+
+        `more`: these are not all objects, and it is called again for the sharded ones.
+        """
+        if self._shards is not None:
+            by_shard = self._of_shards(self._shards)
+            if not more:
+                self.offer = self._by_shard = None
+            return by_shard.complete(kept)
         plan, rank, offer = self._plan, self._rank, self.offer
         self.offer = None
-        if self._shards is not None:
-            return ShardHandover(self._membership, self._store, self._shards).complete(kept, offer)
         if not plan.holders:
             return None
         if rank in plan.holders and offer is not None:

@@ -7,7 +7,7 @@ outside of the loop also has one, which says that there was no earlier group.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -138,11 +138,19 @@ class RecoveryState:
         self._two_phase = self._buffers = None
         self._parts.stepper.hooks.before_update.clear()
 
-    def take_over(self) -> None:
-        """Restore from a live rank, if there is one: its state is newer than any on disk."""
+    def sharded_at_peers(self) -> Sequence[str]:
+        """Return the names of the objects of which live ranks have all shards."""
+        handover = self.generation.handover
+        return handover.sharded() if handover is not None else ()
+
+    def take_over(self, kept: Mapping[str, object], *, more: bool = False) -> None:
+        """Restore these objects from a live rank, if there is one: its state is newer than any on disk.
+
+        `more`: it is called again for the sharded ones.
+        """
         self.before = self.offer.step if self.offer is not None else 0
         handover = self.generation.handover
-        received = handover.complete(self._parts.kept.everything()) if handover is not None else None
+        received = handover.complete(kept, more=more) if handover is not None else None
         if received is not None:
             self.from_peers = True
             self._parts.counter.steps, self._parts.counter.epoch = received.step, received.epoch

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from phalanx.train.checkpoint import randomness, state
 from phalanx.train.checkpoint.format.plain import packed
@@ -35,7 +34,7 @@ def rescue(offer: StateOffer, client: SnapshotMemoryClient, still: str) -> str:
         return "it has a shard, not the whole state"
     offer.put_back()
     found = state.taken(offer.kept)
-    if any(isinstance(tensor, DTensor) for tensor in found.tensors.values()):
+    if found.sharded:
         return "it has a shard, not the whole state"
     for gpu in {tensor.device for tensor in found.tensors.values() if tensor.is_cuda}:
         torch.cuda.synchronize(gpu)  # the last update may be in any stream

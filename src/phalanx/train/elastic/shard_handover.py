@@ -92,50 +92,66 @@ class ShardHandoverPlan:
 
 
 class ShardHandover:
-    """The handover of shards in one generation, for one rank."""
+    """The handover of shards in one generation, for one rank. `offer`: what it has; None: nothing."""
 
-    def __init__(self, membership: Membership, store: Store, plan: ShardHandoverPlan) -> None:
+    def __init__(self, membership: Membership, store: Store, plan: ShardHandoverPlan, offer: StateOffer | None) -> None:
         self._membership, self._store, self._plan = membership, store, plan
+        self._rank = membership.placement.rank
+        self._offer = offer if self._rank in plan.holders else None
+        self._own: Tensors = {}
+        self._label = self._exchanged_label()
 
-    def complete(self, kept: Mapping[str, object], offer: StateOffer | None) -> ReceivedState:
-        """Load the newest state of all ranks into the kept objects."""
+    @property
+    def sharded(self) -> Sequence[str]:
+        """The names of the objects of which ranks have shards."""
+        return self._label["sharded"]  # type: ignore[no-any-return]
+
+    def complete(self, kept: Mapping[str, object]) -> ReceivedState:
+        """Load the newest state of all ranks into these objects: all that are kept, or some of them at a time."""
         indices = shard_placement.indices(kept)
         same, givers = self._plan.keeps(indices), self._plan.givers(indices)
-        rank = self._membership.placement.rank
-        if rank in self._plan.holders and offer is not None:
-            offer.put_back()
-            held = state.taken(offer.kept)
-            named, own = label(held, offer), held.tensors
-            for taker in (one for one, giver in givers.items() if giver == rank):
-                self._send(named, own, taker, same=same)
-            targets = state.targets(kept, named["plain"], shapes(named))
+        targets = state.targets(kept, self._label["plain"], shapes(self._label))
+        rows = [row for row in self._label["tensors"] if row[0] in targets]
+        if self._offer is not None:
+            self._offer.put_back()
+            for taker in (one for one, giver in givers.items() if giver == self._rank):
+                self._send(rows, taker, same=same)
             with torch.no_grad():
                 for name, target in targets.items():
-                    if same or not isinstance(own[name], DTensor):
-                        _local(target).copy_(_local(own[name]))
+                    if same or not isinstance(self._own[name], DTensor):
+                        _local(target).copy_(_local(self._own[name]))
         else:
-            named, own = receive_label(self._store, rank, givers[rank], self._wire(False)), {}
-            targets = state.targets(kept, named["plain"], shapes(named))
-            self._receive(named, targets, givers[rank], same=same)
+            self._receive(rows, targets, givers[self._rank], same=same)
         if not same:
-            self._spread(named, own, targets)
-        state.restore(kept, named["plain"], targets)
-        return ReceivedState(named["step"], named["epoch"], [])
+            self._spread(rows, targets)
+        state.restore(kept, self._label["plain"], targets)
+        return ReceivedState(self._label["step"], self._label["epoch"], [])
 
-    def _send(self, named: dict[str, Any], own: Tensors, taker: int, *, same: bool) -> None:
-        send_label(self._store, named, taker, self._wire(False))
-        for far in (True, False):
-            tensor_transfer.send({name: _local(own[name]) for name in _names(named, far, same)}, taker, self._wire(far))
+    def _exchanged_label(self) -> dict[str, Any]:
+        givers, wire = self._plan.givers(None), self._wire(False)
+        if self._offer is None:
+            return receive_label(self._store, self._rank, givers[self._rank], wire)
+        self._offer.put_back()
+        held = state.taken(self._offer.kept)
+        named, self._own = label(held, self._offer), held.tensors
+        for taker in (one for one, giver in givers.items() if giver == self._rank):
+            send_label(self._store, named, taker, wire)
+        return named
 
-    def _receive(self, named: dict[str, Any], targets: Tensors, giver: int, *, same: bool) -> None:
+    def _send(self, rows: Sequence[Any], taker: int, *, same: bool) -> None:
         for far in (True, False):
-            mine = {name: _local(targets[name]) for name in _names(named, far, same)}
+            mine = {name: _local(self._own[name]) for name in _names(rows, far, same)}
+            tensor_transfer.send(mine, taker, self._wire(far))
+
+    def _receive(self, rows: Sequence[Any], targets: Tensors, giver: int, *, same: bool) -> None:
+        for far in (True, False):
+            mine = {name: _local(targets[name]) for name in _names(rows, far, same)}
             tensor_transfer.receive(mine, giver, self._wire(far))
 
-    def _spread(self, named: dict[str, Any], own: Tensors, targets: Tensors) -> None:
+    def _spread(self, rows: Sequence[Any], targets: Tensors) -> None:
         """Send all shards to all ranks; each keeps the part that it now has."""
         senders = self._plan.senders()
-        for name, dtype, shape, far, dim in named["tensors"]:
+        for name, dtype, shape, far, dim in rows:
             if dim is None:
                 continue
             wire = self._wire(far)
@@ -143,8 +159,8 @@ class ShardHandover:
             with torch.no_grad():
                 for shard, part in enumerate(divided(whole, self._plan.count, dim)):
                     body = torch.empty(part.shape, dtype=part.dtype, device=wire)
-                    if senders[shard] == self._membership.placement.rank:
-                        body.copy_(_local(own[name]))
+                    if senders[shard] == self._rank:
+                        body.copy_(_local(self._own[name]))
                     if body.numel():
                         dist.broadcast(body, senders[shard])
                         part.copy_(body)
@@ -176,9 +192,9 @@ def receive_label(store: Store, taker: int, giver: int, wire: torch.device) -> d
     return objects.decode(bytes(body.tolist()))  # type: ignore[no-any-return]
 
 
-def _names(named: Mapping[str, Any], far: bool, same: bool) -> list[str]:
+def _names(rows: Sequence[Any], far: bool, same: bool) -> list[str]:
     """Return the names of tensors that one rank sends to another; shards only if both have the same one."""
-    return [name for name, _, _, on_gpu, dim in named["tensors"] if on_gpu is far and (same or dim is None)]
+    return [name for name, _, _, on_gpu, dim in rows if on_gpu is far and (same or dim is None)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

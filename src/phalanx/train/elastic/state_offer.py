@@ -95,7 +95,8 @@ def offers(encoded: Sequence[str]) -> list[Offer]:
 def label(held: State, offer: StateOffer) -> dict[str, Any]:
     """Return everything that the receiver needs besides the bytes.
 
-    For each tensor: name, dtype, shape, whether it is on a GPU, and along which dimension it is sharded.
+    For each tensor: name, dtype, shape, whether it is on a GPU, and along which dimension it is sharded. `sharded`:
+    names of the objects that have such tensors.
     """
     tensors = [
         [name, str(one.dtype).removeprefix("torch."), list(one.shape), one.is_cuda, shard_placement.dimension(one)]
@@ -107,6 +108,7 @@ def label(held: State, offer: StateOffer) -> dict[str, Any]:
         "layouts": offer.layouts,
         "plain": held.plain,
         "tensors": tensors,
+        "sharded": held.sharded,
     }
 
 

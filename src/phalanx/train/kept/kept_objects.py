@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,14 @@ class KeptObjects:
 
         models = [unwrapped(kept) for kept in self.objects.values() if isinstance(kept, torch.nn.Module)]
         return any(kept is model for kept in models)
+
+    def are_wrapped(self, names: Iterable[str]) -> bool:
+        """Return whether all models among the kept objects with these names are wrapped."""
+        from phalanx.train.checkpoint.state import unwrapped
+
+        wrapped = {id(part) for model in self._stepper.models for part in (model, getattr(model, "module", None))}
+        models = [self.objects[name] for name in names if isinstance(self.objects.get(name), torch.nn.Module)]
+        return all(id(unwrapped(model)) in wrapped for model in models)
 
     @property
     def models(self) -> list[Any]:

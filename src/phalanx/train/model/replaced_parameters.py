@@ -10,9 +10,13 @@ import torch
 
 
 class ReplacedParameters:
-    """The parameters of a model before and after it was wrapped: pairs of those that were replaced."""
+    """The parameters of a model before and after it was wrapped: pairs of those that were replaced.
 
-    def __init__(self, pairs: Sequence[tuple[Any, Any]] = ()) -> None:
+    `equal`: the state of their optimizers is the same on all ranks. Otherwise that of rank 0 is used.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Any, Any]] = (), *, equal: bool = False) -> None:
+        self._source = None if equal else 0
         # Weak references: the parameters before sharding are whole, and holding them would undo what sharding saves.
         self._after = {id(before): (weakref.ref(before), after) for before, after in pairs}
 
@@ -22,7 +26,8 @@ class ReplacedParameters:
             group["params"] = [self._now(parameter) for parameter in group["params"]]
         for parameter in list(opt.state):
             now = self._now(parameter)
-            opt.state[now] = {name: _alike(value, parameter, now) for name, value in opt.state.pop(parameter).items()}
+            state = opt.state.pop(parameter).items()
+            opt.state[now] = {name: _alike(value, parameter, now, self._source) for name, value in state}
 
     def _now(self, parameter: Any) -> Any:
         known, after = self._after.get(id(parameter), (None, None))
@@ -30,8 +35,11 @@ class ReplacedParameters:
         return after if known is not None and known() is parameter else parameter
 
 
-def _alike(value: Any, before: Any, now: Any) -> Any:
-    """Return the state of an optimizer, sharded like its parameter. A counter is unchanged."""
+def _alike(value: Any, before: Any, now: Any, source: int | None) -> Any:
+    """Return the state of an optimizer, sharded like its parameter. A counter is unchanged.
+
+    `source`: the rank whose state is used; None: each rank shards its own, and sends nothing.
+    """
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     value = value.to(now.device)
@@ -39,4 +47,4 @@ def _alike(value: Any, before: Any, now: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value, now.device_mesh, now.placements)
+    return distribute_tensor(value, now.device_mesh, now.placements, src_data_rank=source)

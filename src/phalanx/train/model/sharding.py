@@ -89,13 +89,18 @@ def _mixed(model: Any, part: Any, types: dict[torch.dtype, str]) -> OptionError:
     )
 
 
-def _start_from_rank_0(model: Any) -> None:
-    """Like DDP, start from the model of rank 0: with different seeds the shards would not match."""
+def _start_from_rank_0(model: Any, *, equal: bool) -> None:
+    """Like DDP, start from the model of rank 0: with different seeds the shards would not match.
+
+    `equal`: the state of the model is the same on all ranks. Buffers may differ.
+    """
+    same = set(model.state_dict()) if equal else set[str]()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if not parameter.is_contiguous():  # FSDP shards no others, such as those of channels_last
                 parameter.data = parameter.data.contiguous()
-            dist.broadcast(parameter, 0)
+            if name not in same:
+                dist.broadcast(parameter, 0)
         for buffer in model.buffers():
             whole = buffer.contiguous()  # an expanded one cannot be written to
             dist.broadcast(whole, 0)
@@ -104,18 +109,25 @@ def _start_from_rank_0(model: Any) -> None:
 
 
 def shard(
-    model: Any, device: Any, *, policy: Policy, precision: Any, compiled: bool, rows: Rows | None = None
+    model: Any,
+    device: Any,
+    *,
+    policy: Policy,
+    precision: Any,
+    compiled: bool,
+    rows: Rows | None = None,
+    equal: bool = False,
 ) -> list[tuple[Any, Any]]:
     """Shard the model in place; return each parameter before and after, for optimizers that were created before.
 
-    `rows`: the ranks of each replica; None: all ranks share one.
+    `rows`: the ranks of each replica; None: all ranks share one. `equal`: its state is the same on all ranks.
     """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     parts = units(model, policy)
     check(model, parts)
-    _start_from_rank_0(model)
+    _start_from_rank_0(model, equal=equal)
     if rows is None:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     else:

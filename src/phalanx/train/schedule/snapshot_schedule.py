@@ -16,6 +16,7 @@ from phalanx.train.stepping.stepper import Stepper
 if TYPE_CHECKING:  # importing them takes most of a second: only for a run that takes snapshots
     from phalanx.train.schedule.checkpoint_schedule import CheckpointSchedule
     from phalanx.train.snapshot.cadence import Cadence
+    from phalanx.train.snapshot.found import FoundSnapshot
     from phalanx.train.snapshot.snapshots import Snapshots
     from phalanx.worker.process_group.group import WorkerProcessGroup
 
@@ -87,22 +88,21 @@ class SnapshotSchedule:
             return step
         return max(group.gather(max(step, self.snapshots.reached()), all=True) or [0])
 
-    def load(self, group: WorkerProcessGroup, checkpoints: CheckpointSchedule) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest snapshot into the kept objects, unless a checkpoint on disk is newer.
-
-        Returns its step and the values saved with it. None: nothing was loaded.
-        """
+    def newest(self, group: WorkerProcessGroup, checkpoints: CheckpointSchedule) -> FoundSnapshot | None:
+        """Return the newest snapshot. None: there is none, or a checkpoint on disk is newer."""
         if self.snapshots is None:
             return None
         found = self.snapshots.newest()
         on_disk = group.broadcast(checkpoints.newest_step() if group.is_main else -1)
-        if found is None or found.step < on_disk:
-            return None
-        extra = self.snapshots.load(found, self._kept.everything())
-        if extra is None:
-            return None
-        self.snapshots.committed(found.step)
-        return found.step, extra
+        return None if found is None or found.step < on_disk else found
+
+    def load(self, found: FoundSnapshot, kept: Mapping[str, object]) -> dict[str, Any] | None:
+        """Load a snapshot into these objects. Return the values saved with it. None: it could not be read."""
+        assert self.snapshots is not None  # noqa: S101
+        extra = self.snapshots.load(found, kept)
+        if extra is not None:
+            self.snapshots.committed(found.step)
+        return extra
 
     def committed(self, group: WorkerProcessGroup) -> None:
         """Take a snapshot after a committed step, if one is due."""

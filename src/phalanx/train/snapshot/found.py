@@ -21,6 +21,7 @@ class HeldPart(msgspec.Struct, frozen=True):
     step: int
     era: str
     together: tuple[int, ...]
+    sharded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class FoundSnapshot:
     turn: int
     holders: Mapping[int, Sequence[int]]  # writer of a part -> nodes that hold it
     wholes: Sequence[tuple[int, ...]]  # ranks whose parts are complete together: without sharding, those of any node
+    sharded: tuple[str, ...] = ()  # names of the objects that are in shards
 
     def whole_for(self, node: int) -> tuple[int, ...]:
         """Return ranks whose parts are complete, all on this node if possible."""
@@ -77,7 +79,7 @@ def newest(held: Iterable[HeldPart]) -> FoundSnapshot | None:
             holders.setdefault(part.rank, []).append(part.node)
         wholes = sorted({part.together for part in parts if set(part.together) <= set(holders)})
         if wholes:
-            return FoundSnapshot(step, turn, holders, wholes)
+            return FoundSnapshot(step, turn, holders, wholes, parts[0].sharded)
     return None
 
 

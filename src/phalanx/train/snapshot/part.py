@@ -42,6 +42,7 @@ class Part(msgspec.Struct, frozen=True):
     plain: dict[str, Any] | None  # all values that are not tensors; stored by the first of `together`
     random: dict[str, Any] = {}
     pieces: list[Piece] = []
+    sharded: tuple[str, ...] = ()  # names of the objects of which the writer has shards
 
     def table(self, file: str, size: int) -> Table:
         """Return the table in the form of a checkpoint file."""

@@ -61,7 +61,10 @@ class SnapshotReader:
     def load(
         self, found: FoundSnapshot, kept: Mapping[str, object], between: Callable[[], Exchange]
     ) -> dict[str, Any] | None:
-        """Restore in place; return the value saved as `extra`. None: it could not be read."""
+        """Restore in place; return the value saved as `extra`. None: it could not be read.
+
+        `kept` may be some of the objects, if others are restored later.
+        """
         parts = self._parts(found)
         whole = found.whole_for(self.here)
         first = parts[whole[0]]
@@ -116,7 +119,7 @@ class SnapshotReader:
             part = self._part(name) if not is_counter(name) else None
             if part is not None:
                 turn = int(name.partition(".")[2])
-                mine.append(HeldPart(self.here, part.rank, turn, part.step, part.era, part.together))
+                mine.append(HeldPart(self.here, part.rank, turn, part.step, part.era, part.together, part.sharded))
         gathered = self._group.gather(msgspec.json.encode(mine).decode(), all=True) or []
         return [one for text in gathered for one in msgspec.json.decode(text, type=list[HeldPart])]
 

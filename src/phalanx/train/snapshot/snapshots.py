@@ -132,7 +132,9 @@ class Snapshots:
             return False
         rank, together = self._group.rank, divided.together
         plain = found.plain if rank == together[0] else None
-        part = Part(step, self._era, rank, together, packed(dict(extra), "extra", {}), plain)
+        part = Part(
+            step, self._era, rank, together, packed(dict(extra), "extra", {}), plain, sharded=tuple(found.sharded)
+        )
         carried = None
         if self._division.sharded and self._partners.exist and not divided.whole_nodes:
             carried = self._partners.copies(self._writer.turn)
@@ -212,7 +214,10 @@ class Snapshots:
         return self._reader.newest()
 
     def load(self, found: FoundSnapshot, kept: Mapping[str, object]) -> dict[str, Any] | None:
-        """Restore in place; return the value saved as `extra`. None: it could not be read."""
+        """Restore in place; return the value saved as `extra`. None: it could not be read.
+
+        `kept` may be some of the objects, if others are restored later.
+        """
         extra = self._reader.load(found, kept, self._partners.connect)
         if extra is not None:
             self._writer.turn, self._looked = found.next_turn, True

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch.distributed.tensor import DTensor
-
 from phalanx.train.checkpoint.shares import Chunk, share
 from phalanx.train.checkpoint.state import State
 from phalanx.train.model import shard_placement
@@ -28,7 +26,7 @@ class StateDivision:
 
     def divide(self, kept: Mapping[str, object], found: State) -> tuple[Division, list[Chunk]]:
         """Return which ranks write this state together, and the part that this rank writes."""
-        self.sharded = any(isinstance(tensor, DTensor) for tensor in found.tensors.values())
+        self.sharded = bool(found.sharded)
         if self.sharded and self._shards is None:
             self._shards = division(shard_placement.replicas(kept), self._nodes, self._rank)
         divided = self._shards if self.sharded and self._shards is not None else self._whole

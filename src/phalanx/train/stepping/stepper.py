@@ -180,7 +180,7 @@ class Stepper:
         self.weights.share = 1.0
         if self.scaling.outdated:
             self._update_scale()
-        for call in self.hooks.before_forward:
+        for call in tuple(self.hooks.before_forward):  # one may remove itself
             call()
         for model in self._models:
             want = model.wanted or micro_batch.ending
