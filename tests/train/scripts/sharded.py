@@ -1,13 +1,14 @@
 """sharded.py FOLDER HOW FAULTS [SHARDS]: a sharded training whose ranks kill themselves: [[step, rank, place], …].
 
 HOW: fsdp, hsdp; with "keep" behind it, `run.keep` comes before `run.wrap`. Each fault happens once, those of one step
-at the same time. Places:
+and place at the same time. Places:
 
 commit    right after the step, before its snapshot is copied
 backward  in the middle of the next step, when the snapshot of the step is complete
 node      the same, but the rank waits until someone kills its node
 prepared  in the middle of the next step, when all ranks have their gradients; the replica of the rank notices that its
           group is lost before its update, the others after it
+kept      between `run.keep` and `run.wrap`, in a group that resumes at this step
 
 Each rank writes the steps at which it entered `train`, and how; at the end, its parameters and what it printed.
 """
@@ -55,7 +56,7 @@ def die(run: phalanx.Run, place: str) -> None:
                 os.close(os.open(FOLDER / f"fault {number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
-            at_once = [other for other, fault in enumerate(FAULTS) if fault[0] == step]
+            at_once = [other for other, fault in enumerate(FAULTS) if (fault[0], fault[2]) == (step, place)]
             while not all((FOLDER / f"fault {other}").exists() for other in at_once):
                 time.sleep(0.001)
             if place != "node":
@@ -123,6 +124,7 @@ def train(run: phalanx.Run) -> None:
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if FIRST == "keep":
         run.keep(model=model, opt=opt, data=data)
+        die(run, "kept")
     net = run.wrap(model, HOW, **OPTIONS)
     if FIRST != "keep":
         run.keep(model=model, opt=opt, data=data)

@@ -262,6 +262,18 @@ def test_every_shard_may_be_lost_once_at_the_same_time(tmp_path: Path, trainings
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(("how", "ranks"), [("hsdp", 4), ("fsdp", 2)])
+def test_a_rank_dies_before_shards_are_restored(tmp_path: Path, trainings: Trainings, how: str, ranks: int) -> None:
+    """The others have not touched what they had, and the snapshot is still there."""
+    faults = ([5, 1, "backward"], [5, 0, "kept"])
+    options = OFF if how == "hsdp" else ()
+    done = trainings.trained(tmp_path, f"{how} keep", *faults, ranks=ranks, options=options)
+    source = "living" if how == "hsdp" else "memory"
+    assert ended(tmp_path, ranks) == ([f"0 new {ranks}", f"5 {source} {ranks}"], trainings.undisturbed(how, ranks))
+    assert "steps done again" not in done.err
+
+
+@pytest.mark.extended
 def test_both_replicas_of_a_shard_are_lost(tmp_path: Path, trainings: Trainings) -> None:
     faults = ([5, 1, "backward"], [5, 3, "backward"])
     trainings.trained(tmp_path, "hsdp", *faults, ranks=4, options=("--snapshot-every", "3"))
