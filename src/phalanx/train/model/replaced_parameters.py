@@ -17,12 +17,19 @@ class ReplacedParameters:
         self._after = {id(before): (weakref.ref(before), after) for before, after in pairs}
 
     def adopt(self, opt: Any) -> None:
-        """Give an optimizer the current parameters, and shard its state in the same way."""
+        """Give an optimizer the current parameters, and shard its state in the same way.
+
+        Nothing is exchanged with other ranks, and the optimizer changes at the end, all at once: if the group is lost
+        here, this optimizer may be all that is left of the training.
+        """
+        state = {}
+        for parameter, values in opt.state.items():
+            now = self._now(parameter)
+            state[now] = {name: _alike(value, parameter, now) for name, value in values.items()}
         for group in opt.param_groups:
             group["params"] = [self._now(parameter) for parameter in group["params"]]
-        for parameter in list(opt.state):
-            now = self._now(parameter)
-            opt.state[now] = {name: _alike(value, parameter, now) for name, value in opt.state.pop(parameter).items()}
+        opt.state.clear()
+        opt.state.update(state)
 
     def _now(self, parameter: Any) -> Any:
         known, after = self._after.get(id(parameter), (None, None))
@@ -39,4 +46,5 @@ def _alike(value: Any, before: Any, now: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value, now.device_mesh, now.placements)
+    # The state is that of a committed step, equal on all ranks. Otherwise torch would send that of rank 0.
+    return distribute_tensor(value, now.device_mesh, now.placements, src_data_rank=None)
