@@ -67,14 +67,17 @@ def test_a_rank_that_dies_while_the_group_forms_costs_no_step(tmp_path: Path) ->
 
 
 def test_a_group_in_which_all_ranks_wait_forms_again(tmp_path: Path) -> None:
-    """Rank 1 receives nothing. Rank 0 waits in the same collective or, if it only had to send, in the next one."""
-    done = trained(tmp_path, 2, [5, 1, "kill"], options=("--stall-timeout", "6s"), words=("deaf",))
+    """Rank 1 receives nothing. Rank 0 waits in the same collective or, if it only had to send, in the next one. Rank 1
+    alone has the state. It is not killed, unless gloo does not release it: then its state is saved first.
+    """
+    done = trained(tmp_path, 2, [5, 0, "kill"], options=("--stall-timeout", "6s"), words=("deaf",))
     assert done.code == 0, done.err
     assert re.search(r"probably: (all 2 ranks wait in the same collective|rank 1 is still in all_gather #1)", done.err)
-    assert done.err.count("rank 1 is killed, so that the group forms again, with new connections") == 1
-    assert replaced(done.err) == [1, 1]
+    assert done.err.count("rank 0 is killed, so that the group forms again, with new connections") == 1
+    assert replaced(done.err)[:2] == [0, 0]
+    assert replaced(done.err)[2:] == [1] * done.err.count("rank 1 cannot leave the group; step 5 is saved in memory")
     assert re.search(r"regrouped, and step 6 was committed [\d.]+ s later, no step lost", done.err)
-    assert ended(tmp_path, 2) == (undisturbed(2), 2)
+    assert ended(tmp_path, 2)[0] == undisturbed(2)
 
 
 @pytest.fixture
