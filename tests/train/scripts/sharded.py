@@ -8,6 +8,7 @@ backward  in the middle of the next step, when the snapshot of the step is compl
 node      the same, but the rank waits until someone kills its node
 prepared  in the middle of the next step, when all ranks have their gradients; the replica of the rank notices that its
           group is lost before its update, the others after it
+wrapping  while the model is sharded in a later group: its replica has not begun to, the others have
 
 Each rank writes the steps at which it entered `train`, and how; at the end, its parameters and what it printed.
 """
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.utils.data import TensorDataset
 
 import phalanx
@@ -55,7 +57,7 @@ def die(run: phalanx.Run, place: str) -> None:
                 os.close(os.open(FOLDER / f"fault {number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
-            at_once = [other for other, fault in enumerate(FAULTS) if fault[0] == step]
+            at_once = [other for other, fault in enumerate(FAULTS) if fault[0] == step and fault[2] != "wrapping"]
             while not all((FOLDER / f"fault {other}").exists() for other in at_once):
                 time.sleep(0.001)
             if place != "node":
@@ -85,6 +87,22 @@ def committed(run: phalanx.Run) -> None:
 
 
 reduce, dist.all_reduce = dist.all_reduce, all_reduce
+
+
+def fully_shard(*args: Any, **options: Any) -> Any:
+    run = Dies.run
+    for step, rank, where in FAULTS:
+        others = [other for other in range(4) if other not in (rank, (rank + 2) % 4)]
+        if where == "wrapping" and run.group.generation == 1 and run.steps == step and run.rank not in others:
+            while not all((FOLDER / f"wrapped {other}").exists() for other in others):
+                time.sleep(0.001)
+            if run.rank == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("Connection closed by peer")
+    return shard(*args, **options)
+
+
+shard, fsdp.fully_shard = fsdp.fully_shard, fully_shard
 
 
 class Dies(torch.autograd.Function):
@@ -124,6 +142,8 @@ def train(run: phalanx.Run) -> None:
     if FIRST == "keep":
         run.keep(model=model, opt=opt, data=data)
     net = run.wrap(model, HOW, **OPTIONS)
+    if run.group.generation:
+        (FOLDER / f"wrapped {run.rank}").touch()
     if FIRST != "keep":
         run.keep(model=model, opt=opt, data=data)
     source = "living" if run._recovery.from_peers else "memory" if run._recovery.from_snapshot else "new"

@@ -255,6 +255,20 @@ def test_survivors_that_were_prepared_commit_a_step_that_others_have_committed(
 
 
 @pytest.mark.extended
+def test_a_whole_state_replaces_a_shard_that_is_lost_while_the_model_is_sharded(
+    tmp_path: Path, trainings: Trainings
+) -> None:
+    """Ranks 0 and 2 have the same shard, rank 1 dies, and rank 3 still has the whole state."""
+    faults = ([5, 3, "commit"], [5, 1, "wrapping"])
+    trainings.trained(tmp_path, "hsdp keep", *faults, ranks=4, options=OFF)
+    begun = [(tmp_path / f"begun.{rank}").read_text().splitlines() for rank in range(4)]
+    assert begun == [["0 new 4", *["5 living 4"] * (1 if rank in (1, 3) else 2)] for rank in range(4)]
+    end = json.loads((tmp_path / "end.0").read_text())
+    assert [json.loads((tmp_path / f"end.{rank}").read_text()) for rank in (1, 2, 3)] == [end] * 3
+    assert end == trainings.undisturbed("hsdp", 4)
+
+
+@pytest.mark.extended
 def test_every_shard_may_be_lost_once_at_the_same_time(tmp_path: Path, trainings: Trainings) -> None:
     faults = ([5, 0, "backward"], [5, 3, "backward"])
     trainings.trained(tmp_path, "hsdp keep", *faults, ranks=4, options=OFF)
