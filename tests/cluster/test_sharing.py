@@ -18,9 +18,9 @@ SLICES = tuple(Device("mig", 0, f"MIG-{n}", f"MIG-{n}", "NVIDIA H200 MIG 1g.18gb
 OLD, NEW = sharing.ALLOCATOR  # names of the variable that torch's allocator reads
 
 
-def variables(devices: list[Device | None], nodes: int = 1) -> list[dict[str, str]]:
+def variables(devices: list[Device | None], one_node: bool = True) -> list[dict[str, str]]:
     slots = [*map(Slot, devices)]
-    return [sharing.for_one(slots, worker=f"run/0/{rank}", nodes=nodes) for rank in range(len(devices))]
+    return [sharing.for_one(slots, worker=f"run/0/{rank}", one_node=one_node) for rank in range(len(devices))]
 
 
 def test_devices_are_dealt_out_again_where_there_are_more_workers() -> None:
@@ -49,7 +49,7 @@ def test_all_ranks_claim_different_hosts_if_some_share_a_gpu(devices: list[Devic
 
 
 def test_between_nodes_the_interface_is_not_loopback() -> None:
-    assert all(list(environ) == [sharing.HOST] for environ in variables([GPUS[0]] * 2, nodes=2))
+    assert all(list(environ) == [sharing.HOST] for environ in variables([GPUS[0]] * 2, one_node=False))
 
 
 @pytest.mark.parametrize("devices", [list(GPUS), [None, None], [GPUS[0]]])
@@ -62,7 +62,7 @@ def test_a_spare_claims_another_host_than_the_spare_before_it() -> None:
     """By then, the earlier spare has the rank of a dead worker, and still the variables from its start."""
     slots = [Slot(SLICES[0]), Slot(SLICES[1])]
     hosts = [
-        sharing.for_one(slots, worker=f"run/0/{folder}", nodes=1)[sharing.HOST]
+        sharing.for_one(slots, worker=f"run/0/{folder}", one_node=True)[sharing.HOST]
         for folder in ("0", "spare.4", "spare.5")
     ]
     assert len({*hosts}) == 3
@@ -71,8 +71,8 @@ def test_a_spare_claims_another_host_than_the_spare_before_it() -> None:
 def test_a_slice_that_only_a_spare_uses_counts() -> None:
     """With one rank on each of two GPUs, a spare on a second slice of one of them may get the rank on the other."""
     slots = [Slot(SLICES[0]), Slot(GPUS[1]), Slot(SLICES[1])]
-    assert sharing.HOST in sharing.for_one(slots, worker="run/0/1", nodes=1)
-    assert sharing.for_one(slots[:2], worker="run/0/1", nodes=1) == {}
+    assert sharing.HOST in sharing.for_one(slots, worker="run/0/1", one_node=True)
+    assert sharing.for_one(slots[:2], worker="run/0/1", one_node=True) == {}
 
 
 @pytest.mark.parametrize(

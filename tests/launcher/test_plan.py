@@ -72,6 +72,21 @@ def test_a_rank_that_has_a_gpu_for_itself_gets_the_variables_of_the_ranks_that_s
     assert {environ["NCCL_SOCKET_IFNAME"] for environ in environs} == {"=lo"}
 
 
+@pytest.mark.parametrize("nodes", ["1:2", "2"])
+def test_ranks_that_share_a_gpu_can_be_reached_by_nodes_that_join_later(nodes: str, tmp_path: Path) -> None:
+    """A rank keeps the variables of its start, when its node may still be the only one."""
+    gpu = Slot(Device("gpu", 0, "0", "GPU-0", "a GPU"))
+    environ = {"PHALANX_TOKEN": "0" * 64}
+    options = parse_run(["-n", nodes, "--master", "127.0.0.1:1", "-g", "2", "--cpu", __file__], environ)
+    plan = make_plan(options, environ, detect_context(options, environ, str(tmp_path)))
+    count = 1 if nodes == "1:2" else 2
+    ranks = tuple(Seat(placements.placement(rank, 2 * count, node_count=count), gpu) for rank in range(2))
+    plan = replace(plan, group=replace(plan.group, seats=ranks))
+    for seat in ranks:
+        found = _environment(plan, seat, str(seat.local_rank))
+        assert [name for name in found if name.startswith("NCCL_")] == [sharing.HOST]
+
+
 def test_ranks_that_share_a_gpu_keep_the_settings_of_the_allocator_and_get_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

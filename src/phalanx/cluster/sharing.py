@@ -54,14 +54,15 @@ def _limited(settings: str, fraction: float) -> str:
     return ",".join(filter(None, [settings.strip(" ,"), f"{FRACTION}:{fraction:.3f}"]))
 
 
-def for_one(slots: Sequence[Slot], *, worker: str, nodes: int) -> dict[str, str]:
+def for_one(slots: Sequence[Slot], *, worker: str, one_node: bool) -> dict[str, str]:
     """Return variables for one worker. All workers of a node get them if two of its slots are on one GPU.
 
     `slots`: all slots that ranks and spares of its node may use. `worker`: a number that is unique among concurrent
-    workers. A local rank is not: a spare keeps its variables when it gets the rank of a dead worker.
+    workers. A local rank is not: a spare keeps its variables when it gets the rank of a dead worker. `one_node`: there
+    will never be another one, which could not reach loopback.
     """
     gpus = [slot.device.index for slot in slots if slot.device is not None]
     if len(set(gpus)) == len(gpus):
         return {}
     host = {HOST: f"{os.uname().nodename}/{worker}"}
-    return host if nodes > 1 else {**host, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}
+    return {**host, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"} if one_node else host

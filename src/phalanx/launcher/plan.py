@@ -149,7 +149,8 @@ class Plan:
         own = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         slots = [other.slot for other in self.seats] + [*group.spares.slots] * (group.spares.count > 0)
         worker = f"{run}/{attempt}/{os.path.basename(rank_folder)}"
-        shared = sharing.for_one(slots, worker=worker, nodes=group.node_count)
+        elastic = self.rendezvous is not None and self.rendezvous.elastic
+        shared = sharing.for_one(slots, worker=worker, one_node=group.node_count == 1 and not elastic)
         return {**shared, **self.environ, **worker_environment(member, self.environ), **own}
 
     def seated(

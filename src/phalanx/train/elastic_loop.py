@@ -318,10 +318,11 @@ class ElasticLoop:
     def _heartbeat(self) -> messages.Heartbeat:
         """Return the progress of the training. Called by the thread of the channel."""
         recovery, blocked = self._recovery, self._is_blocked()
+        # Again: the group that the main thread now waits in may not have existed the first time, or not completely. The
+        # script may create one, for example a device mesh.
+        self._aborter.cut_if(lambda: self._assignment is not None and self._channel.has_moved(self._assignment))
         if recovery is not None:
             return messages.Heartbeat(recovery.counter.steps, recovery.counter.samples, blocked)
-        # Again: the operation that the main thread now waits for may not have existed the first time.
-        self._aborter.cut_if(lambda: self._assignment is not None and self._channel.has_moved(self._assignment))
         return messages.Heartbeat(0, blocked=blocked)
 
     def _is_blocked(self) -> bool:

@@ -27,6 +27,8 @@ PARTED = Verdict(kind="partition", ranks=(2,), text="node 1 and node 2 do not re
 TOGETHER = Verdict(kind="network", ranks=(), text="all 3 ranks wait in the same collective", certain=False)
 BEHIND = Verdict(kind="network", ranks=(0, 1), text="ranks 0, 1 are still in all_gather, which rank 2 has left behind")
 LATE = Verdict(kind="join", ranks=(1,), text="rank 1 has not reached init_process_group")
+NEVER = Verdict(kind="join", ranks=(3,), text="rank 3 of 4 has never joined")
+APART = Verdict(kind="join", ranks=(), text="all 3 ranks are in init_process_group and do not meet")
 LOOP = Verdict(kind="loop", ranks=(1,), text="rank 1 is in a loop")
 STOPPED = StopRun("the run is stalled and was stopped (--on-hang stop): rank 0 left the loop earlier", GONE.fix)
 
@@ -46,6 +48,10 @@ STALLED = StopRun(f"the run is stalled and was stopped (--on-hang stop): {TOGETH
         ("kill", [GONE], 9.0, KillRanks(frozenset())),
         ("kill", [TOGETHER], 9.0, FormAgain(2)),
         ("kill", [TOGETHER, HERE], 9.0, KillRanks(frozenset({1, 2}))),
+        ("kill", [BEHIND], 9.0, FormAgain(1)),  # two ranks may have all copies of a shard
+        ("kill", [NEVER], 9.0, KillRanks(frozenset())),
+        ("kill", [APART], 9.0, WaitLonger(LONGER * 10 - 9)),
+        ("kill", [APART], LONGER * 10, FormAgain(2)),
         ("stop", [TOGETHER], 9.0, STALLED),
     ],
 )
@@ -63,9 +69,31 @@ def test_a_recovery_that_stalls_is_tried_again_even_if_stalls_are_only_reported(
     assert hang_action.choose("report", evidence, [TOGETHER, HERE], recovering=True) is None
     assert hang_action.choose("report", evidence, [BEHIND], recovering=True) == FormAgain(1)
     assert hang_action.choose("report", evidence, [BEHIND]) is None
+    assert hang_action.choose("report", evidence, [BEHIND, TOGETHER], recovering=True) == FormAgain(1)
+    assert hang_action.choose("report", evidence, [TOGETHER, BEHIND], recovering=True) == FormAgain(1)
     assert hang_action.choose("report", evidence, [LATE], recovering=True) is None
+    assert hang_action.choose("report", evidence, [NEVER], recovering=True) is None
     assert hang_action.choose("report", evidence, [LOOP], recovering=True) is None
     assert hang_action.choose("stop", evidence, [TOGETHER], recovering=True) == STALLED
+
+
+def test_a_group_of_many_ranks_has_time_to_connect() -> None:
+    ranks = tuple(Rank(rank=number, node=0) for number in range(3))
+    soon, late = (Evidence(time=0.0, waited=waited, ranks=ranks, limit=10.0) for waited in (11.0, 10.0 * LONGER))
+    assert hang_action.choose("report", soon, [APART], recovering=True) == WaitLonger(10.0 * LONGER - 11.0)
+    assert hang_action.choose("report", late, [APART], recovering=True) == FormAgain(2)
+    assert hang_action.choose("report", soon, [APART]) is None
+
+
+@pytest.mark.parametrize("verdict", [TOGETHER, BEHIND])
+@pytest.mark.parametrize("on_hang", ["report", "kill"])
+def test_the_only_rank_with_the_state_is_not_killed_to_form_a_group_again(on_hang: OnHang, verdict: Verdict) -> None:
+    """Ranks that were started to replace others have made no step yet."""
+    steps = {0: 5, 1: -1, 2: -1, 3: 5}
+    ranks = tuple(Rank(rank=rank, node=0, step=step) for rank, step in steps.items())
+    evidence = Evidence(time=0.0, waited=11.0, ranks=ranks, limit=10.0)
+    again = hang_action.choose(on_hang, evidence, [verdict], recovering=True)
+    assert again == FormAgain(2 if verdict is TOGETHER else 1)
 
 
 def test_a_node_that_others_do_not_reach_is_dismissed_whatever_on_hang_says() -> None:
@@ -135,6 +163,11 @@ class Detected:
             self.dismissed.append((list(ranks), why))
         return self.dismisses
 
+    def watch(self) -> None:
+        """Look at the ranks, which make progress."""
+        self.detector._progress.heartbeat = lambda _: NodeHeartbeat(node=0, host="", ranks=())  # type: ignore[method-assign]
+        assert self.detector.observe(SimpleNamespace(last=False, now=0.0, attempt=self.attempt, due=True)) is not None  # type: ignore[arg-type]
+
     def diagnose(self, *verdicts: Verdict, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Handle a stall of 11 seconds with these verdicts. `meanwhile`: while evidence is gathered."""
 
@@ -176,7 +209,7 @@ def test_a_group_that_stalls_before_its_first_step_is_formed_again_a_few_times(t
     assert found.killed == [1, 1]
     assert "rank 1 is killed, so that the group forms again, with new connections" in found.notes
     found.formed = 4
-    found.diagnose(TOGETHER)
+    found.watch()
     found.attempt.generation = 5
     found.diagnose(TOGETHER)
     assert found.killed == [1, 1, 1]

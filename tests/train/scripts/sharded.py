@@ -9,6 +9,7 @@ node      the same, but the rank waits until someone kills its node
 prepared  in the middle of the next step, when all ranks have their gradients; the replica of the rank notices that its
           group is lost before its update, the others after it
 kept      between `run.keep` and `run.wrap`, in a group that resumes at this step
+wrapping  while the model is sharded in a run that resumes at this step: its replica has not begun to, the others have
 
 Each rank writes the steps at which it entered `train`, and how; at the end, its parameters and what it printed.
 """
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.utils.data import TensorDataset
 
 import phalanx
@@ -88,6 +90,22 @@ def committed(run: phalanx.Run) -> None:
 reduce, dist.all_reduce = dist.all_reduce, all_reduce
 
 
+def fully_shard(*args: Any, **options: Any) -> Any:
+    run = Dies.run
+    for step, rank, where in FAULTS:
+        others = [other for other in range(4) if other not in (rank, (rank + 2) % 4)]
+        if where == "wrapping" and not run.group.generation and run.steps == step and run.rank not in others:
+            while not all((FOLDER / f"wrapped {other}").exists() for other in others):
+                time.sleep(0.001)
+            if run.rank == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("Connection closed by peer")
+    return shard(*args, **options)
+
+
+shard, fsdp.fully_shard = fsdp.fully_shard, fully_shard
+
+
 class Dies(torch.autograd.Function):
     run: Any = None
 
@@ -126,6 +144,7 @@ def train(run: phalanx.Run) -> None:
         run.keep(model=model, opt=opt, data=data)
         die(run, "kept")
     net = run.wrap(model, HOW, **OPTIONS)
+    (FOLDER / f"wrapped {run.rank}").touch()
     if FIRST != "keep":
         run.keep(model=model, opt=opt, data=data)
     source = "living" if run._recovery.from_peers else "memory" if run._recovery.from_snapshot else "new"

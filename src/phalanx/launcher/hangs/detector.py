@@ -139,6 +139,8 @@ class HangDetector:
             return None
         if self._progress.generation != before:
             self._stalled = self._recheck = None
+        if reading.attempt.workers.formed(reading.attempt.generation):
+            self._formed_again = 0
         if not self._links.leads:
             return heartbeat
         if not reading.due and self._links.members():
@@ -227,7 +229,7 @@ class HangDetector:
                     return
         match hang_action.choose(on_hang, evidence, verdicts, recovering=self._may_form_again()):
             case WaitLonger(seconds):
-                self._agent.note(f"the rank may only be slow: --on-hang {on_hang} waits another {seconds:.0f} s")
+                self._agent.note(f"this may only be slow: --on-hang {on_hang} waits another {seconds:.0f} s")
                 self._recheck = time.monotonic() + seconds
             case StopRun(why, fix):
                 self._agent.fail(LaunchError(why, fix=fix))
@@ -246,7 +248,6 @@ class HangDetector:
         """
         attempt = self._agent.attempt
         if attempt is None or attempt.workers.formed(attempt.generation):
-            self._formed_again = 0
             return False
         return attempt.generation > 0 and self._formed_again < _FORM_AGAIN
 

@@ -11,12 +11,11 @@ from phalanx.diagnose.rank_state import LONGER
 from phalanx.diagnose.verdict import Verdict
 
 OnHang = Literal["report", "stop", "kill"]
-_OF_THE_GROUP = ("network", "join")  # verdicts that name no rank if all wait together; new connections may help
 
 
 @dataclass(frozen=True)
 class WaitLonger:
-    """The rank may only be slow: diagnose again after some seconds."""
+    """A rank may only be slow, or many ranks may take long to connect: diagnose again after some seconds."""
 
     seconds: float
 
@@ -79,13 +78,11 @@ def choose(
     again does not depend on --on-hang, unless the stall is to end the run.
     """
     living = {rank.rank for rank in evidence.ranks if rank.ended is None}
-    blamed = next((found for verdict in verdicts if (found := living.intersection(verdict.ranks))), set[int]())
-    together = bool(living) and not blamed and verdicts[0].kind in _OF_THE_GROUP
-    if on_hang == "report":
-        # Ranks may be named only because what others sent has not arrived.
-        behind = living.intersection(verdicts[0].ranks) if verdicts[0].kind == "network" else set[int]()
-        return FormAgain(max(behind or living)) if recovering and (behind or together) else None
-    if verdicts[0].kind == "loop" and evidence.waited < LONGER * evidence.limit:
+    between = bool(living) and all(map(_is_between, verdicts))
+    if on_hang == "report" and not (recovering and between):
+        return None
+    connecting = between and on_hang != "stop" and any(verdict.kind == "join" for verdict in verdicts)
+    if (connecting or verdicts[0].kind == "loop") and evidence.waited < LONGER * evidence.limit:
         return WaitLonger(LONGER * evidence.limit - evidence.waited)
     if on_hang == "kill" and (parted := cut_off(on_hang, verdicts)) is not None:
         fix = "repair the network, or start with -n MIN:MAX: the run then continues without one of them"
@@ -93,4 +90,25 @@ def choose(
     if on_hang == "stop":
         why = f"the run is stalled and was stopped (--on-hang stop): {verdicts[0].text}"
         return StopRun(why, verdicts[0].fix)
-    return FormAgain(max(living)) if together else KillRanks(frozenset(blamed))
+    if between:
+        return FormAgain(_cheapest(evidence, verdicts))
+    blamed = next((found for verdict in verdicts if (found := living.intersection(verdict.ranks))), set[int]())
+    return KillRanks(frozenset(blamed))
+
+
+def _is_between(verdict: Verdict) -> bool:
+    """Return whether ranks only wait for each other or for data that does not arrive: new connections may help.
+
+    A network verdict may name the ranks that receive nothing. Ranks that a join verdict names are missing.
+    """
+    return verdict.kind == "network" or (verdict.kind == "join" and not verdict.ranks)
+
+
+def _cheapest(evidence: Evidence, verdicts: Sequence[Verdict]) -> int:
+    """Return the rank to kill, if any will do: one that was just started, because others may have the only state.
+
+    Of several, one that receives nothing, or the one with the highest number.
+    """
+    named = {rank for verdict in verdicts for rank in verdict.ranks}
+    living = [rank for rank in evidence.ranks if rank.ended is None]
+    return max(living, key=lambda each: (each.step < 0, each.rank in named, each.rank)).rank

@@ -10,24 +10,26 @@ import torch
 
 
 class ReplacedParameters:
-    """The parameters of a model before and after it was wrapped: pairs of those that were replaced.
+    """The parameters of a model before and after it was wrapped: pairs of those that were replaced."""
 
-    `equal`: the state of their optimizers is the same on all ranks. Otherwise that of rank 0 is used.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[Any, Any]] = (), *, equal: bool = False) -> None:
-        self._source = None if equal else 0
+    def __init__(self, pairs: Sequence[tuple[Any, Any]] = ()) -> None:
         # Weak references: the parameters before sharding are whole, and holding them would undo what sharding saves.
         self._after = {id(before): (weakref.ref(before), after) for before, after in pairs}
 
     def adopt(self, opt: Any) -> None:
-        """Give an optimizer the current parameters, and shard its state in the same way."""
+        """Give an optimizer the current parameters, and shard its state in the same way.
+
+        Nothing is exchanged with other ranks, and the optimizer changes at the end, all at once: if the group is lost
+        here, this optimizer may be all that is left of the training.
+        """
+        state = {}
+        for parameter, values in opt.state.items():
+            now = self._now(parameter)
+            state[now] = {name: _alike(value, parameter, now) for name, value in values.items()}
         for group in opt.param_groups:
             group["params"] = [self._now(parameter) for parameter in group["params"]]
-        for parameter in list(opt.state):
-            now = self._now(parameter)
-            state = opt.state.pop(parameter).items()
-            opt.state[now] = {name: _alike(value, parameter, now, self._source) for name, value in state}
+        opt.state.clear()
+        opt.state.update(state)
 
     def _now(self, parameter: Any) -> Any:
         known, after = self._after.get(id(parameter), (None, None))
@@ -35,11 +37,8 @@ class ReplacedParameters:
         return after if known is not None and known() is parameter else parameter
 
 
-def _alike(value: Any, before: Any, now: Any, source: int | None) -> Any:
-    """Return the state of an optimizer, sharded like its parameter. A counter is unchanged.
-
-    `source`: the rank whose state is used; None: each rank shards its own, and sends nothing.
-    """
+def _alike(value: Any, before: Any, now: Any) -> Any:
+    """Return the state of an optimizer, sharded like its parameter. A counter is unchanged."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     value = value.to(now.device)
@@ -47,4 +46,5 @@ def _alike(value: Any, before: Any, now: Any, source: int | None) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value, now.device_mesh, now.placements, src_data_rank=source)
+    # The state is that of a committed step, equal on all ranks. Otherwise torch would send that of rank 0.
+    return distribute_tensor(value, now.device_mesh, now.placements, src_data_rank=None)

@@ -16,7 +16,6 @@ from phalanx.train.model.buckets import Layout
 from phalanx.train.model.compression import Compress
 from phalanx.train.model.precision import Precision
 from phalanx.train.model.precision import precision as chosen
-from phalanx.train.model.replaced_parameters import ReplacedParameters
 from phalanx.train.model.sharding import Policy
 from phalanx.train.model.wrapped import Wrapped
 from phalanx.train.stepping.stepper import Stepper
@@ -112,12 +111,12 @@ def wrap(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.to(device)
     engine: Any = model
-    replaced = ReplacedParameters()
+    became: list[tuple[Any, Any]] = []
     sharded = how in SHARDED and dist.is_initialized()
     if sharded:
-        alike = equal is not None
-        pairs = sharding.shard(model, device, policy=shard, precision=mixed, compiled=compile, rows=rows, equal=alike)
-        replaced = ReplacedParameters(pairs, equal=alike)
+        became = sharding.shard(
+            model, device, policy=shard, precision=mixed, compiled=compile, rows=rows, equal=equal is not None
+        )
     elif compile:
         model.compile()
     if how == "dp" and device.type == "cuda" and torch.cuda.device_count() > 1:
@@ -136,7 +135,7 @@ def wrap(
         stepper=stepper or Stepper(),
         accumulate=accumulate,
         sharded=sharded,
-        replaced=replaced,
+        became=became,
     )
     if static_graph:
         wrapped.synchronise(True)  # DDP learns the graph in its first backward, if that one synchronises

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
         stepper: Stepper,
         accumulate: int,
         sharded: bool,
-        replaced: ReplacedParameters,
+        became: Sequence[tuple[Any, Any]] = (),
     ) -> None:
         super().__init__()
         # Not through nn.Module, which would register them as submodules and prefix every name.
@@ -63,7 +63,7 @@ class Wrapped(nn.Module):  # type: ignore[misc]
             wanted=True,
             _engine=engine,
             _peers=peers,
-            _replaced=replaced,
+            _replaced=ReplacedParameters(became),
             _sharded=sharded,
             _casts=precision.name is not None and not sharded,
             _moves=device.type != "cpu" and not sharded,
