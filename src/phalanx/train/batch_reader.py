@@ -92,7 +92,8 @@ class BatchReader:
                     reading.samples += data.last_total
                     reading.own += data.last_count
                 reading.stepped = None
-                if empty and trained:
+                if trained:
+                    self._begin_batch(first=empty)
                     empty = self.found_nothing = False
                 self._turn_to(reading)
                 yield batch if here else moved(batch, self._device)
@@ -101,9 +102,14 @@ class BatchReader:
             if trained:
                 self.found_nothing = empty
                 epoch_ended(data)
+                self._begin_batch(first=False)
         finally:
             self._readings = [other for other in self._readings if other is not reading]
             self._turn_to(self._readings[-1] if self._readings else None)
+
+    def _begin_batch(self, *, first: bool) -> None:
+        for call in self._stepper.hooks.before_batch:
+            call(first)
 
     def _seeded_per_batch(self, data: Loader, batches: Iterator[Any]) -> Iterator[Any]:
         """Seed for every batch, from its position in the data and the rank only.

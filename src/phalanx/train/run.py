@@ -163,7 +163,8 @@ class Run(DataRun):
 
         A rank that survives keeps its objects, with their device memory and compiled code. Objects are found by the
         order of the calls, so make the same calls each time `train` is called. Do not use it for loaders and wrapped
-        models, which belong to one process group. Models that FSDP has sharded are made again too.
+        models, which belong to one process group, nor for a model whose forward registers buffers: a new rank does not
+        have them yet. Models that FSDP has sharded are made again too.
 
         Random numbers drawn afterwards are the same on every rank, whether it has called `make` now or earlier.
         """

@@ -211,6 +211,8 @@ class StatefulRun:
 
     def _halt(self) -> None:
         """End the training when a checkpoint of the last committed step is on disk. Without a folder, continue."""
+        if self._checkpoints.checkpoints is not None:
+            self._recovery.put_back_buffers()
         saved = self._checkpoints.save_and_wait(self._group)
         if saved is not None:
             self._reporter.finish()

@@ -34,6 +34,20 @@ def test_optimizer_state_follows_parameters_in_another_order(tmp_path: Path) -> 
         assert torch.equal(turned.state[parameter]["exp_avg"], opt.state[parameter]["exp_avg"])
 
 
+def test_an_expanded_buffer_is_restored(tmp_path: Path) -> None:
+    def make(value: float) -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.register_buffer("mask", torch.full((1,), value).expand(3))
+        return model
+
+    model, restored = make(2.0), make(0.0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"model": model})
+        checkpoints.wait()
+        checkpoints.load({"model": restored})
+    assert restored.mask.tolist() == [2.0] * 3
+
+
 def test_tensor_names_omit_wrappers(tmp_path: Path) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -140,6 +140,19 @@ def test_a_scheduler_may_signal_every_process(
 
 
 @pytest.mark.extended
+def test_a_forward_that_preemption_interrupts_leaves_no_trace(tmp_path: Path, trainings: Trainings) -> None:
+    """A script with its own data halts in `run.step`, after a forward: the script compares what it has counted."""
+    job = trainings.start(tmp_path, "alone")
+    wait_for_steps(tmp_path, job)
+    job.signal(signal.SIGTERM)
+    step = preempted(tmp_path, job)
+    (tmp_path / "continue").touch()
+    done = phalanx(*command(tmp_path, "alone"), env=trainings.env)
+    assert done.code == 0, done.err
+    assert f"resumed at step {step}, " in done.out
+
+
+@pytest.mark.extended
 def test_a_rank_that_hangs_in_a_collective_is_interrupted(tmp_path: Path, trainings: Trainings) -> None:
     job = trainings.start(tmp_path, "hang", options=("--grace", "12s"))
     wait_for_steps(tmp_path, job)

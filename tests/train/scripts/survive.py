@@ -54,6 +54,21 @@ class Numbered(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
         return self.x[place], self.y[place], place
 
 
+class Teacher(nn.Module):
+    """Counts its forwards in a buffer, and every fourth one in a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("codes", torch.zeros(1 << 15))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count % 4 == 0:
+            self.codes += 1
+        return x
+
+
 def once(name: str) -> bool:
     """Return whether it is done for the first time."""
     try:
@@ -132,7 +147,8 @@ def train(run: phalanx.Run) -> None:
         faulty(run, "handover")
     rate = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: (1 + epoch) / EPOCHS)
     ddp = run.wrap(model) if EARLY else None
-    run.keep(model=model, opt=opt, rate=rate, data=data, epochs=0, begun=[0])
+    teacher = Teacher()  # neither made once nor wrapped, and called first
+    run.keep(model=model, teacher=teacher, opt=opt, rate=rate, data=data, epochs=0, begun=[0])
     ddp = ddp or run.wrap(model)
     idle = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in run.epochs(EPOCHS):
@@ -143,6 +159,7 @@ def train(run: phalanx.Run) -> None:
             faulty(run, "step")
             if pair is not None and run.rank < 2:  # no other rank is there while it waits
                 dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait()
+            teacher(x)
             own = torch.rand(1, generator=run.group.generator).item()
             noise = 0.01 * (random.random() + float(numpy.random.random()) + own)
             loss = nn.functional.mse_loss(ddp(x) + noise, y)
@@ -161,6 +178,7 @@ def train(run: phalanx.Run) -> None:
     # Values have counted it once, whatever was repeated.
     kept = {"epochs": EPOCHS, "begun": [run.steps]}
     assert dict(run.state) == kept, (dict(run.state), kept)
+    assert (int(teacher.count), float(teacher.codes[0])) == (run.steps, run.steps // 4)
     end = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
     (FOLDER / f"end.{run.rank}").write_text(json.dumps([run.steps, run.group.generation, end]))
 

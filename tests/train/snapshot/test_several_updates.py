@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
+from phalanx.train.schedule.snapshot_schedule import SnapshotSchedule
+from phalanx.train.stepping.stepper import Stepper
 from tests.kit.cli import Env, Result, phalanx, warm_environment
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "several_updates.py")
@@ -30,3 +34,39 @@ def test_a_rank_that_dies_between_the_updates_of_a_step_costs_that_step(tmp_path
         assert ends[0] == ends[1]
         assert (tmp_path / "killed" / f"begun.{rank}").read_text().split() == ["0", "5"]
     assert "no step lost" in done.err
+
+
+class Snapshots:
+    """Records the steps that are saved."""
+
+    costs = durations = ()
+    held = 0.0
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def committed(self, step: int) -> None:
+        pass
+
+    def wanted(self, step: int) -> bool:
+        return False
+
+    def say(self, text: str) -> None:
+        raise AssertionError(text)
+
+    def save(self, step: int, *_: object) -> None:
+        self.saved.append(step)
+
+
+def test_a_training_may_begin_with_one_update_per_step() -> None:
+    """Such as that of a discriminator, before the first one of its generator."""
+    opt = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    stepper, counter = Stepper(), TrainingProgress()
+    schedule, snapshots = SnapshotSchedule(KeptObjects(stepper), counter, stepper), Snapshots()
+    schedule.snapshots = snapshots  # type: ignore[assignment]
+    for step, updates in enumerate((1, 1, 2, 1), 1):
+        for update in range(updates):
+            stepper.step(opt, commit=update == updates - 1)
+        counter.steps = step
+        schedule.committed(None)  # type: ignore[arg-type]
+    assert snapshots.saved == [3, 4]

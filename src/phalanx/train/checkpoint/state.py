@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint.format.plain import Tensors, packed, tensor_names, unpacked
@@ -156,6 +157,9 @@ def _in_place(own: Any, value: Any) -> Any:
 
 
 def _model_targets(name: str, model: nn.Module, plain: Mapping[str, Any], saved: Mapping[str, Shape]) -> Tensors:
+    for buffer in model.buffers():
+        if _is_expanded(buffer):
+            buffer.data = buffer.contiguous()  # torch writes to no other
     have = {plain_name(key): value for key, value in unwrapped(model).state_dict().items()}
     details = [f"the model has {name}.{key}, the checkpoint does not" for key in have if key not in plain]
     details += [f"the checkpoint has {name}.{key}, the model does not" for key in sorted(set(plain) - set(have))]
@@ -178,6 +182,13 @@ def _model_targets(name: str, model: nn.Module, plain: Mapping[str, Any], saved:
             fix="build the model as it was when the checkpoint was written, or start in an empty folder",
         )
     return found
+
+
+def _is_expanded(buffer: torch.Tensor) -> bool:
+    """Return whether elements share memory, as those of `torch.ones(1).expand(3)` do."""
+    if is_lazy(buffer) or buffer.layout is not torch.strided or buffer.is_nested:
+        return False
+    return any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True))
 
 
 def _stateful_targets(name: str, thing: object, kept: Mapping[str, object], saved: Mapping[str, Shape]) -> Tensors:

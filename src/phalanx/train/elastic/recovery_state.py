@@ -109,7 +109,7 @@ class RecoveryState:
         # On other devices an aborted operation raises by itself.
         if check is not None and parts.membership.device.type == "cuda":
             parts.stepper.hooks.before_update.append(check)
-        if check is not None and parts.membership.placement.world_size > 1:
+        if check is not None:
             from phalanx.train.elastic.committed_buffers import CommittedBuffers
 
             self._buffers = CommittedBuffers(parts.kept, parts.counter, parts.stepper)
@@ -181,6 +181,11 @@ class RecoveryState:
         if self.generation.regroups:
             settings = OptimizerSettings(self._parts.kept.objects)
             self._epoch_end = self._parts.counter.steps, data, data.position, settings
+
+    def put_back_buffers(self) -> None:
+        """Undo what forwards have changed since the last committed step: the training ends with that one."""
+        if self._buffers is not None:
+            self._buffers.put_back()
 
     def first_step_committed(self) -> None:
         """Report the first step of this generation to the elastic loop, once."""

@@ -113,6 +113,8 @@ class SnapshotSchedule:
         if step == self._counter.start + 1:
             self.layouts = self._stepper.layouts
             self._adapt()
+        elif isinstance(self._due, Interval) and self._stepper.several:  # some trainings begin with one optimizer
+            self._adapt()
         if self._due.passed(step, group) or self.snapshots.wanted(step):
             extra = {"epoch": self._counter.epoch, "layouts": self.layouts}
             self.snapshots.save(step, self._kept.everything(), extra)

@@ -107,8 +107,10 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class StepHooks:
-    """Functions that are called during a step. All but the first may raise."""
+    """Functions that are called during a step. All but the first two may raise."""
 
+    # before a batch of the training is used, and at the end of an epoch; called with whether it is the first batch
+    before_batch: list[Callable[[bool], None]] = field(default_factory=list)
     before_forward: list[Callable[[], None]] = field(default_factory=list)  # before the first forward of a step
     before_last_update: list[Callable[[], None]] = field(default_factory=list)  # before the update that ends a step
     before_update: list[Callable[[], None]] = field(default_factory=list)  # then, before gradients are used
