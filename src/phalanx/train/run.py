@@ -213,8 +213,7 @@ class Run(DataRun):
         """
         check_model(model)
         self._agreement.compare_model(self._group, model)
-        equal = self._recovery.layout_for(model, how)
-        elastic = self._recovery.generation.number > 0
+        equal = self._recovery.begin_wrap(model, how)
         wrapped = wrap(
             model,
             how,
@@ -230,7 +229,7 @@ class Run(DataRun):
             shard=shard,
             shards=shards,
             equal=equal,
-            elastic=elastic,
+            elastic=self._recovery.generation.number > 0,
         )
         self._model_wrapped()
         self._misuse.wrapped()

@@ -110,6 +110,7 @@ class StatefulRun:
     def _model_wrapped(self) -> None:
         """Give optimizers that were made before the current parameters, and restore what has waited for shards."""
         self._kept.adopt()
+        self._recovery.end_wrap()
         if self._restoration.is_due:
             self._complete_restore()
 

@@ -38,18 +38,14 @@ class HandoverPlan:
 
     @classmethod
     def of(cls, encoded: Sequence[str], nodes: Sequence[Sequence[int]]) -> HandoverPlan:
-        """Decide from the offers of all ranks. There are no holders if no rank has the newest state as a whole.
-
-        Ranks that have sharded the model, when the group is lost, may lack a shard; others may still have the whole.
-        """
+        """Decide from the offers of all ranks. There are no holders if no rank has a state, or if they have shards."""
         found = offers(encoded)
         places = [(step, epoch) for step, epoch, *_ in found]
-        whole = [place for place, (_, _, shard, *_) in zip(places, found, strict=True) if shard is None]
-        newest = max(whole, default=(-1, 0))
-        if newest[0] < max(0, *(step for step, _ in places)):
+        newest = max(places)
+        holders = tuple(rank for rank, place in enumerate(places) if place == newest)
+        lacking = tuple(rank for rank, place in enumerate(places) if place != newest)
+        if newest[0] < 0 or any(shard for _, _, shard, *_ in found):
             return cls()
-        holders = tuple(rank for rank, (*_, shard, _, _) in enumerate(found) if (places[rank], shard) == (newest, None))
-        lacking = tuple(rank for rank in range(len(found)) if rank not in holders)
         return cls(holders, lacking, nodes, len({found[rank][3] for rank in holders}) == 1)
 
     def near(self, rank: int) -> tuple[int, ...]:
@@ -72,8 +68,7 @@ class Handover:
         # With HOST set, NCCL treats the ranks of a node as several hosts, and is much slower than shared memory.
         self._by_memory = HOST in environment() and membership.device.type == "cuda"
         encoded, nodes = [participant.offer for participant in membership.participants], membership.topology.nodes
-        self._shards = ShardHandoverPlan.of(offers(encoded), nodes)
-        self._plan = HandoverPlan.of(encoded, nodes) if self._shards is None else HandoverPlan()
+        self._plan, self._shards = HandoverPlan.of(encoded, nodes), ShardHandoverPlan.of(offers(encoded), nodes)
         self.offer = self._settled(offer)  # until the handover is complete
         self._store = Store(membership.store.at("handover"), membership.timeout)
         self._packing: PackingThread | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.train.kept.kept_objects import KeptObjects, TrainingProgress
+from phalanx.train.model.wrap import SHARDED
 from phalanx.train.settings import OptimizerSettings
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class RecoveryState:
         self._report = self.generation.hooks.first_step
         self._two_phase: TwoPhaseCommit | None = None
         self._buffers: CommittedBuffers | None = None
+        self._sharding = False  # a part of a model, or of its optimizer, is sharded
         self._epoch_end: tuple[int, Loader, Any, OptimizerSettings] | None = None  # steps, data, its position
 
     def attach(self, parts: RunParts) -> None:
@@ -166,8 +168,12 @@ class RecoveryState:
         """Record that the kept objects have the state of a committed step from now on."""
         self._parts.kept.ready, self.offer, self._parts.counter.start = True, None, self._parts.counter.steps
 
-    def layout_for(self, model: Any, how: str) -> list[list[int]] | None:
-        """Return the bucket layout for a model that is the same on all ranks, [] if unknown; None: it may differ."""
+    def begin_wrap(self, model: Any, how: str) -> list[list[int]] | None:
+        """Return the bucket layout for a model that is the same on all ranks, [] if unknown; None: it may differ.
+
+        Until `end_wrap`, a model that is being sharded belongs to no committed step.
+        """
+        self._sharding = how in SHARDED
         handover = self.generation.handover
         if how == "ddp" and handover is not None and handover.awaited and not self._parts.kept.ready:
             self.models.postpone(model)  # rank 0 may be new, and another rank may have the state to resume from
@@ -175,6 +181,10 @@ class RecoveryState:
         if not (self.from_peers or self.from_snapshot) or not self._parts.kept.has_model(model):
             return None
         return self.models.next_layout()
+
+    def end_wrap(self) -> None:
+        """Record that the model is wrapped, and that optimizers have its parameters."""
+        self._sharding = False
 
     def epoch_ended(self, data: Loader) -> None:
         """Record the settings at the end of an epoch: after a failure the script repeats what it does there."""
@@ -223,7 +233,7 @@ class RecoveryState:
         from phalanx.train.elastic.state_offer import StateOffer
 
         kept, counter, handover = self._parts.kept, self._parts.counter, self.generation.handover
-        if not kept.ready:
+        if not kept.ready or self._sharding:
             return None if handover is not None and handover.spoilt else self.offer
         if self._epoch_end is not None:
             steps, data, position, settings = self._epoch_end
