@@ -163,8 +163,7 @@ class Run(DataRun):
 
         A rank that survives keeps its objects, with their device memory and compiled code. Objects are found by the
         order of the calls, so make the same calls each time `train` is called. Do not use it for loaders and wrapped
-        models, which belong to one process group, nor for a model whose forward registers buffers: a new rank does not
-        have them yet. Models that FSDP has sharded are made again too.
+        models, which belong to one process group. Models that FSDP has sharded are made again too.
 
         Random numbers drawn afterwards are the same on every rank, whether it has called `make` now or earlier.
         """
@@ -212,7 +211,7 @@ class Run(DataRun):
         each holds only a part of the model.
         """
         check_model(model)
-        self._agreement.compare_model(self._group, model)
+        unequal = self._agreement.compare_model(self._group, model)
         equal = self._recovery.begin_wrap(model, how)
         wrapped = wrap(
             model,
@@ -229,6 +228,7 @@ class Run(DataRun):
             shard=shard,
             shards=shards,
             equal=equal,
+            unequal=unequal,
             elastic=self._recovery.generation.number > 0,
         )
         self._model_wrapped()

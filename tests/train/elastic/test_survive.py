@@ -251,3 +251,19 @@ def test_fsdp_continues_where_no_shard_is_lost(tmp_path: Path) -> None:
         for taken, ours, theirs in json.loads((tmp_path / f"end.{rank}").read_text()):
             assert taken
             assert ours == theirs
+
+
+@pytest.mark.extended
+def test_a_survivor_may_have_buffers_that_its_forward_has_registered(tmp_path: Path) -> None:
+    """The new rank registers them later, so DDP can send them neither now nor before a forward."""
+    ends = []
+    for step in (-1, 5):
+        folder = tmp_path / f"{step}"
+        folder.mkdir()
+        script = (str(Path(SCRIPT).with_name("cached.py")), str(folder), str(step))
+        done = phalanx("run", "-g", "2", "--cpu", *script, env=places)
+        assert done.code == 0, done.err
+        ends += [json.loads((folder / f"end.{rank}").read_text()) for rank in range(2)]
+    assert ends == [ends[0]] * 4
+    assert done.err.count("regrouped") == 1
+    assert "no step lost" in done.err

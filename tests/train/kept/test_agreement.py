@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from phalanx.errors import JoinError, PhalanxError, UsageError
-from phalanx.train.kept.agreement import Agreement, describe_model, disagreement
+from phalanx.train.kept.agreement import Agreement, describe_buffers, describe_model, disagreement
 
 SAME = {"seed": "0", "model net weight": "(8, 4) float32", "data loader length": "240 samples"}
 
@@ -70,10 +71,10 @@ def test_ranks_are_compared_when_a_group_forms(
     descriptions = [{"seed": "0", "kept net": "Linear"} | describe_model(model, "net") for model in models]
 
     def gather(mine: object, **_: bool) -> list[Any]:
-        if not isinstance(mine, dict):
+        if not isinstance(mine, list):
             return [mine, 0]  # checksums
-        assert mine == descriptions[rank]
-        return descriptions
+        assert mine == [descriptions[rank], {}]
+        return [[description, {}] for description in descriptions]
 
     group: Any = SimpleNamespace(world_size=2, rank=rank, seed=0, gather=gather)
     kept: Any = SimpleNamespace(objects={"net": models[rank]})
@@ -102,7 +103,7 @@ def test_a_parameter_that_only_some_ranks_train_is_shown_when_it_is_wrapped() ->
         seed=0,
         gather=lambda mine, **_: [
             mine,
-            {**mine, "model Linear weight": "(2, 4) float32"} if mine.__class__ is dict else 0,
+            [{**mine[0], "model Linear weight": "(2, 4) float32"}, {}] if mine.__class__ is list else 0,
         ],
     )
     with pytest.raises(UsageError, match="different models") as raised:
@@ -110,5 +111,28 @@ def test_a_parameter_that_only_some_ranks_train_is_shown_when_it_is_wrapped() ->
     assert raised.value.details == ("Linear weight: (2, 4) float32, frozen on rank 0; (2, 4) float32 on rank 1",)
 
 
+def unequal_buffers(models: list[nn.Module], reference: int | None) -> frozenset[str]:
+    def compared(rank: int) -> frozenset[str]:
+        def gather(mine: Any, **_: object) -> list[Any]:
+            return [mine, 0] if mine.__class__ is int else [[mine[0], describe_buffers(model)] for model in models]
+
+        group: Any = SimpleNamespace(world_size=len(models), rank=rank, seed=0, gather=gather)
+        return Agreement(SimpleNamespace(objects={}), lambda: reference).compare_model(group, models[rank])  # type: ignore[arg-type]
+
+    (found,) = {compared(rank) for rank in range(len(models))}
+    return found
+
+
+def test_buffers_that_only_some_ranks_have_are_found_in_a_group_that_forms_again() -> None:
+    survivor, new = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    assert unequal_buffers([survivor, new], 0) == frozenset()
+    survivor.register_buffer("cache", torch.ones(2), persistent=False)
+    survivor.register_buffer("grown", torch.ones(8), persistent=False)
+    new.register_buffer("grown", torch.ones(4), persistent=False)
+    assert unequal_buffers([survivor, new, survivor], 0) == {"cache", "grown"}
+    assert unequal_buffers([survivor, new], None) == frozenset()  # the first group: the script has made them differ
+
+
 def test_a_lazy_parameter_has_no_shape_yet() -> None:
+    assert describe_buffers(nn.LazyBatchNorm1d()) == {"num_batches_tracked": "() torch.int64"}
     assert describe_model(nn.LazyLinear(3), "net") == {}

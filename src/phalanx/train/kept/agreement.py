@@ -7,7 +7,7 @@ has, before the state is restored and at the first step, and the descriptions ar
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,15 @@ def describe_model(model: Any, name: str, *, frozen: bool = False) -> Descriptio
             text = f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
             found[f"model {name} {path}"] = text if parameter.requires_grad or not frozen else f"{text}, frozen"
     return found
+
+
+def describe_buffers(model: Any) -> Description:
+    """Describe the buffers of a model that have a shape."""
+    return {
+        name: f"{tuple(buffer.shape)} {buffer.dtype}"
+        for name, buffer in model.named_buffers()
+        if not torch.nn.parameter.is_lazy(buffer)
+    }
 
 
 def describe_loader(loader: Loader, name: str) -> Description:
@@ -112,9 +121,18 @@ class Agreement:
                 found |= describe_model(unwrapped(thing), name)
         self._compare(group, found)
 
-    def compare_model(self, group: WorkerProcessGroup, model: Any) -> None:
-        """Compare a model that is about to be wrapped."""
-        self._compare(group, describe_model(model, type(model).__name__, frozen=True))
+    def compare_model(self, group: WorkerProcessGroup, model: Any) -> frozenset[str]:
+        """Compare a model that is about to be wrapped.
+
+        Return the names of the buffers that new ranks do not have, or have in another shape: a forward may have
+        registered them on ranks that survive, for example as a cache.
+        """
+        described = describe_model(model, type(model).__name__, frozen=True)
+        found = self._compare(group, described, describe_buffers(model))
+        if self._reference() is None:
+            return frozenset()
+        names = {name for buffers in found for name in buffers}
+        return frozenset(name for name in names if len({buffers.get(name) for buffers in found}) > 1)
 
     def compare_data(self, group: WorkerProcessGroup, data: Any) -> None:
         """Compare the data that the first step has read, if it was not kept."""
@@ -122,16 +140,20 @@ class Agreement:
         known = isinstance(data, Loader) and id(data) not in self._compared
         self._compare(group, describe_loader(data, "loader") if known else {})
 
-    def _compare(self, group: WorkerProcessGroup, mine: Mapping[str, str]) -> None:
+    def _compare(
+        self, group: WorkerProcessGroup, mine: Description, buffers: Description | None = None
+    ) -> list[Description]:
+        """Raise if ranks differ. Return the buffers of all ranks, which may differ; []: they are the same."""
         if group.world_size == 1:
-            return
-        mine = {"seed": str(group.seed), **mine}
-        digest = zlib.crc32(repr(sorted(mine.items())).encode())
+            return []
+        mine, buffers = {"seed": str(group.seed), **mine}, buffers or {}
+        digest = zlib.crc32(repr([sorted(mine.items()), sorted(buffers.items())]).encode())
         if len(set(group.gather(digest, all=True) or ())) <= 1:
-            return
-        found = disagreement(group.gather(dict(mine), all=True) or [], self._reference())
+            return []
+        both = group.gather([mine, buffers], all=True) or []
+        found = disagreement([description for description, _ in both], self._reference())
         if found is None:
-            return
+            return [theirs for _, theirs in both]
         error, wrong = found
         if group.rank in wrong:
             raise error

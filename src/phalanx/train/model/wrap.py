@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -73,6 +74,7 @@ def wrap(
     shard: Policy = None,
     shards: int | None = None,
     equal: Layout | None = None,
+    unequal: Collection[str] = (),
     elastic: bool = False,
 ) -> Wrapped:
     """Return the module to call instead of `model`, which is moved to the group's device and changed in place.
@@ -88,6 +90,7 @@ def wrap(
     shard           which parts FSDP gathers together: a class, or a function of a module. Default: the model's children
     shards          "hsdp": ranks per replica. Default: the ranks of a node; with one node, half of them
     equal           the model is already the same on all ranks; the bucket layout of an earlier DDP of it
+    unequal         names of buffers that some ranks do not have: DDP does not send them
     elastic         the group was formed again: if `shards` does not divide the ranks, another number is used
     """
     device, size = group.device, group.world_size
@@ -122,7 +125,7 @@ def wrap(
     if how == "dp" and device.type == "cuda" and torch.cuda.device_count() > 1:
         engine = _data_parallel(model, device, mixed, compiled=compile)
     elif how == "ddp" and size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
-        engine = _ddp(model, device, equal, static_graph=static_graph, find_unused_parameters=find_unused)
+        engine = _ddp(model, device, equal, unequal, static_graph=static_graph, find_unused_parameters=find_unused)
         compression.register(engine, compress)
     wrapped = Wrapped(
         model,
@@ -145,9 +148,9 @@ def wrap(
     return wrapped
 
 
-def _ddp(model: Any, device: Any, equal: Layout | None, **options: Any) -> Any:
+def _ddp(model: Any, device: Any, equal: Layout | None, unequal: Collection[str], **options: Any) -> Any:
     own = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else None
-    with buckets.laid_out(equal or []):
+    with buckets.laid_out(equal or []), _left_out(model, unequal):
         ddp = nn.parallel.DistributedDataParallel(
             model, device_ids=own, gradient_as_bucket_view=True, init_sync=equal is None, **options
         )
@@ -158,10 +161,26 @@ def _ddp(model: Any, device: Any, equal: Layout | None, **options: Any) -> Any:
     kept = set(model.state_dict())
     ddp.broadcast_buffers = any(name in kept for name, _ in model.named_buffers())
     if equal is not None:
-        others = [one.detach() for name, one in (*model.named_parameters(), *model.named_buffers()) if name not in kept]
+        done = {*kept, *unequal}
+        others = [one.detach() for name, one in (*model.named_parameters(), *model.named_buffers()) if name not in done]
         if others:
             dist._broadcast_coalesced(ddp.process_group, others, 1 << 26, 0)
     return ddp
+
+
+@contextlib.contextmanager
+def _left_out(model: Any, names: Collection[str]) -> Iterator[None]:
+    """Make a DDP that is created in this context leave out these buffers."""
+    attribute = "_ddp_params_and_buffers_to_ignore"
+    before = getattr(model, attribute, [])
+    if not names:
+        yield
+        return
+    setattr(model, attribute, [*before, *names])
+    try:
+        yield
+    finally:
+        setattr(model, attribute, before)
 
 
 class _Cast(nn.Module):  # type: ignore[misc]
