@@ -1,4 +1,4 @@
-"""cached.py FOLDER STEP: the forward of a model registers a buffer, and another one grows: caches, no part of the state.
+"""cached.py FOLDER STEP: the forward of a model registers a buffer, and enlarges another: caches, no part of the state.
 
 At STEP, rank 1 kills itself before the forward; -1: it does not. Each rank writes its parameters and buffers at the
 end.
