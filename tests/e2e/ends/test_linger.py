@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.jobs import PLAIN, together
 from tests.e2e.places import READY, pids, script
+from tests.kit import proc
 from tests.kit.cli import phalanx, start, terminal, until
 from tests.kit.handle import Handle
 from tests.kit.lab import Lab, Sshd
@@ -195,5 +196,7 @@ def test_a_terminal_waits_for_the_nodes_it_has_started(
     until(lambda: not lefts(lab), 15, "its end")
 
 
-def lefts(lab: Lab) -> list[str]:
-    return [inside.command for node in lab for inside in node.processes() if inside.command.startswith("sh -c")]
+def lefts(lab: Lab) -> list[int]:
+    """Return the shells that were left running. Each forks, and its child is a shell until it executes `sleep`."""
+    shells = {one.pid: one.parent for node in lab for one in node.living() if proc.command(one.pid).startswith("sh -c")}
+    return [pid for pid, parent in shells.items() if parent not in shells]
